@@ -1,0 +1,33 @@
+"""layoutc: from one layout spec to a quantized weight that shards, gathers and trains under PyTorch FSDP2.
+
+The compiler needs no torch and importing this package imports none; what needs it is imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from layoutc.runtime.init import quantize_, quantized_init
+    from layoutc.runtime.optim import MasterWeights
+    from layoutc.runtime.strict import implicit_dequantizes, strict
+
+_RUNTIME = {
+    "MasterWeights": "layoutc.runtime.optim",
+    "implicit_dequantizes": "layoutc.runtime.strict",
+    "quantize_": "layoutc.runtime.init",
+    "quantized_init": "layoutc.runtime.init",
+    "strict": "layoutc.runtime.strict",
+}
+
+__all__ = ["MasterWeights", "__version__", "implicit_dequantizes", "quantize_", "quantized_init", "strict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RUNTIME:
+        raise AttributeError(f"module 'layoutc' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_RUNTIME[name]), name)

@@ -1,0 +1,126 @@
+"""Number formats by definition: what every code of an element or scale format means.
+
+Pure Python; a format is data (formats.yaml, or `formats:` in a spec), never a case in code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+F32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def f32(value: float) -> float:
+    """`value` rounded to the nearest fp32, ties to even."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format: sign | exponent | mantissa, most significant bit first.
+
+    `inf` and `nan` list codes without their sign bit. `torch` names the torch dtype that holds one code in a byte and
+    converts with round to nearest even, where there is one.
+    """
+
+    name: str = field(compare=False)  # two formats are the same when their bits mean the same
+    sign: int
+    exponent: int
+    mantissa: int
+    bias: int
+    subnormals: bool = True
+    inf: tuple[int, ...] = ()
+    nan: tuple[int, ...] = ()
+    torch: str | None = field(default=None, compare=False)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.sign + self.exponent + self.mantissa
+
+    @property
+    def is_f32(self) -> bool:
+        """True for IEEE binary32, which is stored as it is."""
+        return self.bits == 32
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """The finite values by code, without sign, ascending: code c means magnitudes[c]. Up to 8 bits only.
+
+        Codes of inf and NaN must be the highest, so that what is left is a prefix.
+        """
+        special = set(self.inf) | set(self.nan)
+        codes = range(2 ** (self.exponent + self.mantissa))
+        return tuple(self._magnitude(code) for code in codes if code not in special)
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return F32_MAX if self.is_f32 else self.magnitudes[-1]
+
+    def value(self, code: int) -> float:
+        """The value of a code, sign bit included."""
+        magnitude_bits = self.exponent + self.mantissa
+        negative, magnitude = divmod(code, 2**magnitude_bits)
+        sign = -1.0 if negative else 1.0
+        if magnitude in self.nan:
+            return math.nan
+        return sign * math.inf if magnitude in self.inf else sign * self._magnitude(magnitude)
+
+    def _magnitude(self, code: int) -> float:
+        exponent, mantissa = divmod(code, 2**self.mantissa)
+        if exponent == 0 and self.subnormals:
+            return math.ldexp(mantissa, 1 - self.bias - self.mantissa)
+        return math.ldexp(2**self.mantissa + mantissa, exponent - self.bias - self.mantissa)
+
+
+def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
+    """Where a magnitude's code steps up: code = number of thresholds <= |x|, for fp32 x. Saturating.
+
+    `rounding` is nearest (ties to even), up (away from zero) or down (towards zero). Each threshold is an fp32 value,
+    so comparing fp32 inputs with it is exact.
+    """
+    values = fmt.magnitudes
+    steps = []
+    for code, (low, high) in enumerate(itertools.pairwise(values)):
+        if rounding == "down":
+            steps.append(high)
+        elif rounding == "up":
+            steps.append(_next_f32(low))
+        else:
+            middle = (low + high) / 2
+            if f32(middle) != middle:
+                raise ValueError(f"{fmt.name}: the midpoint of codes {code} and {code + 1} is not an fp32 value")
+            steps.append(middle if code % 2 else _next_f32(middle))  # a tie goes to the even code
+    return tuple(steps)
+
+
+def _next_f32(value: float) -> float:
+    """The fp32 value just above a non-negative fp32 value."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return float(struct.unpack("<f", struct.pack("<I", bits + 1))[0])
+
+
+@cache
+def builtin() -> dict[str, Format]:
+    """The formats of formats.yaml, by name."""
+    text = (Path(__file__).parent / "formats.yaml").read_text(encoding="utf-8")
+    return {name: make(name, entry) for name, entry in yaml.safe_load(text).items()}
+
+
+def make(name: str, entry: Mapping[str, Any]) -> Format:
+    """A format from its entry in formats.yaml or in a spec's `formats:`."""
+    lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}
+    return Format(name=name, **{**entry, **lists})
+
+
+BUILTIN = builtin()

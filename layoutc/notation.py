@@ -1,0 +1,113 @@
+"""The two small notations inside a spec: layout strings (`m k/16`) and swizzle patterns (einops style)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Axis = Literal["m", "k"]
+
+
+class NotationError(ValueError):
+    """A string that can't be read; `start` and `end` are offsets into it."""
+
+    def __init__(self, message: str, start: int, end: int) -> None:
+        super().__init__(message)
+        self.start, self.end = start, end
+
+
+@dataclass(frozen=True)
+class Term:
+    """One dim of a buffer: an axis of the weight, stored once for every `divisor` steps along it."""
+
+    axis: Axis
+    divisor: int = 1
+
+
+@dataclass(frozen=True)
+class Swizzle:
+    """Splits each dim of a 2-D buffer into the names of its group, then orders all names.
+
+    The first name of a group has no given size: it takes what is left.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    order: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    def tile(self, dim: int) -> int:
+        """What the size of a dim must be a multiple of."""
+        sizes, product = dict(self.sizes), 1
+        for name in self.groups[dim][1:]:
+            product *= sizes[name]
+        return product
+
+
+def parse_layout(text: str) -> tuple[Term, ...]:
+    """`m k/16` -> (Term m 1, Term k 16); `scalar` -> (). Raises NotationError."""
+    if text.strip() == "scalar":
+        return ()
+    terms: list[Term] = []
+    for word in re.finditer(r"\S+", text):
+        match = re.fullmatch(r"([mk])(?:/([1-9][0-9]*))?", word[0])
+        if not match:
+            raise NotationError(f"`{word[0]}` is not an axis; write m, k, or m/N, k/N", *word.span())
+        if any(term.axis == match[1] for term in terms):
+            raise NotationError(f"axis {match[1]} is named twice", *word.span())
+        terms.append(Term(cast(Axis, match[1]), int(match[2] or 1)))
+    if not terms:
+        raise NotationError("names no axis", 0, max(1, len(text)))
+    return tuple(terms)
+
+
+def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
+    """`(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
+
+    It is a bijection by construction: each name stands once on either side, and only the first name of a group is open.
+    """
+    left, arrow, right = pattern.partition("->")
+    if not arrow:
+        raise NotationError("has no `->`", 0, max(1, len(pattern)))
+    groups, seen = [], set()
+    for token in re.finditer(r"\([^()]*\)|\S+", left):
+        members = re.findall(r"[A-Za-z_]\w*", token[0])
+        if "".join(members) != re.sub(r"[()\s]", "", token[0]) or not members:
+            raise NotationError(f"`{token[0]}` is not a name or a group of names in parentheses", *token.span())
+        for name in members:
+            if name in seen:
+                raise NotationError(f"`{name}` stands twice before the arrow", *token.span())
+            seen.add(name)
+        groups.append(tuple(members))
+    if len(groups) != 2:
+        raise NotationError(
+            f"takes 2 dims, (free, contraction), but names {len(groups)}", 0, max(1, len(left.rstrip()))
+        )
+    offset = len(left) + len(arrow)
+    order = []
+    for word in re.finditer(r"\S+", right):
+        span = (offset + word.start(), offset + word.end())
+        if word[0] not in seen:
+            raise NotationError(f"`{word[0]}` does not stand before the arrow", *span)
+        if word[0] in order:
+            raise NotationError(f"`{word[0]}` stands twice after the arrow", *span)
+        order.append(word[0])
+    missing = [name for group in groups for name in group if name not in order]
+    if missing:
+        raise NotationError(f"`{missing[0]}` is missing after the arrow", offset, max(offset + 1, len(pattern)))
+    inner = [name for group in groups for name in group[1:]]
+    for name in inner:
+        if name not in sizes:
+            raise NotationError(f"`{name}` has no size", *_find(pattern, name))
+    for group in groups:
+        if group[0] in sizes:
+            raise NotationError(f"`{group[0]}` takes what is left, so it has no size", *_find(pattern, group[0]))
+    extra = [name for name in sizes if name not in inner]
+    if extra:
+        raise NotationError(f"a size is given for `{extra[0]}`, which the pattern does not name", 0, len(pattern))
+    return Swizzle(tuple(groups), tuple(order), tuple(sorted(sizes.items())))
+
+
+def _find(pattern: str, name: str) -> tuple[int, int]:
+    match = re.search(rf"\b{re.escape(name)}\b", pattern)
+    return match.span() if match else (0, len(pattern))

@@ -1,0 +1,117 @@
+"""Scale rules printed as torch code: the one place where a rule's program becomes text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from layoutc.layout import Quantization
+from layoutc.rules import names
+
+_OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.BitOr: "|", ast.BitAnd: "&"}
+_COMPARE = {ast.Eq: "==", ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">="}
+
+
+def constant_names(quantization: Quantization) -> dict[str, str]:
+    """How each constant of a rule is spelled in generated code."""
+    parameters = dict(quantization.parameters)
+    spelled = {
+        "element_max": "ELEMENT_MAX",
+        "inverse_element_max": "INVERSE_ELEMENT_MAX",
+        "scale_max": "SCALE_MAX",
+        "inverse_range": "INVERSE_RANGE",
+        "inverse_margin": "INVERSE_MARGIN",
+        "f32_max": "F32_MAX",
+        "input_max": "input_max",
+    }
+    if "overflow" in parameters:
+        spelled["overflow"] = "input_max" if parameters["overflow"] == "input-max" else "F32_MAX"
+    if "epsilon" in parameters:
+        spelled["epsilon"] = "EPSILON"
+    return spelled
+
+
+def steps(quantization: Quantization) -> list[str]:
+    """The rule's active steps as assignments, in order."""
+    active = quantization.definition.active_steps(dict(quantization.parameters))
+    return [f"{step.name} = {expression(step.expression, quantization, {})}" for step in active]
+
+
+def decode(quantization: Quantization, scale: str) -> str:
+    """What a decoded element is multiplied by, from the stored scale plane `scale`."""
+    return expression(quantization.definition.decode, quantization, {"scale": scale, "tensor_amax": 'planes["amax"]'})
+
+
+def uses(quantization: Quantization) -> frozenset[str]:
+    """Names that the active steps and the decode use, parameters replaced by the constants that they stand for."""
+    active = quantization.definition.active_steps(dict(quantization.parameters))
+    found = frozenset().union(*(names(step.expression) for step in active), names(quantization.definition.decode))
+    spelled = constant_names(quantization)
+    return frozenset(spelled.get(name, name) for name in found)
+
+
+def expression(text: str, quantization: Quantization, known: Mapping[str, str]) -> str:
+    """One expression of a rule as torch code. Division is spelled so that it is rounded once."""
+    spelled = {**constant_names(quantization), **known}
+    coded = not quantization.scale.is_f32
+
+    def is_constant(node: ast.expr) -> bool:
+        if isinstance(node, ast.Name):
+            return node.id in constant_names(quantization)
+        if isinstance(node, ast.BinOp):
+            return is_constant(node.left) and is_constant(node.right)
+        return isinstance(node, ast.Constant)
+
+    def call(node: ast.Call) -> str:
+        assert isinstance(node.func, ast.Name)
+        arguments = [show(argument) for argument in node.args]
+        match node.func.id:
+            case "to_scale":
+                return f"encode_scale({arguments[0]})" if coded else arguments[0]
+            case "from_scale":
+                return f"decode_scale({arguments[0]})" if coded else arguments[0]
+            case "minimum":
+                first = node.args[0]
+                plain = not isinstance(first, ast.BinOp) or isinstance(
+                    first.op, ast.Div
+                )  # a division is printed as a call
+                return f"{arguments[0] if plain else f'({arguments[0]})'}.clamp(max={arguments[1]})"
+            case "where":
+                values = [f"{a}.0" if a.isdigit() else a for a in arguments[1:]]
+                return f"torch.where({arguments[0]}, {', '.join(values)})"
+            case "isinf" | "isnan":
+                return f"{arguments[0]}.{node.func.id}()"
+            case name:
+                return f"{name}({', '.join(arguments)})"
+
+    def show(node: ast.expr) -> str:
+        match node:
+            case ast.Name():
+                return spelled.get(node.id, node.id)
+            case ast.Constant():
+                return str(node.value)
+            case ast.Call():
+                return call(node)
+            case ast.Compare():
+                return f"{show(node.left)} {_COMPARE[type(node.ops[0])]} {show(node.comparators[0])}"
+            case ast.BinOp(op=ast.Div()):
+                left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
+                return f"divide({left}, {show(node.right)})"
+            case ast.BinOp():
+                left = f"({show(node.left)})" if _needs_parentheses(node.left, node, right=False) else show(node.left)
+                right = (
+                    f"({show(node.right)})" if _needs_parentheses(node.right, node, right=True) else show(node.right)
+                )
+                return f"{left} {_OPERATORS[type(node.op)]} {right}"
+        raise ValueError(f"a rule can't use {ast.dump(node)}")
+
+    return show(ast.parse(text, mode="eval").body)
+
+
+def _needs_parentheses(inner: ast.expr, outer: ast.BinOp, *, right: bool) -> bool:
+    """True where an operand must be parenthesised to keep the order of operations. A division is printed as a call."""
+    if isinstance(inner, ast.Compare):
+        return True
+    if not isinstance(inner, ast.BinOp) or isinstance(inner.op, ast.Div):
+        return False
+    return right or type(inner.op) is not type(outer.op)

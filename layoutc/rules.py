@@ -1,0 +1,81 @@
+"""Scale rules as data (rules.yaml): small straight-line fp32 programs from an amax to a scale and a multiplier."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+INPUTS = frozenset({"amax", "tensor_amax"})
+CONSTANTS = frozenset(
+    {"element_max", "inverse_element_max", "scale_max", "inverse_range", "inverse_margin", "f32_max", "input_max"}
+)
+FUNCTIONS = frozenset({"minimum", "where", "isinf", "isnan", "floor_power_of_two", "to_scale", "from_scale"})
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a rule, given inline under `scale:`."""
+
+    type: str
+    default: float | int | bool | str
+    doc: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """name = expression, left out unless the parameter `when` is set."""
+
+    name: str
+    expression: str
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A scale rule: steps that end in `scale` and `multiplier`, and what a decoded element is multiplied by."""
+
+    name: str
+    summary: str
+    parameters: dict[str, Parameter]
+    steps: tuple[Step, ...]
+    decode: str
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """True when the rule reads the amax of the whole weight, which shards must then share."""
+        return any("tensor_amax" in names(step.expression) for step in self.steps)
+
+    def active_steps(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+        """The steps that these parameters leave in."""
+        return tuple(step for step in self.steps if step.when is None or parameters[step.when])
+
+
+def names(expression: str) -> frozenset[str]:
+    """The names that an expression uses, functions left out."""
+    tree = ast.parse(expression, mode="eval")
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - called
+
+
+def _make(name: str, entry: dict[str, object]) -> Rule:
+    parameters = {
+        key: Parameter(value["type"], value["default"], value["doc"], tuple(value.get("choices", ())))
+        for key, value in (entry.get("parameters") or {}).items()  # type: ignore[attr-defined]
+    }
+    steps = []
+    for item in entry["steps"]:  # type: ignore[attr-defined]
+        ((target, expression),) = ((key, value) for key, value in item.items() if key != "when")
+        steps.append(Step(target, str(expression), item.get("when")))
+    return Rule(name, str(entry["summary"]), parameters, tuple(steps), str(entry["decode"]))
+
+
+def _load() -> dict[str, Rule]:
+    text = (Path(__file__).parent / "rules.yaml").read_text(encoding="utf-8")
+    return {name: _make(name, entry) for name, entry in yaml.safe_load(text).items()}
+
+
+RULES = _load()
