@@ -1,0 +1,118 @@
+"""Renders a plan to files. Deterministic: no dates, no versions, nothing that depends on the machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from layoutc.plan import Plan
+from layoutc.views import recipe_view
+
+FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
+LINE_LENGTH = 120
+
+# Names that templates may use from the runtime; each file imports those that its text mentions.
+_IMPORTABLE = {
+    "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
+    "numerics": (
+        "F32_MAX",
+        "block_amax",
+        "cast_from_codes",
+        "cast_to_codes",
+        "divide",
+        "floor_power_of_two",
+        "from_blocks",
+        "from_codes",
+        "pack",
+        "pad_to",
+        "per_element",
+        "repeat",
+        "tensor_amax",
+        "to_blocks",
+        "to_codes",
+        "unpack",
+    ),
+}
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["wrap"] = _wrap
+    environment.filters["pad"] = lambda text, rows, key: text.ljust(max(len(row[key]) for row in rows))
+    return environment
+
+
+def _wrap(text: str, indent: int = 0) -> str:
+    """A paragraph of a docstring, broken at the line length; the first line stands where the template puts it."""
+    lines = textwrap.wrap(text, LINE_LENGTH - indent, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * indent).join(lines)
+
+
+def emit(plan: Plan, sha256: str) -> dict[str, str]:
+    """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
+    view = recipe_view(plan, sha256)
+    return {name: _render(f"{name}.j2", view) for name in FILES}
+
+
+def emit_index(recipes: list[tuple[str, str]]) -> str:
+    """The package's __init__: (name, summary) of every recipe -> text."""
+    return _environment().get_template("index.py.j2").render(recipes=sorted(recipes))
+
+
+def _render(template: str, view: dict[str, Any]) -> str:
+    """Renders twice: the first text tells which imports the second needs."""
+    loaded = _environment().get_template(template)
+    body = loaded.render(**view, imports=dict.fromkeys((*_IMPORTABLE, "torch"), ""), facts_imports="")
+    imports: dict[str, Any] = {
+        module: ", ".join(name for name in names if re.search(rf"\b{name}\b(?!\.py)", _code(body)))
+        for module, names in _IMPORTABLE.items()
+    }
+    imports["torch"] = "torch." in _code(body)
+    return loaded.render(**view, imports=imports, facts_imports=imports["facts"])
+
+
+def _code(text: str) -> str:
+    """The text without docstrings and comments, whose words are not uses."""
+    return re.sub(r'"""[\s\S]*?"""|#.*', "", text)
+
+
+def format_files(files: dict[str, str]) -> dict[str, str]:
+    """The files as ruff formats them, in one process; raises RuntimeError with ruff's message when a file is not
+    Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, text in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        command = [_ruff(), "format", "--isolated", "--no-cache", "--quiet", f"--line-length={LINE_LENGTH}", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"a template wrote what is not Python; this is a bug in layoutc: {done.stderr.strip()}")
+        return {name: (root / name).read_text(encoding="utf-8") for name in files}
+
+
+def _ruff() -> str:
+    """The ruff that is installed beside layoutc, before any other on the path: its version is pinned with layoutc's."""
+    beside = Path(sysconfig.get_path("scripts")) / "ruff"
+    found = str(beside) if beside.exists() else shutil.which("ruff")
+    if found is None:
+        raise RuntimeError("`layoutc build` formats with ruff, which is not installed: pip install ruff")
+    return found
