@@ -1,0 +1,108 @@
+"""Quantizing with an amax that all shards share: one collective for one weight, or one for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.tensor import QuantizedTensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reduce_max(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of each entry over a group; NaN wins. fp32 magnitudes, any shape.
+
+    Reduced as int32: magnitudes order as their bits do, with NaN above inf, while a floating-point MAX may drop NaN.
+    """
+    if group is None or group.size() == 1:
+        return values
+    bits = values.contiguous().view(torch.int32).clone()
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
+
+
+def quantize(
+    cls: type[QuantizedTensor],
+    x: Tensor,
+    *,
+    orientations: Sequence[str] | None = None,
+    amax: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: QuantizedTensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """High precision to quantized; the body of every generated `quantize`.
+
+    x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
+    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten. Raises ValueError,
+    TypeError.
+    """
+    layout = cls.LAYOUT
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{layout.name} quantizes float32, bfloat16 and float16, not {x.dtype}")
+    if amax is not None and not layout.shares_amax:
+        raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
+    if out is not None:
+        _check_out(layout, x, out, orientations)
+        m, k = out._matrix
+        orientations = out.orientations
+    else:
+        m, k = layout.check_shape(tuple(x.shape))
+        orientations = _chosen(layout, orientations)
+    with torch.no_grad():
+        matrix = x.detach().reshape(m, k)
+        shared: Tensor | None = None
+        extra: dict[str, Tensor] = {}
+        if layout.shares_amax:
+            current = reduce_max(cls._shared_amax(matrix), group) if amax is None else amax.to(x.device, torch.float32)
+            shared, extra = _with_history(layout, current, out)
+        planes = cls._quantize_matrix(matrix, shared, orientations) | extra
+        if out is None:
+            return cls(planes, x.shape, dtype or x.dtype, matrix=(m, k), orientations=tuple(orientations))
+        for name, plane in out._planes.items():
+            plane.copy_(planes[name])
+    return out
+
+
+def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
+    """Overwrites a quantized tensor with new values, whatever view of (m, k) it is."""
+    return quantize(type(target), x, out=target, group=group)
+
+
+def _with_history(layout: Layout, current: Tensor, out: QuantizedTensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The amax that decides the scale, and the `amax` plane to store, if the recipe has one.
+
+    With a history the scale follows earlier amaxes, and the current one is put in front; an empty history starts with
+    it.
+    """
+    if not layout.history:
+        return current, {"amax": current} if "amax" in layout.stored else {}
+    before = current.new_zeros(layout.history) if out is None else out._planes["amax"]
+    earlier = before.max().reshape(1) if layout.pick == "max" else before[:1]
+    return torch.where(earlier == 0, current, earlier), {"amax": torch.cat([current, before[:-1]])}
+
+
+def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
+    chosen = tuple(orientations) if orientations is not None else layout.orientations
+    unknown = [name for name in chosen if name not in layout.orientations]
+    if unknown or not chosen:
+        raise ValueError(
+            f"{layout.name} has orientations {', '.join(layout.orientations)}, not {', '.join(unknown) or 'none'}"
+        )
+    return tuple(name for name in layout.orientations if name in chosen)
+
+
+def _check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None) -> None:
+    if tuple(out.shape) != tuple(x.shape) or out._transposed:
+        raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
+    if out.LAYOUT.layout_id != layout.layout_id:
+        raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
+    lacking = [name for name in orientations or () if name not in out.orientations]
+    if lacking:
+        raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")

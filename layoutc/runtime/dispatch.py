@@ -1,0 +1,279 @@
+"""Dispatch handlers that are the same for every recipe. A generated table (HANDLERS) says which operator goes where.
+
+A handler takes (func, args, kwargs). Views are exact or refused: a dequantized copy in place of a view would lose what
+is written to it. Other operators without a handler fall back to a dequantized copy, which strict() refuses.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from layoutc.runtime import strict
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.tensor import QuantizedTensor
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+# -------------------------------------------------------------------------------------------------------------- aliases
+def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """detach, alias: the same planes."""
+    tensor: QuantizedTensor = args[0]
+    return tensor._alias()
+
+
+def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """view, _unsafe_view: any shape with as many elements, since the order of elements stays.
+
+    An empty size is one element.
+    """
+    tensor, size = args[0], list(args[1])
+    if tensor._transposed and tuple(size) != tuple(tensor.shape):
+        raise UnsupportedOperator(
+            f"{func}: {tensor._label()} is transposed; a view of another shape would not be contiguous"
+        )
+    numel = tensor.numel()
+    if -1 in size:
+        known = prod(extent for extent in size if extent != -1)
+        if size.count(-1) > 1 or known == 0 or numel % known:
+            raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
+        size[size.index(-1)] = numel // known
+    if prod(size) != numel or any(extent < 0 for extent in size):
+        raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
+    return tensor._alias(size)  # type: ignore[no-any-return]
+
+
+def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """unsqueeze: a leading dim of size 1."""
+    tensor, dim = args[0], args[1]
+    shape = list(tensor.shape)
+    shape.insert(dim + len(shape) + 1 if dim < 0 else dim, 1)
+    return view(func, (tensor, shape), kwargs)
+
+
+def squeeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """squeeze: drops dims of size 1, all or the ones named."""
+    tensor = args[0]
+    named = args[1:] and ([args[1]] if isinstance(args[1], int) else args[1])
+    dims = {dim % tensor.dim() for dim in named} if named else set(range(tensor.dim()))
+    return view(func, (tensor, [n for d, n in enumerate(tensor.shape) if not (n == 1 and d in dims)]), kwargs)
+
+
+def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """t, transpose: swaps the last two dims, as a view."""
+    tensor = args[0]
+    dims = args[1:3] or (0, 1)
+    chosen = sorted(dim % tensor.dim() for dim in dims) if tensor.dim() else [0, 0]
+    if chosen[0] == chosen[1] or tensor.dim() < 2:
+        return tensor._alias()  # type: ignore[no-any-return]
+    if (
+        chosen != [tensor.dim() - 2, tensor.dim() - 1]
+        or tuple(tensor.shape)[-1 - tensor._transposed] != tensor._matrix[1]
+    ):
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(dims)}")
+    *lead, rows, columns = tensor.shape
+    return tensor._alias((*lead, columns, rows), transposed=not tensor._transposed)  # type: ignore[no-any-return]
+
+
+def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """as_strided: the tensor's own size, strides and offset 0, as FSDP2 asks once; anything else is refused."""
+    tensor, size, stride = args[0], args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if (tuple(size), tuple(stride), offset or 0) != (tuple(tensor.shape), tuple(tensor.stride()), 0):
+        raise UnsupportedOperator(
+            f"{func}: {tensor._label()} has strides {tuple(tensor.stride())} and offset 0, "
+            f"not size {tuple(size)}, strides {tuple(stride)}, offset {offset or 0}"
+        )
+    return tensor._alias()  # type: ignore[no-any-return]
+
+
+def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """expand to the tensor's own shape; anything else is refused."""
+    tensor, size = args[0], args[1]
+    wanted = [own if extent == -1 else extent for own, extent in zip(tensor.shape, size, strict=False)]
+    if len(size) != tensor.dim() or wanted != list(tensor.shape):
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can't be expanded to {tuple(size)}")
+    return tensor._alias()  # type: ignore[no-any-return]
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """clone: every plane copied, compact, scales and amax included."""
+    tensor: QuantizedTensor = args[0]
+    return tensor._with_planes(tensor._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+
+
+def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """_to_copy: another device moves every plane and keeps the class; another dtype dequantizes."""
+    tensor: QuantizedTensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    device = kwargs.get("device") or tensor.device
+    if dtype != tensor.dtype:
+        strict.note(f"{func} to {dtype}", tensor._label())
+        return tensor.dequantize(dtype).to(device)
+    options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
+    planes = tensor._map(lambda plane: aten._to_copy(plane, **options))
+    if kwargs.get("pin_memory"):
+        planes = {name: plane.pin_memory() for name, plane in planes.items()}
+    moved = tensor._with_planes(planes)
+    from layoutc.runtime import fsdp
+
+    fsdp.remember_copy(moved, tensor)
+    return moved
+
+
+def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """_pin_memory: every plane."""
+    tensor: QuantizedTensor = args[0]
+    return tensor._with_planes(tensor._map(lambda plane: plane.pin_memory()))
+
+
+def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """is_pinned: every plane is."""
+    return all(plane.is_pinned() for plane in args[0]._planes.values())
+
+
+def record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """record_stream on every plane, scales and amax included; changes nothing."""
+    for plane in args[0]._planes.values():
+        plane.record_stream(args[1])
+
+
+def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """equal: same recipe, shape and bytes; against a plain tensor, same values."""
+    a, b = args[0], args[1]
+    if type(a) is not type(b) or a._planes.keys() != b._planes.keys():
+        plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
+        return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
+    same = (tuple(a.shape), a._matrix, a._transposed) == (tuple(b.shape), b._matrix, b._transposed)
+    return same and all(
+        torch.equal(plane.view(torch.uint8), b._planes[name].view(torch.uint8)) for name, plane in a._planes.items()
+    )
+
+
+def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """zero_: every byte of every plane, in place; dequantizes to exact zeros."""
+    tensor: QuantizedTensor = args[0]
+    for plane in tensor._planes.values():
+        plane.zero_()
+    return tensor
+
+
+def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """zeros_like, ones_like, full_like, rand_like, randn_like: a plain tensor, as optimizers want for their state."""
+    tensor = args[0]
+    options = {key: value for key, value in kwargs.items() if value is not None and key != "memory_format"}
+    options.setdefault("dtype", tensor.dtype)
+    options.setdefault("device", tensor.device)
+    options.pop("layout", None)
+    return func(torch.empty(tensor.shape, device="meta", dtype=tensor.dtype), *args[1:], **options)  # type: ignore[no-any-return]
+
+
+def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
+
+    Same recipe: planes, byte for byte. Plain into quantized: quantizes, with the amax shared over shards where FSDP2
+    holds the tensor. Quantized into plain: dequantizes. Another recipe: through fp32.
+    """
+    target, source = args[0], args[1]
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(target.dtype if target.is_floating_point() else None))  # type: ignore[no-any-return]
+    if tuple(target.shape) != tuple(source.shape):
+        raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
+    if isinstance(source, QuantizedTensor):
+        same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
+        if same and (source._matrix, source._transposed) == (target._matrix, target._transposed):
+            return _copy_planes(target, source)
+        strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target._label())
+        source = source.dequantize(torch.float32)
+    if target._transposed:
+        raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
+    from layoutc.runtime import amax, fsdp
+
+    group = fsdp.amax_group(target) if target.LAYOUT.shares_amax else None
+    amax.requantize_(target, source.to(target.device), group)
+    return target
+
+
+def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
+    missing = [name for name in target._planes if name not in source._planes]
+    if missing:
+        raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")
+    for name, plane in target._planes.items():
+        if plane.shape != source._planes[name].shape:
+            found = tuple(source._planes[name].shape)
+            raise LayoutError(f"copy_: {name} is {tuple(plane.shape)} in the target, {found} in the source")
+    for name, plane in target._planes.items():
+        plane.copy_(source._planes[name])
+    return target
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """mm, bmm, addmm, baddbmm, mv: dequantizes to the activation's dtype and multiplies.
+
+    Which orientation is read follows from the axis that is contracted: k reads rowwise values, m reads columnwise ones.
+    """
+    first = 1 if func in _WITH_BIAS else 0
+    dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
+    plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]
+    return func(*plain, **kwargs)  # type: ignore[no-any-return]
+
+
+_WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+
+
+def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) -> Tensor:
+    """Left operands contract their last dim, right operands the one before it."""
+    contracts_k = is_left != tensor._transposed
+    return tensor._dequantize("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Operators without a handler: views are refused, the rest runs on dequantized copies; written ones are
+    requantized."""
+
+    def plain(value: Any) -> Any:
+        return value.dequantize() if isinstance(value, QuantizedTensor) else value
+
+    schema = func._schema
+    found = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))
+    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
+        raise UnsupportedOperator(f"{func}: no exact view of {found._label()}; for a copy, call .dequantize() first")
+    label = next(
+        (a._label() for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor)),
+        "a weight",
+    )
+    strict.note(str(func), label)
+    plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    if not schema.is_mutable:
+        return result
+    return _write_back(func, args, kwargs, plain_args, plain_kwargs, result)
+
+
+def _write_back(func: Any, args: Args, kwargs: Kwargs, plain_args: Args, plain_kwargs: Kwargs, result: Any) -> Any:
+    """Requantizes what the operator has written, lists included, and returns the quantized tensors in place of the
+    copies."""
+    back: dict[int, QuantizedTensor] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        original = args[position] if position < len(args) else kwargs.get(argument.name)
+        written: Any = plain_args[position] if position < len(args) else plain_kwargs.get(argument.name)
+        pairs: Any = (
+            zip(original, written, strict=True) if isinstance(original, list | tuple) else [(original, written)]
+        )
+        for target, values in pairs:
+            if isinstance(target, QuantizedTensor):
+                copy_(aten.copy_.default, (target, values), {})
+                back[id(values)] = target
+    return tree_map(lambda value: back.get(id(value), value), result)

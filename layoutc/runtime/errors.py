@@ -1,0 +1,24 @@
+"""What layoutc raises at run time.
+
+Every message names the recipe, the parameter where it is known, and what would work.
+"""
+
+
+class LayoutError(RuntimeError):
+    """Something that a layout can't do."""
+
+
+class ShardAlignmentError(LayoutError, ValueError):
+    """A cut between shards would fall inside a block, a byte or a stored scale."""
+
+
+class UnsupportedOperator(LayoutError, NotImplementedError):
+    """An operator that is not exact on stored bytes, and that a dequantized copy would get wrong as well."""
+
+
+class ImplicitDequantize(LayoutError):
+    """Under layoutc.strict(): an operator that would dequantize without being asked to."""
+
+
+class MissingOrientation(LayoutError):
+    """An orientation that the tensor does not hold and that does not follow from what it holds."""

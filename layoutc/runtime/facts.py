@@ -1,0 +1,122 @@
+"""Layout facts as generated code states them: what is stored, what a GEMM reads, what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+
+PassName = Literal["forward", "backward", "both"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def up(a: int, multiple: int) -> int:
+    """`a` rounded up to a multiple."""
+    return cdiv(a, multiple) * multiple
+
+
+class Facts(NamedTuple):
+    """Shape and dtype of a plain tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Plane(NamedTuple):
+    """How a stored plane follows the weight's rows and columns; None: one value for all of them.
+
+    `columns_per_value` counts weight columns for one entry of the plane's last dim: 2 where a byte packs two codes.
+    """
+
+    rows_per_value: int | None
+    columns_per_value: float | None
+
+
+@dataclass(frozen=True)
+class GatherFacts:
+    """What one rank contributes to the all-gather of one pass, and what it costs."""
+
+    planes: Mapping[str, Facts]
+    serves: tuple[str, ...]
+    world: int
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes that a rank contributes, padding of short shards included."""
+        return sum(facts.nbytes for facts in self.planes.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that every rank holds after the gather."""
+        return self.bytes_per_rank * self.world
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
+
+    planes(m, k): what a tensor stores, compact and m-major. buffers(m, k): what a GEMM reads, padded, repeated and
+    transposed as the spec says. Both map a name to `Facts`.
+    """
+
+    name: str
+    summary: str
+    spec_sha256: str
+    layout_id: str
+    shard_rows: int
+    shard_reason: str
+    column_multiple: int
+    multiple_m: int
+    multiple_k: int
+    blocks: Mapping[str, str]
+    bytes_per_element: float
+    stored: Mapping[str, Plane]
+    sources: Mapping[str, tuple[str, ...]]  # orientation -> planes that its buffers are made of
+    travels: Mapping[PassName, tuple[str, ...]]
+    serves: Mapping[PassName, tuple[str, ...]]
+    shares_amax: bool
+    history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
+    pick: str  # which of the history decides the scale: max, most-recent
+    planes: Callable[[int, int], dict[str, Facts]]
+    buffers: Callable[[int, int], dict[str, Facts]]
+
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """Orientations of the recipe, rowwise first."""
+        return tuple(self.sources)
+
+    def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
+        """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""
+        if len(shape) < 2:
+            raise ValueError(f"{name}: {self.name} takes weights of 2 dims or more, not shape {tuple(shape)}")
+        m, k = prod(shape[:-1]), shape[-1]
+        if m % self.multiple_m or k % self.multiple_k:
+            near = (up(m, self.multiple_m), up(k, self.multiple_k))
+            raise ValueError(
+                f"{name}: {self.name} takes rows in multiples of {self.multiple_m} and columns in multiples of "
+                f"{self.multiple_k}, not shape {tuple(shape)} ({m} rows, {k} columns); the next that fits is {near}"
+            )
+        return m, k
+
+    def gather(self, m: int, k: int, world: int, which: PassName = "forward") -> GatherFacts:
+        """What each of `world` ranks contributes in a pass: plane name -> shape and dtype of the padded shard.
+
+        Raises ShardAlignmentError when the weight does not shard over `world` ranks.
+        """
+        from layoutc.runtime.sharding import check_alignment
+
+        check_alignment(self, (m, k), cdiv(m, world), world=world)
+        shard = self.planes(cdiv(m, world), k)
+        return GatherFacts({name: shard[name] for name in self.travels[which]}, self.serves[which], world)

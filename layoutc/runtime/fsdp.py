@@ -1,0 +1,220 @@
+"""The FSDP2 shim: the one file that reads private parts of torch.distributed.fsdp, for torch 2.11 to 2.13.
+
+FSDP2's extension hooks are told the mesh and nothing else that a layout needs: which pass gathers, whether the weight
+stays gathered for backward, how many rows the padded shard has, how large the whole weight is. All of it is on the
+FSDPParam that holds the shard, which is found once through FSDP2's module registry and remembered.
+
+The hooks take one argument (mesh). FSDP2's five-argument form asserts, on short ranks only, that every plane has the
+padded shard's shape; packed codes and scales never have, and the other ranks would hang in the collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+class Sharding(NamedTuple):
+    """Where FSDP2 keeps a shard: weak references to its FSDPParam and FSDPParamGroup."""
+
+    param: Any
+    group: Any
+
+
+@dataclass
+class Gathering:
+    """What the pre-all-gather hook tells the post-all-gather hook. Equal on all ranks but for `alone`."""
+
+    which: PassName
+    world: int
+    rows: int  # matrix rows of a padded shard
+    shape: tuple[int, ...]  # of the whole weight
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(m, k) of the whole weight."""
+        return prod(self.shape[:-1]), self.shape[-1]
+
+
+_shardings: Any = WeakTensorKeyDictionary()
+_modes: Any = WeakTensorKeyDictionary()
+_copies: Any = WeakTensorKeyDictionary()
+_simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
+
+
+def find(shard: QuantizedTensor) -> Sharding | None:
+    """Where FSDP2 keeps this very tensor as a shard, or None."""
+    shard = _copies.get(shard, shard)
+    known: Sharding | None = _shardings.get(shard)
+    if known is None:
+        _scan()
+        known = _shardings.get(shard)
+    return known
+
+
+def _scan() -> None:
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11: one group at most
+            groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
+        for group in groups:
+            for param in group.fsdp_params:
+                local = getattr(param.sharded_param, "_local_tensor", None)
+                if isinstance(local, QuantizedTensor):
+                    _shardings[local] = Sharding(weakref.ref(param), weakref.ref(group))
+
+
+def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
+    """CPU offload gathers from a copy of the shard on the device; the copy then answers for the shard."""
+    if copy.device != shard.device and dist.is_initialized() and find(shard) is not None:
+        _copies[copy] = _copies.get(shard, shard)
+
+
+def amax_group(shard: QuantizedTensor) -> dist.ProcessGroup | None:
+    """The process group over which FSDP2 shards this tensor; None when it does not."""
+    known = find(shard) if dist.is_initialized() else None
+    param = known.param() if known else None
+    return getattr(param.mesh_info, "shard_process_group", None) if param is not None else None
+
+
+def parameter_name(shard: QuantizedTensor) -> str | None:
+    """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
+    known = find(shard) if dist.is_initialized() else None
+    param = known.param() if known else None
+    return getattr(param, "_param_fqn", None) or shard._name
+
+
+# -------------------------------------------------------------------------------------------------- what the hooks call
+def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
+    """Which planes the pass needs, and the padded shard's rows. Raises on all ranks alike, before any collective."""
+    world = mesh.size()
+    if (simulated := _simulated.get()) is not None:
+        which, shape, rows = simulated
+    elif (known := find(shard)) is None:
+        which, rows = "forward", shard._matrix[0]
+        shape = (shard.shape[0] * world, *shard.shape[1:])
+    else:
+        param, group = known.param(), known.group()
+        if param.fsdp_placement.dim != 0:
+            raise LayoutError(
+                f"{parameter_name(shard)}: {shard.LAYOUT.name} shards dim 0 alone, not dim {param.fsdp_placement.dim}: "
+                "planes of other dims do not concatenate in rank order"
+            )
+        shape = tuple(param._orig_size)
+        rows = prod(param.padded_sharded_param_size[:-1])
+        which = _pass(shard, group)
+    missing = [name for name in shard.LAYOUT.travels[which] if name not in shard._planes]
+    if missing:
+        raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
+    shared = {name: plane for name, plane in shard._planes.items() if shard.LAYOUT.stored[name].rows_per_value is None}
+    return Gathering(which, world, rows, shape, shared)
+
+
+def _pass(shard: QuantizedTensor, group: Any) -> PassName:
+    """The pass that gathers now. A weight that stays gathered after forward gets what both passes need, from the start.
+
+    FSDP2 allocates a parameter's gather outputs once, so the choice between the two modes holds for the shard's life.
+    """
+    home = _copies.get(shard, shard)
+    keeps = _modes.get(home)
+    if keeps is None:
+        keeps = _modes[home] = not group._reshard_after_forward
+    if keeps:
+        return "both"
+    return "backward" if group._training_state.name == "PRE_BACKWARD" else "forward"
+
+
+def wire(plane: Tensor, rows: int) -> Tensor:
+    """A plane as it travels: bytes, `rows` rows, zeros after the rows of a short shard.
+
+    A view where nothing is short.
+    """
+    if plane.shape[0] != rows:
+        full = plane.new_zeros(rows, *plane.shape[1:])
+        full[: plane.shape[0]] = plane
+        plane = full
+    return plane.contiguous().view(torch.uint8)
+
+
+def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:
+    """What the pre-all-gather hook returns.
+
+    In a group of one rank FSDP2 hands back the first tensor alone, so the others, which need no gather there, go along
+    as metadata.
+    """
+    if gathering.world == 1:
+        gathering.alone = planes[1:]
+        return planes[:1], gathering
+    return planes, gathering
+
+
+def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
+    """All planes that travelled, in order: bytes, all ranks' padded rows."""
+    return (*outputs, *gathering.alone)
+
+
+def level(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Planes of one pass put in slots of fixed bytes, zero-filled: FSDP2 wants the same sizes in every pass."""
+    filled = []
+    for slot, nbytes in enumerate(slots):
+        buffer = planes[0].new_zeros(nbytes)
+        if slot < len(planes):
+            buffer[: planes[slot].numel()] = planes[slot].reshape(-1)
+        filled.append(buffer)
+    return tuple(filled)
+
+
+def unlevel(outputs: Sequence[Tensor], world: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Inverse of level after the gather: the first bytes of each rank's slot, rows in rank order."""
+    return tuple(
+        output.view(world, -1)[:, : prod(shape)].reshape(world * shape[0], *shape[1:])
+        for output, shape in zip(outputs, shapes, strict=False)
+    )
+
+
+def finish(
+    shard: QuantizedTensor, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    """What the post-all-gather hook returns: a new tensor, or, with `out`, nothing: all planes of that object replaced.
+
+    No inner tensors: all planes are gather outputs, which FSDP2 frees by itself. Aliases of `out` share its dict of
+    planes, so those that autograd saved in forward see what backward gathered.
+    """
+    if out is None:
+        tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
+        tensor._name = shard._name
+        return tensor, ()
+    target: Any = getattr(out, "_local_tensor", out)
+    target._planes.clear()
+    target._planes.update(planes)
+    return None
+
+
+@contextmanager
+def simulate(which: PassName, shape: Sequence[int], rows: int) -> Iterator[None]:
+    """For hooks called without FSDP2: the pass, the whole weight's shape, the rows of a padded shard."""
+    token = _simulated.set((which, tuple(shape), rows))
+    try:
+        yield
+    finally:
+        _simulated.reset(token)

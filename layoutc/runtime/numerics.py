@@ -1,0 +1,134 @@
+"""Building blocks of generated references: codes, packing, blocks. Plain torch, any device, no approximation.
+
+Every function is the definition of what it does; kernels are compared with it byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.facts import cdiv
+
+F32_MAX = torch.finfo(torch.float32).max
+
+
+def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_code: int) -> Tensor:
+    """fp32 values -> codes, one in a byte: as many thresholds as are <= |x|; NaN gives `nan_code`.
+
+    `sign_bit` is the position of the sign in the code; None for formats without one. Saturates, since no threshold
+    leads past the largest finite code.
+    """
+    code = torch.bucketize(x.abs(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
+    if sign_bit is not None:
+        code |= torch.signbit(x).to(torch.uint8) << sign_bit
+    return code.masked_fill_(x.isnan(), nan_code)
+
+
+def cast_to_codes(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
+    """The same for formats that torch has: saturates at `largest`, converts to nearest even, NaN gives `nan_code`."""
+    return x.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill_(x.isnan(), nan_code)
+
+
+def from_codes(codes: Tensor, values: Sequence[float]) -> Tensor:
+    """Codes -> fp32 values: values[code]."""
+    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def cast_from_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for formats that torch has."""
+    return codes.view(dtype).float()
+
+
+def divide(a: Tensor | float, b: Tensor) -> Tensor:
+    """a / b, rounded once. `float / tensor` would multiply by a rounded reciprocal instead."""
+    return (a if isinstance(a, Tensor) else torch.full_like(b, a)) / b
+
+
+def floor_power_of_two(x: Tensor) -> Tensor:
+    """Clears the mantissa: the power of two at or below a positive normal fp32 value. inf and NaN become inf."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
+    """Codes below 8 bits, one in a byte -> bytes, along the last dim. Code c takes bits c * bits onwards of the row.
+
+    `low_first` counts bits from the low end of each byte, else from the high end. Shape (..., n) -> (..., n * bits /
+    8).
+    """
+    group = 8 // gcd(bits, 8)
+    lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).int()
+    shifts = range(0, group * bits, bits)
+    word = sum(lanes[..., c] << (s if low_first else (group - 1) * bits - s) for c, s in enumerate(shifts))
+    nbytes = group * bits // 8
+    order = range(nbytes) if low_first else reversed(range(nbytes))
+    assert isinstance(word, Tensor)
+    return torch.stack([(word >> (8 * b)) & 0xFF for b in order], dim=-1).to(torch.uint8).flatten(-2)
+
+
+def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
+    """Inverse of pack."""
+    group = 8 // gcd(bits, 8)
+    nbytes = group * bits // 8
+    lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).int()
+    order = range(nbytes) if low_first else reversed(range(nbytes))
+    word = sum(lanes[..., i] << (8 * b) for i, b in enumerate(order))
+    shifts = range(0, group * bits, bits)
+    mask = (1 << bits) - 1
+    assert isinstance(word, Tensor)
+    codes = [(word >> (s if low_first else (group - 1) * bits - s)) & mask for s in shifts]
+    return torch.stack(codes, dim=-1).to(torch.uint8).flatten(-2)
+
+
+def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
+    """(m, k) -> (m blocks, block_m, k blocks, block_k), partial blocks filled with zeros; None: one block for all."""
+    m, k = x.shape
+    block_m, block_k = block_m or max(m, 1), block_k or k
+    rows, columns = cdiv(m, block_m), cdiv(k, block_k)
+    if (rows * block_m, columns * block_k) != (m, k):
+        x = torch.nn.functional.pad(x, (0, columns * block_k - k, 0, rows * block_m - m))
+    return x.reshape(rows, block_m, columns, block_k)
+
+
+def from_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
+    """Inverse of to_blocks: cuts the filling off."""
+    rows, block_m, columns, block_k = blocks.shape
+    return blocks.reshape(rows * block_m, columns * block_k)[:m, :k]
+
+
+def block_amax(blocks: Tensor) -> Tensor:
+    """Largest magnitude of each block, (m blocks, k blocks). NaN propagates. No rows: no blocks."""
+    return blocks.abs().amax(dim=(1, 3))
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of a tensor, fp32, shape (1,). NaN propagates; 0 when it has no elements."""
+    return x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
+
+
+def per_element(values: Tensor, block_m: int | None, block_k: int | None, m: int, k: int) -> Tensor:
+    """Block values (m blocks, k blocks), or (1,) for one block -> a tensor that broadcasts to (m, k)."""
+    if values.dim() == 1:
+        return values.reshape(1, 1)
+    if block_m is not None and block_m > 1:
+        values = values.repeat_interleave(block_m, dim=0)[:m]
+    if block_k is not None and block_k > 1:
+        values = values.repeat_interleave(block_k, dim=1)[:, :k]
+    return values
+
+
+def repeat(values: Tensor, dim: int, times: int, limit: int) -> Tensor:
+    """Each entry of a dim `times` times in a row, cut at `limit` entries."""
+    return values.repeat_interleave(times, dim=dim).narrow(dim, 0, limit)
+
+
+def pad_to(values: Tensor, *sizes: int) -> Tensor:
+    """Zero bytes appended up to a shape of `sizes`; contiguous."""
+    if values.shape == sizes:
+        return values.contiguous()
+    padded = values.new_zeros(sizes)
+    padded[tuple(slice(0, size) for size in values.shape)] = values
+    return padded

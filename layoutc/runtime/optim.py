@@ -1,0 +1,185 @@
+"""MasterWeights: fp32 masters around any torch optimizer, and quantized weights made anew from them after each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime import amax
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the result back.
+
+    Quantized parameters are requantized from their masters, with one amax collective a step for each process group,
+    whatever the number of parameters; bf16 and fp16 parameters are rounded; fp32 parameters are their own masters.
+    Parameters may be DTensors (FSDP2) or plain. Masters start as the dequantized weights.
+
+    `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
+    torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
+    master.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
+        """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
+        given = list(params)
+        groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        for group in groups:
+            members = group["params"]
+            group["params"] = [members] if isinstance(members, Tensor) else list(members)
+        self._masters: dict[Tensor, Tensor] = {p: _master(p) for group in groups for p in group["params"]}
+        inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
+        self.inner = optimizer_class(inner_groups, **options)
+        super().__init__(groups, self.inner.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As Optimizer.add_param_group; masters are made for the new parameters."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        if len(self.inner.param_groups) < len(self.param_groups):
+            self._masters.update({p: _master(p) for p in added["params"]})
+            self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer on the masters, then every parameter from its master.
+
+        Collective: every rank steps with the same parameters. With a learning rate of 0 in all groups nothing is
+        written.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._push_options()
+        for param, master in self._masters.items():
+            if master is not param:
+                master.grad = None if param.grad is None else param.grad.to(torch.float32)
+        self.inner.step()
+        self._collect_state()
+        if any(bool(group.get("lr", 1)) for group in self.param_groups):
+            self._write_back()
+        for param, master in self._masters.items():
+            if master is not param:
+                master.grad = None
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores masters and the inner optimizer's state in fp32, as they were saved.
+
+        Parameters are not touched: they come from the model's own state. Raises ValueError when groups or parameters do
+        not match.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, this optimizer has {sizes[0]}")
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                self._load_one(param, state_dict["state"].get(key))
+        self._push_options()
+        self._collect_state()
+
+    def _load_one(self, param: Tensor, saved: dict[str, Any] | None) -> None:
+        if saved is None:
+            return
+        master = self._masters[param]
+        if master is not param:
+            if "master" not in saved:
+                raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
+            with torch.no_grad():
+                master.copy_(saved["master"])
+        state = self.inner.state[master]
+        for name, value in saved.items():
+            if name != "master":
+                held = state.get(name)
+                state[name] = held.copy_(value) if isinstance(held, Tensor) else _moved(value, master, name)
+
+    def _push_options(self) -> None:
+        """Learning rates and other options, which schedulers change on the outer groups, to the inner ones."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+
+    def _collect_state(self) -> None:
+        for param, master in self._masters.items():
+            state = self.inner.state.get(master)
+            if state is None and master is param:
+                continue
+            self.state[param] = dict(state or {}) if master is param else {**(state or {}), "master": master.detach()}
+
+    def _write_back(self) -> None:
+        """Parameters from masters; what shards must share is reduced for all parameters of a process group at once."""
+        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor]]] = defaultdict(list)
+        groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+        for param, master in self._masters.items():
+            if master is param:
+                continue
+            target, values = _local(param), _local(master)
+            if not isinstance(target, QuantizedTensor):
+                target.copy_(values)
+                continue
+            found = shard_groups(param) if target.LAYOUT.shares_amax else []
+            key = tuple(id(group) for group in found)
+            groups[key] = found
+            batches[key].append((target, values))
+        for key, batch in batches.items():
+            requantize_batch_(batch, groups[key])
+
+
+def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[dist.ProcessGroup]) -> None:
+    """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share."""
+    sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
+    amaxes = [type(t)._shared_amax(v.reshape(t._matrix)) for t, v in sharing]
+    shared: dict[int, Tensor] = {}
+    if amaxes:
+        packed = torch.cat([a.reshape(-1) for a in amaxes])
+        for group in groups:
+            packed = amax.reduce_max(packed, group)
+        pieces = torch.split(packed, [a.numel() for a in amaxes])
+        for (target, _), piece, like in zip(sharing, pieces, amaxes, strict=True):
+            shared[id(target)] = piece.view_as(like)
+    for target, values in batch:
+        amax.quantize(type(target), values, out=target, amax=shared.get(id(target)))
+
+
+def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
+    """The process groups over which a DTensor is sharded: one for each sharded mesh dim; none for a plain tensor."""
+    if not isinstance(param, DTensor):
+        return []
+    return [param.device_mesh.get_group(d) for d, placement in enumerate(param.placements) if placement.is_shard()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (
+        tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data if type(tensor) is nn.Parameter else tensor
+    )
+
+
+def _master(param: Tensor) -> Tensor:
+    """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32 already."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if isinstance(local, QuantizedTensor):
+        values = local.dequantize(torch.float32).detach()
+    elif param.dtype in (torch.float32, torch.float64):
+        return param
+    else:
+        values = local.detach().to(torch.float32, copy=True)
+    if not isinstance(param, DTensor):
+        return nn.Parameter(values, requires_grad=param.requires_grad)
+    sharded = DTensor.from_local(
+        values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _moved(value: Any, master: Tensor, name: str) -> Any:
+    """State onto the master's device; step counters stay where they are, as torch.optim keeps them."""
+    return value.to(master.device) if isinstance(value, Tensor) and name != "step" else value

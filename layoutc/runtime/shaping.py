@@ -1,0 +1,175 @@
+"""Dispatch handlers that cut, join or make planes. What a cut means for each plane is generated (`_cut`, `_join`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.dispatch import Args, Kwargs, fallback
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.sharding import check_alignment
+from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.windows import Window, bounds, matrix_for, window
+
+
+def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries start..stop of an outer dim, as views of the planes."""
+    if (start, stop) == (0, tensor.shape[dim]):
+        return tensor._alias()
+    if not tensor._transposed:
+        found = window(tensor, dim, start, stop, operator)
+        return _cut(tensor, found)
+    last = tensor.dim() - 1
+    straight = tensor._alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
+    piece = _piece(straight, {last: last - 1, last - 1: last}.get(dim, dim), start, stop, operator)
+    return piece._alias((*piece.shape[:-2], piece.shape[-1], piece.shape[-2]), transposed=True)
+
+
+def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
+    planes = tensor._cut(found.r0, found.r1, found.c0, found.c1)
+    return tensor._with_planes(planes, found.shape, matrix=found.matrix)
+
+
+def _fill(args: Args, defaults: Args) -> Args:
+    """Positional arguments with the schema's defaults for those left out."""
+    return (*args, *defaults[len(args) :])
+
+
+def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """slice (narrow, chunk of one): whole blocks, step 1, as a view. Anything else is refused."""
+    tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
+    if step != 1:
+        raise UnsupportedOperator(f"{func}: {tensor._label()} has no view with step {step}")
+    dim %= tensor.dim()
+    return _piece(tensor, dim, *bounds(tensor.shape[dim], start, stop), func)
+
+
+def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """select: one entry of a dim, as a view without that dim, where it is whole blocks (one expert of many)."""
+    tensor, dim, index = args
+    dim %= tensor.dim()
+    index += tensor.shape[dim] if index < 0 else 0
+    if (tensor._transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
+        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor._label()} is not whole rows")
+    if not 0 <= index < tensor.shape[dim]:
+        raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor._label()}")
+    piece = _piece(tensor, dim, index, index + 1, func)
+    return piece._alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
+
+
+def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards, so a cut inside a block raises
+    ShardAlignmentError, which says what would work."""
+    tensor, size, dim = _fill(args, (None, None, 0))
+    dim %= tensor.dim()
+    total = tensor.shape[dim]
+    if (
+        dim == 0
+        and 0 < size < total
+        and not tensor._transposed
+        and tensor.shape[-1] == tensor._matrix[1]
+        and tensor.dim() > 1
+    ):
+        name = tensor._name or "weight"
+        check_alignment(tensor.LAYOUT, tuple(tensor.shape), size, world=_world(total, size), name=name)
+    starts = range(0, total, size) if size else (0,)
+    return [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+
+
+def _world(total: int, size: int) -> int | None:
+    """The world size, where a split into `size` is what it would do; the cut alone can't tell 7 ranks from 8."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    return world if world and -(-total // world) == size else None
+
+
+def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """split_with_sizes: pieces of given sizes, as views."""
+    tensor, sizes, dim = _fill(args, (None, None, 0))
+    dim %= tensor.dim()
+    if sum(sizes) != tensor.shape[dim]:
+        raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor._label()}")
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(_piece(tensor, dim, start, start + size, func))
+        start += size
+    return pieces
+
+
+def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """cat on dim 0 of pieces that end on block boundaries and share what covers all rows: bytes.
+
+    Else through fallback.
+    """
+    pieces = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = pieces[0]
+    if not _joinable(pieces, dim):
+        return fallback(func, args, kwargs)  # type: ignore[no-any-return]
+    shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+    matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
+    planes = first._join([piece._planes for piece in pieces])
+    return first._with_planes(planes, shape, matrix=matrix)  # type: ignore[no-any-return]
+
+
+def _joinable(pieces: list[Any], dim: int) -> bool:
+    first = pieces[0]
+    if dim != 0 or any(type(p) is not type(first) or p._transposed or p.dim() < 2 for p in pieces):
+        return False
+    if any(p.shape[1:] != first.shape[1:] or p._planes.keys() != first._planes.keys() for p in pieces):
+        return False
+    if any(p._matrix[0] % first.LAYOUT.shard_rows for p in pieces[:-1]):
+        return False
+    shared = [name for name in first._planes if first.LAYOUT.stored[name].rows_per_value is None]
+    return all(
+        p._planes[n] is first._planes[n] or torch.equal(p._planes[n], first._planes[n])
+        for p in pieces[1:]
+        for n in shared
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- new tensors
+def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_empty: of the class, with whatever is in memory, where the recipe can hold the size; else a plain tensor."""
+    return _new(torch.empty, args, kwargs)
+
+
+def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_zeros: of the class, all bytes zero, which dequantize to exact zeros, where the recipe can hold the size;
+    else plain."""
+    return _new(torch.zeros, args, kwargs)
+
+
+def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    tensor, size = args[0], tuple(args[1])
+    options = {
+        "device": kwargs.get("device") or tensor.device,
+        "pin_memory": bool(kwargs.get("pin_memory")),
+    }
+    matrix = matrix_for(tensor, size)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if matrix is None or dtype != tensor.dtype:
+        plain: Tensor = make(size, dtype=dtype, **options)
+        return plain
+    facts = tensor.LAYOUT.planes(*matrix)
+    planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
+    new: QuantizedTensor = type(tensor)(planes, size, dtype, matrix=matrix, orientations=tensor._orientations)
+    new._name = tensor._name
+    return new
+
+
+def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """empty_like: of the class, on the device asked for; another dtype gives a plain tensor."""
+    tensor: QuantizedTensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    device = kwargs.get("device") or tensor.device
+    pin = bool(kwargs.get("pin_memory"))
+    if dtype != tensor.dtype:
+        return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=pin)
+    facts = tensor.LAYOUT.planes(*tensor._matrix)
+    return tensor._with_planes(
+        {n: torch.empty(facts[n].shape, dtype=facts[n].dtype, device=device, pin_memory=pin) for n in tensor._planes}
+    )

@@ -1,0 +1,302 @@
+"""QuantizedTensor: what the generated tensor classes have in common.
+
+A quantized tensor is a wrapper without storage of its own. What it stores are *planes*: plain tensors, compact and
+m-major, in one dict that aliases share. A view over leading dims has planes that are views of the base's planes, so
+that writing through one is seen by the other. Nothing derived is stored: `buffers()` lays the planes out as the spec
+says when asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.errors import MissingOrientation
+from layoutc.runtime.facts import Layout
+
+Handler = Callable[..., Any]
+
+
+class QuantizedTensor(torch.Tensor):
+    """A weight of m rows (leading dims flattened) by k columns, held as planes.
+
+    To autograd, FSDP2 and printing it is a tensor of its outer shape and of a floating dtype, the one that it
+    dequantizes to. The outer shape may be any view of (m, k) in row-major order, or the transpose of its last two dims.
+    """
+
+    LAYOUT: ClassVar[Layout]
+    HANDLERS: ClassVar[Mapping[Any, Handler]]
+
+    _planes: dict[str, Tensor]
+    _matrix: tuple[int, int]
+    _orientations: tuple[str, ...]
+    _transposed: bool
+    _name: str | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        planes: dict[str, Tensor],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        *,
+        matrix: tuple[int, int] | None = None,
+        orientations: tuple[str, ...] | None = None,
+        transposed: bool = False,
+        requires_grad: bool = False,
+    ) -> Self:
+        """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given."""
+        shape = tuple(shape)
+        if matrix is None:
+            matrix = (prod(shape[:-1]), shape[-1])
+        strides = list(_contiguous_strides(shape))
+        if transposed:  # the last two dims of a contiguous tensor, swapped
+            strides = list(_contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
+            strides[-2:] = strides[-1], strides[-2]
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides,
+            dtype=dtype,
+            device=next(iter(planes.values())).device,
+            requires_grad=requires_grad,
+        )
+        self._planes = planes
+        self._matrix = matrix
+        self._orientations = orientations or cls.LAYOUT.orientations
+        self._transposed = transposed
+        self._name = None
+        return self
+
+    # -------------------------------------------------------------------------------------------- making others like it
+    def _alias(self, shape: Iterable[int] | None = None, *, transposed: bool | None = None) -> Self:
+        """The same planes, the very dict, under another outer shape."""
+        other = type(self)(
+            self._planes,
+            self.shape if shape is None else shape,
+            self.dtype,
+            matrix=self._matrix,
+            orientations=self._orientations,
+            transposed=self._transposed if transposed is None else transposed,
+        )
+        other._name = self._name
+        return other
+
+    def _with_planes(
+        self,
+        planes: dict[str, Tensor],
+        shape: Iterable[int] | None = None,
+        *,
+        matrix: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Other planes with the same metadata."""
+        other = type(self)(
+            planes,
+            self.shape if shape is None else shape,
+            dtype or self.dtype,
+            matrix=matrix or self._matrix,
+            orientations=self._orientations,
+            transposed=self._transposed,
+        )
+        other._name = self._name
+        return other
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """A new dict with `function` applied to every plane."""
+        return {name: function(plane) for name, plane in self._planes.items()}
+
+    # ------------------------------------------------------------------------------------------------------- what it is
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """The orientations that can be had from what it holds, without loss."""
+        sources = self.LAYOUT.sources
+        return tuple(o for o in self._orientations if all(plane in self._planes for plane in sources[o]))
+
+    def planes(self) -> dict[str, Tensor]:
+        """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
+        return {name: self._planes[name] for name in self.LAYOUT.stored if name in self._planes}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
+
+        A buffer that equals a stored plane is that plane; the others are laid out anew on each call, and not kept.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A plain tensor of the outer shape, from rowwise where it is held, else columnwise.
+
+        Default: the outer dtype.
+        """
+        held = self.orientations
+        if not held:
+            raise MissingOrientation(f"{self._label()} holds no orientation: {', '.join(self._planes) or 'no planes'}")
+        return self._dequantize(held[0], dtype or self.dtype)
+
+    def _dequantize(self, orientation: str, dtype: torch.dtype) -> Tensor:
+        """The values of an orientation in the outer shape. Raises MissingOrientation."""
+        if orientation not in self.orientations and orientation in self.LAYOUT.orientations:
+            raise MissingOrientation(
+                f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
+                f"codes of its own in {self.LAYOUT.name}. A weight gathered for one pass can't serve the other."
+            )
+        if orientation not in self.LAYOUT.orientations:
+            orientation = self.LAYOUT.orientations[0]
+        matrix = self._matrix_values(orientation).to(dtype)
+        if not self._transposed:
+            return matrix.view(self.shape)
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return matrix.view(shape).transpose(-2, -1)
+
+    # Generated for each recipe:
+    def _matrix_values(self, orientation: str) -> Tensor:
+        """The fp32 (m, k) values of an orientation."""
+        raise NotImplementedError
+
+    @classmethod
+    def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
+        """The planes of (m, k) values."""
+        raise NotImplementedError
+
+    @classmethod
+    def _shared_amax(cls, x: Tensor) -> Tensor:
+        """What shards must agree on before they quantize, for recipes that share an amax."""
+        raise NotImplementedError
+
+    def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+        """Views of the planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _join(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Planes of pieces that follow one another along the rows."""
+        raise NotImplementedError
+
+    def _label(self) -> str:
+        return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
+        nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+        held = "+".join(self.orientations) or "nothing"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, holds={held}, "
+            f"bytes={nbytes}{grad})"
+        )
+
+    # -------------------------------------------------------------------------------------- what torch asks of wrappers
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Names of the planes, and what is not a tensor."""
+        names = list(self._planes)
+        return [f"plane_{name}" for name in names], (
+            tuple(names),
+            self._matrix,
+            self._orientations,
+            self._transposed,
+            self.dtype,
+            self.LAYOUT.layout_id,
+        )
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
+    ) -> Self:
+        """Inverse of __tensor_flatten__; refuses another layout id."""
+        names, matrix, orientations, transposed, dtype, layout_id = context
+        if layout_id != cls.LAYOUT.layout_id:
+            raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {layout_id}")
+        planes = {name: inner[f"plane_{name}"] for name in names}
+        return cls(planes, outer_size, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
+
+    def __getattr__(self, name: str) -> Tensor:
+        # Planes are attributes under the names that __tensor_flatten__ gives; reached only when nothing else is found.
+        if name.startswith("plane_") and (plane := self.__dict__.get("_planes", {}).get(name[6:])) is not None:
+            return plane  # type: ignore[no-any-return]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Planes, compacted: a view of a larger storage is saved as its own bytes alone."""
+        planes = {name: _own(plane) for name, plane in self._planes.items()}
+        state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
+        return rebuild, (type(self), *state, self.requires_grad, self.LAYOUT.layout_id)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage of the first plane: shared by views of the tensor, and by nothing else."""
+        return next(iter(self._planes.values())).untyped_storage()
+
+    def share_memory_(self) -> Self:
+        """Moves every plane to shared memory."""
+        for plane in self._planes.values():
+            plane.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """True when every plane is in shared memory."""
+        return all(plane.is_shared() for plane in self._planes.values())  # type: ignore[no-untyped-call]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One dict look-up; an operator without a handler goes to `dispatch.fallback`."""
+        handler = cls.HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        from layoutc.runtime.dispatch import fallback
+
+        return fallback(func, args, kwargs or {})
+
+
+def rebuild(
+    cls: type[QuantizedTensor],
+    planes: dict[str, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    matrix: tuple[int, int],
+    orientations: tuple[str, ...],
+    transposed: bool,
+    requires_grad: bool,
+    layout_id: str,
+) -> QuantizedTensor:
+    """What pickle and torch.load call. Raises ValueError when the class has another layout by now."""
+    if layout_id != cls.LAYOUT.layout_id:
+        raise ValueError(
+            f"{cls.LAYOUT.name}: the file holds layout {layout_id}, but the installed recipe is {cls.LAYOUT.layout_id}"
+        )
+    return cls(
+        planes,
+        shape,
+        dtype,
+        matrix=matrix,
+        orientations=orientations,
+        transposed=transposed,
+        requires_grad=requires_grad,
+    )
+
+
+def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
+    """Decorator for generated classes: known to torch.load(weights_only=True)."""
+    torch.serialization.add_safe_globals([cls, rebuild])
+    return cls
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _own(plane: Tensor) -> Tensor:
+    """The plane, or a copy of it where its storage holds more than its own bytes."""
+    whole = plane.is_meta or plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
+    return plane if whole else plane.clone()

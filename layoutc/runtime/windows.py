@@ -1,0 +1,75 @@
+"""From the arguments of slice, split, select and new_* to rows and columns of the (m, k) matrix. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+class Window(NamedTuple):
+    """Rows r0..r1 and columns c0..c1 of the matrix, and the outer shape of the piece."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    shape: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(m, k) of the piece."""
+        return self.r1 - self.r0, self.c1 - self.c0
+
+
+def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Window:
+    """The window of entries start..stop of an outer dim.
+
+    Raises UnsupportedOperator where a cut would fall inside a block, or where the entries are not whole rows or columns.
+    """
+    (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
+    piece = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    if start == stop:
+        return Window(0, 0, 0, k, piece)
+    if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
+        if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
+            raise _inexact(tensor, operator, f"columns {start} to {stop}", layout.column_multiple, "columns")
+        return Window(0, m, start, stop, piece)
+    if any(size != 1 for size in shape[:dim]):
+        raise UnsupportedOperator(
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not adjacent rows"
+        )
+    step = prod(shape[dim + 1 :])
+    r0, r1 = start * step // k, stop * step // k
+    whole = start * step % k == 0 and stop * step % k == 0
+    if not whole or r0 % layout.shard_rows or (r1 % layout.shard_rows and r1 != m):
+        raise _inexact(tensor, operator, f"rows {start * step / k:g} to {stop * step / k:g}", layout.shard_rows, "rows")
+    return Window(r0, r1, 0, k, piece)
+
+
+def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
+    """start and stop of a slice, clamped as Python does."""
+    first, last, _ = slice(start, stop).indices(size)
+    return first, max(first, last)
+
+
+def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] | None:
+    """(m, k) of a new tensor of `size` in the same recipe; None where the recipe can't hold that size.
+
+    A size of one dim is a flattened weight with the tensor's own columns.
+    """
+    layout, k = tensor.LAYOUT, tensor._matrix[1]
+    if len(size) == 0 or (len(size) == 1 and (k == 0 or size[0] % k)):
+        return None
+    m, columns = (size[0] // k, k) if len(size) == 1 else (prod(size[:-1]), size[-1])
+    return (m, columns) if m % layout.multiple_m == 0 and columns % layout.multiple_k == 0 and columns > 0 else None
+
+
+def _inexact(tensor: QuantizedTensor, operator: Any, what: str, multiple: int, axis: str) -> UnsupportedOperator:
+    return UnsupportedOperator(
+        f"{operator}: {what} of {tensor._label()} would cut a block: {tensor.LAYOUT.name} is exact at multiples of "
+        f"{multiple} {axis}; for a plain copy, call .dequantize() first"
+    )
