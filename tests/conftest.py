@@ -1,0 +1,27 @@
+"""Options and fixtures that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --update-golden."""
+    parser.addoption("--update-golden", action="store_true", help="write expected files instead of comparing with them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Compares a text with a file, or writes the file under --update-golden. Review what that writes."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8", newline="\n")
+            return
+        assert path.is_file(), f"{path} is missing; run: pytest --update-golden"
+        assert text == path.read_text(encoding="utf-8"), f"{path} differs; if that is right: pytest --update-golden"
+
+    return compare

@@ -1,0 +1,186 @@
+"""Every message that a bad spec gets, letter by letter: errors/<name>.yaml is the spec, errors/<name>.txt the message.
+
+A new check begins with two such files. `pytest --update-golden` writes the .txt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layoutc import compiler
+from layoutc.diagnostics import Diagnostic, catalogue, has_errors
+from layoutc.formats import BUILTIN
+from layoutc.renderers import page, render
+from layoutc.rules import RULES
+from layoutc.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec, read_spec, read_spec_bytes
+
+ERRORS = Path(__file__).parent / "errors"
+SPECS = Path(__file__).parent.parent / "specs"
+CASES = sorted(ERRORS.glob("*.yaml"))
+GOOD = {path.stem: path.read_text(encoding="utf-8") for path in sorted(SPECS.glob("*.yaml"))}
+
+
+def read(path: Path) -> tuple[Spec | None, list[Diagnostic]]:
+    return read_spec_bytes(path.read_bytes(), f"specs/{path.name}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_message(case: Path, golden: Callable[[Path, str], None]) -> None:
+    spec, found = read(case)
+    assert found, "a case in errors/ has something to find"
+    assert (spec is None) == has_errors(found)
+    golden(case.with_suffix(".txt"), render(found, "full"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_form(case: Path) -> None:
+    """What every message owes its reader: a short headline, a place, carets on real text, something to do."""
+    lines = case.read_text(encoding="utf-8").split("\n")
+    for item in read(case)[1]:
+        assert len(item.message) < 90
+        assert item.help
+        assert item.primary is not None
+        for label in (item.primary, *item.secondary):
+            assert 1 <= label.span.line <= len(lines)
+            assert 1 <= label.span.column <= len(lines[label.span.line - 1]) + 1
+            assert (label.span.line, label.span.column) < (label.span.end_line, label.span.end_column)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_specs_have_no_findings(name: str) -> None:
+    spec, found = read_spec(GOOD[name], f"specs/{name}.yaml")
+    assert spec is not None
+    assert found == []
+
+
+def test_every_expected_message_has_its_spec() -> None:
+    assert {path.stem for path in ERRORS.glob("*.txt")} == {path.stem for path in CASES}
+
+
+def test_every_code_of_a_spec_has_a_case() -> None:
+    seen = {item.code for case in CASES for item in read(case)[1]}
+    assert {code for code in catalogue() if not code.startswith("LC9")} == seen
+
+
+def test_a_code_outside_the_catalogue_is_refused() -> None:
+    with pytest.raises(KeyError, match="LC999"):
+        Diagnostic("LC999", "no such code", "specs/x.yaml")
+
+
+def patched(base: str | None, example: str) -> str:
+    """A good spec with the top-level keys of `example` in place of its own."""
+    if base is None:
+        return example
+    parts = re.split(r"(?m)^(?=[a-z_]+:)", GOOD[base])
+    given_keys = set(re.findall(r"(?m)^[a-z_]+:", example))
+    return "".join(part for part in parts if part.split(" ")[0].strip() not in given_keys) + example.rstrip() + "\n"
+
+
+@pytest.mark.parametrize("code", [code for code in catalogue() if not code.startswith("LC9")])
+def test_explained_examples_do_what_they_say(code: str) -> None:
+    entry = catalogue()[code]
+    path = f"specs/{entry.base}.yaml"
+    assert code in {item.code for item in read_spec(patched(entry.base, entry.example), path)[1]}
+    cured = read_spec(patched(entry.base, entry.instead), path)[1]
+    assert cured == [] if entry.base else code not in {item.code for item in cured}
+
+
+def test_every_code_has_a_page() -> None:
+    for entry in catalogue().values():
+        text = page(entry)
+        assert all(head in text for head in ("What\n", "Why\n", "Example\n", "Use instead\n"))
+        assert entry.severity in ("error", "warning")
+
+
+def never_raises(text: str) -> None:
+    spec, found = read_spec(text, "specs/nvfp4.yaml")
+    assert (spec is None) == has_errors(found)
+    assert found == sorted(found, key=lambda item: item.sort_key)
+    assert len(set(found)) == len(found)
+    for form in ("full", "concise", "github", "json"):
+        render(found, form)
+
+
+MARKS = "{}[]:,-?&*!|>'\"%@`#~\n\t \r\x00\ufeff\ud800\u2028"
+WHOLE = (
+    "  ",
+    ": ",
+    "- ",
+    "---\n",
+    "...\n",
+    "<<: *a",
+    "!!int ",
+    "&a ",
+    "*a",
+    "layoutc: 1\n",
+    "scale:",
+    "m k/16",
+    "null",
+)
+YAML_PIECES = st.sampled_from([*MARKS, *WHOLE, "1:32", "0x7f", "1e-3", "1" * 5000, "[" * 300, "{a: " * 100])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.lists(st.one_of(YAML_PIECES, st.text(max_size=5)), max_size=30).map("".join)))
+def test_never_raises_on_any_text(text: str) -> None:
+    never_raises(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_never_raises_on_any_bytes(content: bytes) -> None:
+    read_spec_bytes(content, "specs/x.yaml")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(sorted(GOOD.values())), st.data())
+def test_never_raises_on_damaged_specs(text: str, data: st.DataObject) -> None:
+    """Cut, doubled and replaced pieces of good specs."""
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(start, min(len(text), start + 40)))
+        text = (
+            text[:start]
+            + data.draw(st.one_of(YAML_PIECES, st.just(text[start:end] * 2), st.text(max_size=3)))
+            + text[end:]
+        )
+    never_raises(text)
+
+
+TOKEN = re.compile(r"[A-Za-z_][\w-]*|\d+")
+WORDS = sorted(
+    {word for text in GOOD.values() for word in TOKEN.findall(text)} | {"0", "-1", "3", "7", "129", "e3m2", "x"}
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_never_raises_on_exchanged_words(name: str, data: st.DataObject) -> None:
+    """Still YAML, mostly still the right keys: reaches the later checks. What passes must also compile to a layout."""
+    text = GOOD[name]
+    for _ in range(data.draw(st.integers(1, 3))):
+        match = data.draw(st.sampled_from(list(TOKEN.finditer(text))))
+        text = text[: match.start()] + data.draw(st.sampled_from(WORDS)) + text[match.end() :]
+    never_raises(text)
+    spec, _ = read_spec(text, f"specs/{name}.yaml")
+    if spec is not None:
+        compiler.plan_for(spec)
+
+
+def test_the_language_page_shows_what_there_is() -> None:
+    """Its example is a spec that passes; its names of rules, parameters and formats are those in the data."""
+    text = (SPECS / "README.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert read_spec(first, "specs/nvfp4.yaml")[1] == []
+    assert read_spec(patched("fp8_current", second), "specs/fp8_current.yaml")[1] == []
+    for name in (*RULES, *BUILTIN, *(key for rule in RULES.values() for key in rule.parameters)):
+        assert re.search(rf"(`|\b){name}(`|\b)", text), f"specs/README.md says nothing of {name}"
+    keys = {key for model in (Spec, Scale, Buffer, Block, Element, FormatDef) for key in model.model_fields}
+    for key in keys - COLLECTED:
+        assert re.search(rf"\b{key}\b", text), f"specs/README.md says nothing of {key}"
