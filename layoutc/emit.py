@@ -28,6 +28,7 @@ _IMPORTABLE = {
         "block_amax",
         "cast_from_codes",
         "cast_to_codes",
+        "column_amax",
         "divide",
         "floor_power_of_two",
         "from_blocks",

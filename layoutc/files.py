@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,8 @@ class FileState:
     diff: str = ""
 
 
-def compare(out: Path, files: dict[str, str]) -> list[FileState]:
-    """The state of every generated file, sorted by path; files of ours that nothing produces any more are stale."""
+def compare(out: Path, files: dict[str, str], *, stale: bool = True) -> list[FileState]:
+    """The state of every generated file, sorted by path; with `stale`, also of ours that nothing produces any more."""
     states = []
     for name, text in sorted(files.items()):
         path = out / name
@@ -30,7 +31,18 @@ def compare(out: Path, files: dict[str, str]) -> list[FileState]:
             states.append(FileState(path, "same"))
         else:
             states.append(FileState(path, "new" if before is None else "changed", _diff(path, before or "", text)))
-    return states + [FileState(path, "stale") for path in _ours(out) if str(path.relative_to(out)) not in files]
+    left = [path for path in _ours(out) if str(path.relative_to(out)) not in files] if stale else []
+    return states + [FileState(path, "stale") for path in left]
+
+
+def recipes_in(out: Path) -> dict[str, str]:
+    """The recipes that a folder holds: name -> summary, from the first line of each package's docstring."""
+    packages = [path for path in _ours(out) if path.name == "__init__.py" and path.parent != out]
+    found = {}
+    for path in packages:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.parent.name] = docstring.partition("\n")[0].rstrip(".")
+    return found
 
 
 def write(out: Path, files: dict[str, str], states: list[FileState]) -> None:

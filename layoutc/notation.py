@@ -69,6 +69,8 @@ def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise NotationError("has no `->`", 0, max(1, len(pattern)))
+    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", left)):
+        raise NotationError("has parentheses that do not match", 0, len(left.rstrip()))
     groups, seen = [], set()
     for token in re.finditer(r"\([^()]*\)|\S+", left):
         members = re.findall(r"[A-Za-z_]\w*", token[0])

@@ -83,6 +83,12 @@ class Plan:
         return bool(self.shared)
 
     @property
+    def amax_columns(self) -> int | None:
+        """The shared amax has one value for each block of this many columns; None: one for the whole weight."""
+        per_k = {source.scale.per_k for source in self.layout.sources if source.scale.per_m is None}
+        return next(iter(per_k), None)
+
+    @property
     def passes_differ(self) -> bool:
         """True when backward gathers other planes than forward."""
         return self.forward.planes != self.backward.planes

@@ -77,6 +77,7 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
+    slots_differ=False,
     shares_amax=True,
     history=0,
     pick="",

@@ -82,6 +82,7 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
+    slots_differ=False,
     shares_amax=True,
     history=1024,
     pick="max",

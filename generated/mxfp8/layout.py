@@ -85,6 +85,7 @@ LAYOUT = Layout(
         "backward": ("columnwise",),
         "both": ("rowwise", "columnwise"),
     },
+    slots_differ=False,
     shares_amax=False,
     history=0,
     pick="",

@@ -86,7 +86,7 @@ class NVFP4Tensor(QuantizedTensor):
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
-        """What shards must agree on before they quantize: the amax of the whole weight, shape (1,)."""
+        """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
         return tensor_amax(x)
 
     def _matrix_values(self, orientation: str) -> Tensor:

@@ -106,3 +106,19 @@ def _check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Se
     lacking = [name for name in orientations or () if name not in out.orientations]
     if lacking:
         raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")
+
+
+def deciding(tensor: QuantizedTensor) -> Tensor | None:
+    """The shared amax that its scales were made from, (1,) fp32, from what the tensor stores; None where it stores
+    none."""
+    stored = tensor._planes.get("amax")
+    if stored is None or not tensor.LAYOUT.history:
+        return stored
+    earlier = stored[1:].max().reshape(1) if tensor.LAYOUT.pick == "max" else stored[1:2]
+    return torch.where(earlier == 0, stored[:1], earlier)
+
+
+def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
+    """The planes of all orientations of a whole weight, from a given shared amax; without one, from its own."""
+    matrix = x.detach().reshape(*cls.LAYOUT.check_shape(tuple(x.shape)))
+    return cls._quantize_matrix(matrix, amax, cls.LAYOUT.orientations)

@@ -86,6 +86,7 @@ class Layout:
     sources: Mapping[str, tuple[str, ...]]  # orientation -> planes that its buffers are made of
     travels: Mapping[PassName, tuple[str, ...]]
     serves: Mapping[PassName, tuple[str, ...]]
+    slots_differ: bool  # passes gather planes of different bytes, so they are filled up to the larger
     shares_amax: bool
     history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
     pick: str  # which of the history decides the scale: max, most-recent

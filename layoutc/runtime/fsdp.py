@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ class Gathering:
     shape: tuple[int, ...]  # of the whole weight
     shared: dict[str, Tensor] = field(default_factory=dict)
     alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
+    slots: tuple[int, ...] = ()  # bytes of each slot, where the passes' planes differ in bytes
+    sent: tuple[tuple[int, ...], ...] = ()  # shapes of the planes in the slots
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -127,7 +130,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     if missing:
         raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
     shared = {name: plane for name, plane in shard._planes.items() if shard.LAYOUT.stored[name].rows_per_value is None}
-    return Gathering(which, world, rows, shape, shared)
+    return Gathering(which, world, rows, shape, shared, slots=_slots(shard, which, rows))
 
 
 def _pass(shard: QuantizedTensor, group: Any) -> PassName:
@@ -156,12 +159,25 @@ def wire(plane: Tensor, rows: int) -> Tensor:
     return plane.contiguous().view(torch.uint8)
 
 
+def _slots(shard: QuantizedTensor, which: PassName, rows: int) -> tuple[int, ...]:
+    """The bytes of each slot of the two passes' planes, where they differ; FSDP2 wants the same sizes in each pass."""
+    layout = shard.LAYOUT
+    if not layout.slots_differ or which == "both":
+        return ()
+    facts = layout.planes(rows, shard._matrix[1])
+    passes: tuple[PassName, ...] = ("forward", "backward")
+    return tuple(map(max, zip_longest(*([facts[n].nbytes for n in layout.travels[p]] for p in passes), fillvalue=0)))
+
+
 def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:
     """What the pre-all-gather hook returns.
 
     In a group of one rank FSDP2 hands back the first tensor alone, so the others, which need no gather there, go along
     as metadata.
     """
+    if gathering.slots:
+        gathering.sent = tuple(tuple(plane.shape) for plane in planes)
+        planes = _fill(planes, gathering.slots)
     if gathering.world == 1:
         gathering.alone = planes[1:]
         return planes[:1], gathering
@@ -170,11 +186,17 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
 
 def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
     """All planes that travelled, in order: bytes, all ranks' padded rows."""
-    return (*outputs, *gathering.alone)
+    planes = (*outputs, *gathering.alone)
+    if not gathering.slots:
+        return planes
+    return tuple(
+        plane.view(gathering.world, -1)[:, : prod(shape)].reshape(gathering.world * shape[0], *shape[1:])
+        for plane, shape in zip(planes, gathering.sent, strict=False)
+    )
 
 
-def level(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes of one pass put in slots of fixed bytes, zero-filled: FSDP2 wants the same sizes in every pass."""
+def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Planes in slots of fixed bytes, zeros after each."""
     filled = []
     for slot, nbytes in enumerate(slots):
         buffer = planes[0].new_zeros(nbytes)
@@ -182,14 +204,6 @@ def level(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, .
             buffer[: planes[slot].numel()] = planes[slot].reshape(-1)
         filled.append(buffer)
     return tuple(filled)
-
-
-def unlevel(outputs: Sequence[Tensor], world: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Inverse of level after the gather: the first bytes of each rank's slot, rows in rank order."""
-    return tuple(
-        output.view(world, -1)[:, : prod(shape)].reshape(world * shape[0], *shape[1:])
-        for output, shape in zip(outputs, shapes, strict=False)
-    )
 
 
 def finish(

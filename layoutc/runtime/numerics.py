@@ -60,7 +60,7 @@ def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
     8).
     """
     group = 8 // gcd(bits, 8)
-    lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).int()
+    lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).long()
     shifts = range(0, group * bits, bits)
     word = sum(lanes[..., c] << (s if low_first else (group - 1) * bits - s) for c, s in enumerate(shifts))
     nbytes = group * bits // 8
@@ -73,7 +73,7 @@ def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
     """Inverse of pack."""
     group = 8 // gcd(bits, 8)
     nbytes = group * bits // 8
-    lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).int()
+    lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).long()
     order = range(nbytes) if low_first else reversed(range(nbytes))
     word = sum(lanes[..., i] << (8 * b) for i, b in enumerate(order))
     shifts = range(0, group * bits, bits)
@@ -102,6 +102,13 @@ def from_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
 def block_amax(blocks: Tensor) -> Tensor:
     """Largest magnitude of each block, (m blocks, k blocks). NaN propagates. No rows: no blocks."""
     return blocks.abs().amax(dim=(1, 3))
+
+
+def column_amax(x: Tensor, block_k: int) -> Tensor:
+    """Largest magnitude of each block of `block_k` columns over all rows, fp32, (1, k blocks). NaN propagates."""
+    columns = x.abs().amax(dim=0).float() if x.shape[0] else torch.zeros(x.shape[1], device=x.device)
+    blocks = cdiv(x.shape[1], block_k)
+    return pad_to(columns, blocks * block_k).view(blocks, block_k).amax(dim=1).view(1, blocks)
 
 
 def tensor_amax(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Window(NamedTuple):
 def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Window:
     """The window of entries start..stop of an outer dim.
 
-    Raises UnsupportedOperator where a cut would fall inside a block, or where the entries are not whole rows or columns.
+    Raises UnsupportedOperator where a cut would fall inside a block, or entries are not whole rows or whole columns.
     """
     (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
     piece = (*shape[:dim], stop - start, *shape[dim + 1 :])

@@ -1,0 +1,213 @@
+"""What the templates print of the arithmetic: codecs, the scale rule, bodies of the references, the GEMM swizzle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layoutc import rule_text
+from layoutc.formats import Format, f32, thresholds
+from layoutc.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.plan import Plan
+
+View = dict[str, Any]
+
+
+def numerics_view(plan: Plan) -> View:
+    """Codecs, the scale rule and the bodies of the references."""
+    layout = plan.layout
+    first = layout.sources[0].quantization
+    used = frozenset().union(*(rule_text.uses(source.quantization) for source in layout.sources))
+    needs_input_max = "input_max" in used
+    arguments = "amax: Tensor" + (", tensor_amax: Tensor" if "tensor_amax" in used else "")
+    arguments += ", input_max: float" if needs_input_max else ""
+    prologue = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in layout.sources) else []
+    prologue += ["input_max = torch.finfo(x.dtype).max"] if needs_input_max else []
+    prologue += ["x = x.float()"]
+    shared = None
+    amax_shape, what = "(1,)", "of the whole weight"
+    if plan.amax_columns:
+        amax_shape, what = f"(1, k / {plan.amax_columns})", f"of each {plan.amax_columns} columns, over all rows"
+    if plan.shares_amax:
+        expression = f"column_amax(x, {plan.amax_columns})" if plan.amax_columns else "tensor_amax(x)"
+        shared = {"expression": expression, "doc": f"the amax {what}, {amax_shape} fp32"}
+        prologue += ["if amax is None:", f"    amax = {expression}"]
+    amax_doc = (
+        f"amax: {amax_shape} fp32, the largest magnitude {what}; taken from x when not given."
+        if plan.shares_amax
+        else "amax must be None: no scale depends on anything outside its block."
+    )
+    quantize_doc = (
+        f"amax: {amax_shape} fp32, where it is known; else that of x, the largest over `group` where one is given."
+        if plan.shares_amax
+        else "`amax` must be None, and `group` changes nothing: no scale depends on other shards."
+    )
+    if layout.history:
+        amax_doc = "amax: (1,) fp32, the one that decides the scale; that of x when not given."
+        quantize_doc += " The scale follows the history of `out`; the new amax is put in front of it."
+    return {
+        "element": _codec(first.element, "ELEMENT", "nearest"),
+        "scale": {**_codec(first.scale, "SCALE", first.rounding), "coded": not first.scale.is_f32},
+        "rule": {
+            "arguments": arguments,
+            "summary": first.definition.summary[0].upper() + first.definition.summary[1:],
+            "steps": rule_text.steps(first),
+            "decode_text": first.definition.decode,
+        },
+        "constants": _constants(first, used),
+        "sources": [_source_view(source, layout, used) for source in layout.sources],
+        "quantize": {"prologue": prologue},
+        "dequantize": {"body": _dequantize(layout)},
+        "amax_doc": amax_doc,
+        "quantize_doc": quantize_doc,
+        "shared_amax": shared,
+    }
+
+
+def _codec(fmt: Format, prefix: str, rounding: str) -> View:
+    """How codes of a format are made and read: through torch's dtype, or through tables of thresholds and values."""
+    largest = f"{fmt.max:.17g}"
+    view: View = {
+        "name": fmt.name,
+        "max": largest,
+        "rounding": f"rounded {rounding}" + (", ties to even" if rounding == "nearest" else ""),
+    }
+    if fmt.is_f32:
+        return view
+    # A format without NaN saturates: the largest magnitude, positive, is as far from a silent number as it has.
+    view["nan_text"] = f"0x{_nan_code(fmt):02x}"
+    if fmt.torch and rounding == "nearest":
+        view["encode"] = f"cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
+        view["decode"] = f"cast_from_codes(codes, torch.{fmt.torch})"
+        return view
+    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
+    view["encode"] = f"to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
+    view["decode"] = f"from_codes(codes, {prefix}_VALUES)"
+    return view
+
+
+def _nan_code(fmt: Format) -> int:
+    return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
+
+
+def _constants(quantization: Quantization, used: frozenset[str]) -> list[View]:
+    element, scale, parameters = quantization.element, quantization.scale, dict(quantization.parameters)
+    found: list[View] = []
+
+    def add(name: str, value: str, doc: str = "") -> None:
+        found.append({"name": name, "value": value, "doc": doc})
+
+    for fmt, prefix, rounding in ((element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)):
+        if fmt.is_f32:
+            continue
+        native = fmt.torch is not None and rounding == "nearest"
+        if native or f"{prefix}_MAX" in used:
+            add(f"{prefix}_MAX", repr(fmt.max))
+        add(
+            f"{prefix}_NAN",
+            f"0x{_nan_code(fmt):02X}",
+            "" if fmt.nan else "the format has no NaN: the largest magnitude",
+        )
+        if not native:
+            add(f"{prefix}_STEPS", _table(thresholds(fmt, rounding), fmt), "|x| at or above: the next code")
+            add(f"{prefix}_VALUES", _table([fmt.value(code) for code in range(2**fmt.bits)], fmt), "by code")
+    if "INVERSE_ELEMENT_MAX" in used:
+        add("INVERSE_ELEMENT_MAX", repr(f32(1 / element.max)), f"fp32(1 / {element.max:g})")
+    if "INVERSE_RANGE" in used:
+        add("INVERSE_RANGE", repr(f32(1 / (element.max * scale.max))), f"fp32(1 / ({element.max:g} * {scale.max:g}))")
+    if "INVERSE_MARGIN" in used:
+        add("INVERSE_MARGIN", repr(2.0 ** -float(parameters["margin"])), "2 to minus the margin")
+    if "EPSILON" in used:
+        add("EPSILON", repr(f32(float(parameters["epsilon"]))))
+    return found
+
+
+def _table(values: Any, fmt: Format) -> str:
+    """A table of fp32 values. Powers of two are written as a formula, longer tables as the tuple of their values."""
+    items = list(values)
+    if len(items) > 32 and fmt.mantissa == 0 and not fmt.sign:
+        if len(items) == 2**fmt.bits:
+            return f'(*(2.0**e for e in range({-fmt.bias}, {len(fmt.magnitudes) - fmt.bias})), float("nan"))'
+        step = "(1 + 2**-23) * " if items[1] != fmt.magnitudes[1] else ""
+        if step and items[0] != step_value(fmt.magnitudes[0]):
+            first = repr(items[0])
+            rest = f"range({1 - fmt.bias}, {len(items) - fmt.bias})"
+            return f"({first}, *({step}2.0**e for e in {rest}))"
+    return "(" + ", ".join('float("nan")' if v != v else repr(v) for v in items) + ",)"
+
+
+def step_value(value: float) -> float:
+    """A normal fp32 power of two's successor."""
+    return value * (1 + 2.0**-23)
+
+
+def _source_view(source: Source, layout: Layout, used: frozenset[str]) -> View:
+    block, data, scale = source.quantization.block, source.data.name, source.scale.name
+    extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
+    codes = "encode(x * multiplier)"
+    if source.scale.is_scalar:
+        lines = [f"scale, multiplier = scales(amax{extra})"]
+    elif source.scale.per_m is None:
+        lines = [f"blocks = to_blocks(x, None, {block.k})", f"scale, multiplier = scales(amax{extra})"]
+        codes = "encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
+    else:
+        lines = [
+            f"blocks = to_blocks(x, {block.m}, {block.k})",
+            f"scale, multiplier = scales(block_amax(blocks){extra})",
+        ]
+        codes = "encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
+    if codes_per_group(source.data.bits) > 1:
+        codes = f"pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
+    served = [orientation for orientation, name in layout.source_of if name == source.name]
+    condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
+    return {"condition": condition, "quantize": [*lines, f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']}
+
+
+def _dequantize(layout: Layout) -> list[str]:
+    lines: list[str] = []
+    for source in layout.sources:
+        served = [orientation for orientation, name in layout.source_of if name == source.name]
+        block, quantization = source.quantization.block, source.quantization
+        codes = f'planes["{source.data.name}"]'
+        if codes_per_group(source.data.bits) > 1:
+            codes = f"unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
+        factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]')
+        body = [f"factor = {factor}", f"return decode({codes}) * per_element(factor, {block.m}, {block.k}, m, k)"]
+        if len(layout.sources) == 1:
+            return body
+        test = f'orientation == "{served[0]}"' if len(served) == 1 else f"orientation in {tuple(served)}"
+        lines += [f"if {test}:", *(f"    {line}" for line in body)]
+    return [*lines, 'raise ValueError(f"no orientation {orientation}")']
+
+
+def swizzle_view(layout: Layout) -> View | None:
+    swizzle = layout.swizzle
+    if swizzle is None:
+        return None
+    sizes = dict(swizzle.sizes)
+    names = [name for group in swizzle.groups for name in group]
+    tiles = [swizzle.tile(0), swizzle.tile(1)]
+    open_sizes = {swizzle.groups[0][0]: f"rows // {tiles[0]}", swizzle.groups[1][0]: f"columns // {tiles[1]}"}
+    size = {name: str(sizes[name]) if name in sizes else open_sizes[name] for name in names}
+    order = tuple(names.index(name) for name in swizzle.order)
+    inverse = tuple(swizzle.order.index(name) for name in names)
+    pattern = " ".join(f"({' '.join(group)})" for group in swizzle.groups) + f" -> {' '.join(swizzle.order)}"
+    turned = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
+    scale = 'buffers[f"{orientation}_scale"]'
+    body = [f"return swizzle({scale})"]
+    if turned:  # the buffer has the contraction axis first
+        tests = " or ".join(f'orientation == "{name}"' for name in turned)
+        body = [f"scale = {scale}", f"return swizzle(scale.t() if {tests} else scale)"]
+    return {
+        "pattern": pattern,
+        "split": ", ".join(size[name] for name in names),
+        "order": order,
+        "ordered": ", ".join(size[name] for name in swizzle.order),
+        "inverse": inverse,
+        "body": body,
+        "free_text": "m for rowwise, k for columnwise",
+    }
+
+
+def _free(orientation: str) -> str:
+    """The axis that a product with this operand keeps."""
+    return "m" if orientation == "rowwise" else "k"
