@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from layoutc import number_checks
-from layoutc.diagnostics import Diagnostic, Label, has_errors, listed
+from layoutc.diagnostics import Diagnostic, Label, listed
 from layoutc.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
 from layoutc.schema import Block, Buffer, Orientation, Spec
 from layoutc.source import Path, Source

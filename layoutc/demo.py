@@ -1,13 +1,13 @@
-"""`layoutc demo`: a byte-level transformer trained on the standard library's own sources, under FSDP2, bf16 and quantized.
+"""`layoutc demo`: a byte-level transformer on the standard library's sources, under FSDP2, in bf16 and quantized.
 
-One process a rank, started by torchrun's machinery: gloo on CPUs, NCCL where there are GPUs. Every claim that it prints
-is checked on the way: gathered weights against quantizing the whole weight, the resumed run against the one that went
-on.
+One process a rank, started by torchrun's machinery: gloo on CPUs, NCCL where there are GPUs. What it prints is checked
+on the way: gathered weights against quantizing the whole weight, the resumed run against the one that went on.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ from layoutc.runtime import amax
 from layoutc.runtime.tensor import QuantizedTensor
 
 DEFAULT_RECIPES = ("mxfp8", "nvfp4")
+DEFAULT_STEPS = 60
 RESUMED_STEPS = 3
 
 
@@ -104,11 +106,11 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class CountGathered(TorchDispatchMode):
+class CountGathered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that all-gathers deliver, from the collectives themselves."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,17 +253,15 @@ def resumes(
         return [train_step(model, optimizer, next(data)).item() for _ in range(RESUMED_STEPS)]
 
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
     went_on = go_on(model, optimizer)
     model, optimizer = build(config, recipe, device)
     weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     same = go_on(model, optimizer) == went_on
     dist.barrier()
     if dist.get_rank() == 0:
-        import shutil
-
         shutil.rmtree(folder[0])
     return same
 
@@ -314,7 +314,7 @@ class _Progress:
         self._bar.advance(self._task, steps)
 
 
-def run(recipes: Sequence[str] = (), steps: int = 60, processes: int = 2) -> bool:
+def run(recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int = 2) -> bool:
     """Starts the ranks, prints the table; True when every check held. Raises ValueError for an unknown recipe."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -358,19 +358,15 @@ def report(results: list[Result], config: Config, processes: int, seconds: float
         )
     console = Console()
     console.print(table)
-    ok = True
     for result in results:
         if result.name != "bf16":
-            console.print(
-                f"{result.name}: {result.verified} gathered weights equal quantizing the whole weight, byte for byte"
-            )
-        resumed = "equal the uninterrupted run, to the bit" if result.resumed else "DIFFER from the uninterrupted run"
-        console.print(
-            f"{result.name}: saved with torch.distributed.checkpoint, resumed; the next {RESUMED_STEPS} losses {resumed}"
-        )
-        ok = ok and result.resumed
+            verified = f"{result.verified} gathered weights equal quantizing the whole weight, byte for byte"
+            console.print(f"{result.name}: {verified}", soft_wrap=True)
+        same = "equal the uninterrupted run, to the bit" if result.resumed else "DIFFER from the uninterrupted run"
+        saved = f"saved with torch.distributed.checkpoint and resumed; the next {RESUMED_STEPS} losses {same}"
+        console.print(f"{result.name}: {saved}", soft_wrap=True)
     console.print(f"{seconds:.0f} s in all")
-    return ok
+    return all(result.resumed for result in results)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Scales that depend on rows of other shards all follow from one shared amax, of one shape."""
-    rule, wanted = RULES.get(spec.scale.rule), {}
+    rule, wanted = RULES.get(spec.scale.rule), dict[int | str, Path]()
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         if orientation is not None and orientation.block.m == "all":

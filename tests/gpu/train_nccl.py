@@ -1,0 +1,76 @@
+"""Started by torchrun, one process a GPU: every recipe under FSDP2 over NCCL against the same model in one process.
+
+All ranks see the same batch, so averaged gradients equal those of one process, and losses must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+
+RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+STEPS = 20
+
+
+class Block(nn.Module):
+    """A residual feed-forward layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def losses(recipe: str, shard: bool, reshard: bool, device: torch.device) -> list[float]:
+    """The loss curve of one run."""
+    torch.manual_seed(0)
+    with layoutc.quantized_init(recipe):
+        model = nn.Sequential(*(Block(512) for _ in range(4)), nn.Linear(512, 512))
+    model = model.to(device)
+    if shard:
+        for block in model:
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    curve = []
+    with layoutc.strict():
+        for step in range(STEPS):
+            x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).to(device)
+            loss = (model(x) - x.roll(1, 1)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+    return curve
+
+
+def main() -> None:
+    """Prints a line for each recipe and mode; fails on the first difference."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("nccl")
+    for recipe in RECIPES:
+        alone = losses(recipe, False, False, device)
+        for reshard in (True, False):
+            sharded = losses(recipe, True, reshard, device)
+            assert sharded == alone, (recipe, reshard, alone, sharded)
+            assert sharded[-1] < sharded[0]
+            if dist.get_rank() == 0:
+                print(f"{recipe}, reshard_after_forward={reshard}: {STEPS} losses equal to the bit", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
