@@ -329,15 +329,15 @@ def _misfit(
 ) -> tuple[str, str, str] | None:
     """(headline, why, help) where the scale's format can't hold what the rule computes."""
     self_consistent = "from_scale" in _reads(rule, "multiplier")
-    powers_only = parameters.get("power-of-two") is True
+    rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
+    powers_only = rounding is not None and parameters.get(rounding) is True
     wide = fmt.mantissa == 0 and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
     if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
         holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
         return (
             f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
             "elements would be encoded with one multiplier and decoded with another",
-            "write `format: f32`"
-            + (", or add `power-of-two: true`" if wide and "power-of-two" in rule.parameters else ""),
+            "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
         )
     if self_consistent and "minimum" not in _reads(rule, "multiplier") and (fmt.is_f32 or fmt.magnitudes[0] == 0):
         return (

@@ -44,8 +44,10 @@ def test_references_give_the_same_bytes_as_on_the_cpu(name: str, dtype: torch.dt
             assert torch.equal(value.view(torch.uint8), cuda.planes()[plane].cpu().view(torch.uint8)), (plane, m, k)
         for buffer, value in cpu.buffers().items():
             assert torch.equal(value.view(torch.uint8), cuda.buffers()[buffer].cpu().view(torch.uint8)), (buffer, m, k)
-        values = cuda.dequantize(torch.float32).cpu()
-        assert torch.equal(cpu.dequantize(torch.float32).view(torch.int32), values.view(torch.int32)), (m, k)
+        expected, values = cpu.dequantize(torch.float32), cuda.dequantize(torch.float32).cpu()
+        # The magnitudes above make some factors overflow, and inf * 0 has another NaN on each machine: any NaN is a NaN.
+        assert torch.equal(expected.isnan(), values.isnan()), (m, k)
+        assert torch.equal(expected.nan_to_num(0).view(torch.int32), values.nan_to_num(0).view(torch.int32)), (m, k)
 
 
 @pytest.mark.parametrize("special", [float("nan"), -float("nan"), float("inf"), -float("inf")])
