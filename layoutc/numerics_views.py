@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from layoutc import rule_text
@@ -108,8 +110,8 @@ def _constants(quantization: Quantization, used: frozenset[str]) -> list[View]:
             "" if fmt.nan else "the format has no NaN: the largest magnitude",
         )
         if not native:
-            add(f"{prefix}_STEPS", _table(thresholds(fmt, rounding), fmt), "|x| at or above: the next code")
-            add(f"{prefix}_VALUES", _table([fmt.value(code) for code in range(2**fmt.bits)], fmt), "by code")
+            add(f"{prefix}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
+            add(f"{prefix}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
     if "INVERSE_ELEMENT_MAX" in used:
         add("INVERSE_ELEMENT_MAX", repr(f32(1 / element.max)), f"fp32(1 / {element.max:g})")
     if "INVERSE_RANGE" in used:
@@ -121,23 +123,28 @@ def _constants(quantization: Quantization, used: frozenset[str]) -> list[View]:
     return found
 
 
-def _table(values: Any, fmt: Format) -> str:
-    """A table of fp32 values. Powers of two are written as a formula, longer tables as the tuple of their values."""
+def _table(values: Iterable[float]) -> str:
+    """A tuple of fp32 values as text: a formula where one gives exactly these values, else the values themselves."""
     items = list(values)
-    if len(items) > 32 and fmt.mantissa == 0 and not fmt.sign:
-        if len(items) == 2**fmt.bits:
-            return f'(*(2.0**e for e in range({-fmt.bias}, {len(fmt.magnitudes) - fmt.bias})), float("nan"))'
-        step = "(1 + 2**-23) * " if items[1] != fmt.magnitudes[1] else ""
-        if step and items[0] != step_value(fmt.magnitudes[0]):
-            first = repr(items[0])
-            rest = f"range({1 - fmt.bias}, {len(items) - fmt.bias})"
-            return f"({first}, *({step}2.0**e for e in {rest}))"
-    return "(" + ", ".join('float("nan")' if v != v else repr(v) for v in items) + ",)"
+    if len(items) > 32:
+        for formula in _formulas(items):
+            if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
+                return formula
+    special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
+    return "(" + ", ".join(special.get(repr(value), repr(value)) for value in items) + ",)"
 
 
-def step_value(value: float) -> float:
-    """A normal fp32 power of two's successor."""
-    return value * (1 + 2.0**-23)
+def _formulas(items: list[float]) -> Iterator[str]:
+    """Formulas for tables of powers of two: values, and thresholds rounding down, up and to nearest."""
+    first = round(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    yield f'({items[0]!r}, *(2.0**e for e in range({first}, {first + len(items) - 2})), float("nan"))'
+    yield f"({items[0]!r}, *(2.0**e for e in {exponents}))"
+    yield f"({items[0]!r}, *(2.0**e * (1 + 2**-23) for e in {exponents}))"
+    first = math.floor(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    for odd in (0, 1):
+        yield f"({items[0]!r}, *(2.0**e * (1.5 + (e % 2 == {odd}) * 2**-23) for e in {exponents}))"
 
 
 def _source_view(source: Source, layout: Layout, used: frozenset[str]) -> View:

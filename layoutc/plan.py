@@ -109,7 +109,7 @@ class Plan:
 
 def derive(layout: Layout) -> Plan:
     """A layout -> its plan. Raises nothing: every layout has a plan."""
-    shard_rows = lcm(*(plane.row_multiple for source in layout.sources for plane in (source.data, source.scale)))
+    shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
     columns = lcm(*(plane.column_multiple for source in layout.sources for plane in (source.data, source.scale)))
     forward = _gather(layout, "forward", ("rowwise",))
     serves = ("columnwise",) if "columnwise" in layout.orientations else ("rowwise",)
@@ -146,13 +146,24 @@ def _density(plane: Plane) -> Fraction:
     return Fraction(plane.bits, 8 * plane.per_m * plane.per_k)
 
 
+def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
+    """What a cut between rows must be a multiple of, and why: rows that share a scale, rows that share a byte."""
+    found = [(s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources]
+    for buffer in layout.buffers:
+        codes = codes_per_group(buffer.plane.bits)
+        if buffer.kind == "data" and buffer.axes[-1] == "m" and codes > 1:
+            found.append((codes, f"{codes} rows share bytes of {buffer.name}, which is packed along m"))
+    return found
+
+
 def _shard_reason(layout: Layout, shard_rows: int) -> str:
     if shard_rows == 1:
         return "no scale covers more than one row of a shard, and rows are whole bytes"
-    widest = next(
-        s for s in layout.sources if s.scale.row_multiple == max(x.scale.row_multiple for x in layout.sources)
-    )
-    return f"one {widest.name} scale covers {widest.scale.row_multiple} rows"
+    multiples = [item for item in _row_multiples(layout) if item[0] > 1]
+    largest = max(multiples, key=lambda item: item[0])
+    if largest[0] == shard_rows:
+        return largest[1]
+    return "; ".join(dict.fromkeys(reason for _, reason in multiples))
 
 
 def _derivation(layout: Layout, orientation: str) -> Derivation:

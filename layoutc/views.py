@@ -180,7 +180,7 @@ def _buffer_doc(buffer: Buffer) -> str:
     if buffer.kind == "data" and codes_per_group(buffer.plane.bits) > 1:
         done.append(f"packed along {buffer.axes[-1]}")
     done += ["zero padded"] if buffer.pads else []
-    return f"{plane} {', '.join(done)}"
+    return f"{plane}: {', '.join(done)}"
 
 
 def _lay_out(buffer: Buffer, sizes: Sizes) -> str:

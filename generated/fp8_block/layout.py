@@ -10,9 +10,9 @@ Stored (planes: compact, m-major):
 
 Read by a GEMM (buffers):
     rowwise_data     (m, k)                              uint8   as stored
-    rowwise_scale    (cdiv(m, 128), up(cdiv(k, 128), 4)) float32 rowwise_scale zero padded
-    columnwise_data  (k, m)                              uint8   rowwise_data transposed
-    columnwise_scale (cdiv(k, 128), up(cdiv(m, 128), 4)) float32 rowwise_scale transposed, zero padded
+    rowwise_scale    (cdiv(m, 128), up(cdiv(k, 128), 4)) float32 rowwise_scale: zero padded
+    columnwise_data  (k, m)                              uint8   rowwise_data: transposed
+    columnwise_scale (cdiv(k, 128), up(cdiv(m, 128), 4)) float32 rowwise_scale: transposed, zero padded
 
 Shards are cut at multiples of 128 rows: one rowwise scale covers 128 rows.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.

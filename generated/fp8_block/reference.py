@@ -84,11 +84,11 @@ def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, 
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale zero padded
+        # rowwise_scale: zero padded
         buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], cdiv(m, 128), up(cdiv(k, 128), 4))
     if "columnwise" in orientations:
-        # rowwise_data transposed
+        # rowwise_data: transposed
         buffers["columnwise_data"] = planes["rowwise_data"].t().contiguous()
-        # rowwise_scale transposed, zero padded
+        # rowwise_scale: transposed, zero padded
         buffers["columnwise_scale"] = pad_to(planes["rowwise_scale"].t(), cdiv(k, 128), up(cdiv(m, 128), 4))
     return buffers

@@ -11,7 +11,7 @@ Stored (planes: compact, m-major):
 Read by a GEMM (buffers):
     rowwise_data     (m, k) uint8   as stored
     rowwise_scale    (1,)   float32 as stored
-    columnwise_data  (k, m) uint8   rowwise_data transposed
+    columnwise_data  (k, m) uint8   rowwise_data: transposed
     columnwise_scale (1,)   float32 the plane rowwise_scale
 
 Shards are cut at any row: no scale covers more than one row of a shard, and rows are whole bytes.

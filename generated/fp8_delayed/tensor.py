@@ -35,12 +35,12 @@ class FP8DelayedTensor(QuantizedTensor):
     @property
     def rowwise_data(self) -> Tensor:
         """Stored: (m, k), uint8. e4m3 codes."""
-        return self._planes["rowwise_data"]
+        return self._plane("rowwise_data")
 
     @property
     def rowwise_scale(self) -> Tensor:
         """Stored: (1,), float32. The scale."""
-        return self._planes["rowwise_scale"]
+        return self._plane("rowwise_scale")
 
     def buffers(self) -> dict[str, Tensor]:
         """Name -> plain tensor as a GEMM reads it, for each of `orientations`; what equals a plane is that plane."""

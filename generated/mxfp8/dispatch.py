@@ -58,11 +58,13 @@ HANDLERS = {
     aten.squeeze.dims: common.squeeze,
     aten.t.default: common.transpose,
     aten.transpose.int: common.transpose,
+    aten.permute.default: common.permute,
     aten.as_strided.default: common.as_strided,
     aten.expand.default: common.expand,
     # cuts along rows (multiples of 32) and columns (multiples of 32)
     aten.slice.Tensor: shaping.slice_,
     aten.select.int: shaping.select,
+    aten.unbind.int: shaping.unbind,
     aten.split.Tensor: shaping.split,
     aten.split_with_sizes.default: shaping.split_with_sizes,
     aten.cat.default: shaping.cat,

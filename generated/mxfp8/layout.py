@@ -12,9 +12,9 @@ Stored (planes: compact, m-major):
 
 Read by a GEMM (buffers):
     rowwise_data     (m, k)                       uint8 as stored
-    rowwise_scale    (up(m, 128), up(k // 32, 4)) uint8 rowwise_scale zero padded
+    rowwise_scale    (up(m, 128), up(k // 32, 4)) uint8 rowwise_scale: zero padded
     columnwise_data  (m, k)                       uint8 as stored
-    columnwise_scale (up(m // 32, 4), up(k, 128)) uint8 columnwise_scale zero padded
+    columnwise_scale (up(m // 32, 4), up(k, 128)) uint8 columnwise_scale: zero padded
 
 Shards are cut at multiples of 32 rows: one columnwise scale covers 32 rows.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and

@@ -27,9 +27,9 @@ ELEMENT_NAN = 0x7F
 SCALE_NAN = 0xFF
 SCALE_STEPS = (
     5.877473155409902e-39,
-    *((1 + 2**-23) * 2.0**e for e in range(-126, 127)),
+    *(2.0**e * (1 + 2**-23) for e in range(-126, 127)),
 )  # |x| at or above: the next code
-SCALE_VALUES = (*(2.0**e for e in range(-127, 128)), float("nan"))  # by code
+SCALE_VALUES = (5.877471754111438e-39, *(2.0**e for e in range(-126, 128)), float("nan"))  # by code
 INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
 
 
@@ -111,11 +111,11 @@ def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, 
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale zero padded
+        # rowwise_scale: zero padded
         buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         buffers["columnwise_data"] = planes["columnwise_data"]
-        # columnwise_scale zero padded
+        # columnwise_scale: zero padded
         buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"], up(m // 32, 4), up(k, 128))
     return buffers
 

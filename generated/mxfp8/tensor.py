@@ -34,22 +34,22 @@ class MXFP8Tensor(QuantizedTensor):
     @property
     def rowwise_data(self) -> Tensor:
         """Stored: (m, k), uint8. e4m3 codes."""
-        return self._planes["rowwise_data"]
+        return self._plane("rowwise_data")
 
     @property
     def rowwise_scale(self) -> Tensor:
         """Stored: (m, k // 32), uint8. e8m0 scale of each 1x32 block."""
-        return self._planes["rowwise_scale"]
+        return self._plane("rowwise_scale")
 
     @property
     def columnwise_data(self) -> Tensor:
         """Stored: (m, k), uint8. e4m3 codes."""
-        return self._planes["columnwise_data"]
+        return self._plane("columnwise_data")
 
     @property
     def columnwise_scale(self) -> Tensor:
         """Stored: (m // 32, k), uint8. e8m0 scale of each 32x1 block."""
-        return self._planes["columnwise_scale"]
+        return self._plane("columnwise_scale")
 
     def buffers(self) -> dict[str, Tensor]:
         """Name -> plain tensor as a GEMM reads it, for each of `orientations`; what equals a plane is that plane."""

@@ -11,9 +11,9 @@ Stored (planes: compact, m-major):
 
 Read by a GEMM (buffers):
     rowwise_data     (m, k // 2)                  uint8   as stored
-    rowwise_scale    (up(m, 128), up(k // 16, 4)) uint8   rowwise_scale 16 times along m, zero padded
-    columnwise_data  (k, m // 2)                  uint8   rowwise_data transposed, packed along m
-    columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   rowwise_scale transposed, 16 times along k, zero padded
+    rowwise_scale    (up(m, 128), up(k // 16, 4)) uint8   rowwise_scale: 16 times along m, zero padded
+    columnwise_data  (k, m // 2)                  uint8   rowwise_data: transposed, packed along m
+    columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   rowwise_scale: transposed, 16 times along k, zero padded
     amax             (1,)                         float32 of the whole weight
 
 Shards are cut at multiples of 16 rows: one rowwise scale covers 16 rows.

@@ -136,12 +136,12 @@ def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, 
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale 16 times along m, zero padded
+        # rowwise_scale: 16 times along m, zero padded
         buffers["rowwise_scale"] = pad_to(repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
-        # rowwise_data transposed, packed along m
+        # rowwise_data: transposed, packed along m
         buffers["columnwise_data"] = pack(unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True)
-        # rowwise_scale transposed, 16 times along k, zero padded
+        # rowwise_scale: transposed, 16 times along k, zero padded
         buffers["columnwise_scale"] = pad_to(repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4))
     buffers["amax"] = planes["amax"]
     return buffers

@@ -35,12 +35,12 @@ class NVFP4Tensor(QuantizedTensor):
     @property
     def rowwise_data(self) -> Tensor:
         """Stored: (m, k // 2), uint8. e2m1 codes, 2 in a byte, low bits first."""
-        return self._planes["rowwise_data"]
+        return self._plane("rowwise_data")
 
     @property
     def rowwise_scale(self) -> Tensor:
         """Stored: (m // 16, k // 16), uint8. e4m3 scale of each 16x16 block."""
-        return self._planes["rowwise_scale"]
+        return self._plane("rowwise_scale")
 
     def buffers(self) -> dict[str, Tensor]:
         """Name -> plain tensor as a GEMM reads it, for each of `orientations`; what equals a plane is that plane."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -49,7 +49,7 @@ def quantize(
     if amax is not None and not layout.shares_amax:
         raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
     if out is not None:
-        _check_out(layout, x, out, orientations)
+        _check_out(layout, x, out, orientations, alone=amax is None and group is None)
         m, k = out._matrix
         orientations = out.orientations
     else:
@@ -98,11 +98,18 @@ def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ..
     return tuple(name for name in layout.orientations if name in chosen)
 
 
-def _check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None) -> None:
+def _check_out(
+    layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool
+) -> None:
     if tuple(out.shape) != tuple(x.shape) or out._transposed:
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
+    if out._is_part and alone:
+        raise UnsupportedOperator(
+            f"{out._label()} is a part of a weight whose scale covers all rows: quantizing the part by itself would "
+            "change what the others mean; quantize the whole weight, or give its amax"
+        )
     lacking = [name for name in orientations or () if name not in out.orientations]
     if lacking:
         raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")

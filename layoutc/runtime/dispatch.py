@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.tensor import QuantizedTensor, dim_of
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -54,7 +54,7 @@ def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """unsqueeze: a leading dim of size 1."""
     tensor, dim = args[0], args[1]
     shape = list(tensor.shape)
-    shape.insert(dim + len(shape) + 1 if dim < 0 else dim, 1)
+    shape.insert(dim_of(dim, len(shape) + 1), 1)
     return view(func, (tensor, shape), kwargs)
 
 
@@ -62,24 +62,36 @@ def squeeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """squeeze: drops dims of size 1, all or the ones named."""
     tensor = args[0]
     named = args[1:] and ([args[1]] if isinstance(args[1], int) else args[1])
-    dims = {dim % tensor.dim() for dim in named} if named else set(range(tensor.dim()))
+    dims = {dim_of(dim, tensor.dim()) for dim in named} if named else set(range(tensor.dim()))
     return view(func, (tensor, [n for d, n in enumerate(tensor.shape) if not (n == 1 and d in dims)]), kwargs)
 
 
 def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """t, transpose: swaps the last two dims, as a view."""
-    tensor = args[0]
-    dims = args[1:3] or (0, 1)
-    chosen = sorted(dim % tensor.dim() for dim in dims) if tensor.dim() else [0, 0]
-    if chosen[0] == chosen[1] or tensor.dim() < 2:
-        return tensor._alias()  # type: ignore[no-any-return]
-    if (
-        chosen != [tensor.dim() - 2, tensor.dim() - 1]
-        or tuple(tensor.shape)[-1 - tensor._transposed] != tensor._matrix[1]
-    ):
+    tensor: QuantizedTensor = args[0]
+    rank = tensor.dim()
+    dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is the vector
+    first, second = sorted(dim_of(dim, rank) for dim in dims)
+    if first == second:
+        return tensor._alias()
+    columns = tensor.shape[-1 - tensor._transposed]
+    if (first, second) != (rank - 2, rank - 1) or columns != tensor._matrix[1]:
         raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(dims)}")
-    *lead, rows, columns = tensor.shape
-    return tensor._alias((*lead, columns, rows), transposed=not tensor._transposed)  # type: ignore[no-any-return]
+    shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+    return tensor._alias(shape, transposed=not tensor._transposed)
+
+
+def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """permute (T, mT): the order as it is, or with the last two dims swapped."""
+    tensor = args[0]
+    order, rank = [dim_of(dim, tensor.dim()) for dim in args[1]], tensor.dim()
+    if sorted(order) != list(range(rank)):
+        raise RuntimeError(f"{func}: {tuple(args[1])} is not an order of the {rank} dims of {tensor._label()}")
+    if order == list(range(rank)):
+        return tensor._alias()  # type: ignore[no-any-return]
+    if order[:-2] != list(range(rank - 2)):
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(order)}")
+    return transpose(func, (tensor, -2, -1), kwargs)
 
 
 def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -159,10 +171,11 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """zero_: every byte of every plane, in place; dequantizes to exact zeros."""
+    """zero_: every byte, in place, but what a part shares with other rows; dequantizes to exact zeros."""
     tensor: QuantizedTensor = args[0]
-    for plane in tensor._planes.values():
-        plane.zero_()
+    for name, plane in tensor._planes.items():
+        if not (tensor._is_part and tensor.LAYOUT.stored[name].rows_per_value is None):
+            plane.zero_()
     return tensor
 
 
@@ -210,9 +223,21 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
         if plane.shape != source._planes[name].shape:
             found = tuple(source._planes[name].shape)
             raise LayoutError(f"copy_: {name} is {tuple(plane.shape)} in the target, {found} in the source")
+    if target._is_part:
+        _check_shared(target, source)
     for name, plane in target._planes.items():
         plane.copy_(source._planes[name])
     return target
+
+
+def _check_shared(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """A part may take the planes of a tensor that shares the same scale, not overwrite what other rows mean."""
+    for name, plane in target._planes.items():
+        if target.LAYOUT.stored[name].rows_per_value is None and not torch.equal(plane, source._planes[name]):
+            raise LayoutError(
+                f"copy_: {target._label()} is a part of a weight whose {name} covers all rows, and the source has "
+                "another; copy into the whole weight"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- products

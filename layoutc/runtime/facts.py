@@ -114,10 +114,11 @@ class Layout:
     def gather(self, m: int, k: int, world: int, which: PassName = "forward") -> GatherFacts:
         """What each of `world` ranks contributes in a pass: plane name -> shape and dtype of the padded shard.
 
-        Raises ShardAlignmentError when the weight does not shard over `world` ranks.
+        Raises ValueError for a shape that the recipe does not take, ShardAlignmentError when it does not shard.
         """
         from layoutc.runtime.sharding import check_alignment
 
+        self.check_shape((m, k))
         check_alignment(self, (m, k), cdiv(m, world), world=world)
         shard = self.planes(cdiv(m, world), k)
         return GatherFacts({name: shard[name] for name in self.travels[which]}, self.serves[which], world)

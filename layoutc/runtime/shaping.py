@@ -10,7 +10,7 @@ from torch import Tensor
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding import check_alignment
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.tensor import QuantizedTensor, dim_of
 from layoutc.runtime.windows import Window, bounds, matrix_for, window
 
 
@@ -29,7 +29,10 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     planes = tensor._cut(found.r0, found.r1, found.c0, found.c1)
-    return tensor._with_planes(planes, found.shape, matrix=found.matrix)
+    piece = tensor._with_planes(planes, found.shape, matrix=found.matrix)
+    piece._is_part = tensor.LAYOUT.shares_amax and not (tensor._is_new and found.r0 == 0)
+    piece._is_new = False
+    return piece
 
 
 def _fill(args: Args, defaults: Args) -> Args:
@@ -42,14 +45,14 @@ def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
     if step != 1:
         raise UnsupportedOperator(f"{func}: {tensor._label()} has no view with step {step}")
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     return _piece(tensor, dim, *bounds(tensor.shape[dim], start, stop), func)
 
 
 def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """select: one entry of a dim, as a view without that dim, where it is whole blocks (one expert of many)."""
     tensor, dim, index = args
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0
     if (tensor._transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
         raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor._label()} is not whole rows")
@@ -59,11 +62,17 @@ def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return piece._alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
 
 
+def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """unbind: every entry of a dim, as select gives it."""
+    tensor, dim = _fill(args, (None, 0))
+    return [select(func, (tensor, dim, i), {}) for i in range(tensor.shape[dim_of(dim, tensor.dim())])]
+
+
 def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards, so a cut inside a block raises
     ShardAlignmentError, which says what would work."""
     tensor, size, dim = _fill(args, (None, None, 0))
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
     if (
         dim == 0
@@ -89,7 +98,7 @@ def _world(total: int, size: int) -> int | None:
 def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     """split_with_sizes: pieces of given sizes, as views."""
     tensor, sizes, dim = _fill(args, (None, None, 0))
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     if sum(sizes) != tensor.shape[dim]:
         raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor._label()}")
     pieces, start = [], 0
@@ -157,7 +166,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
     facts = tensor.LAYOUT.planes(*matrix)
     planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
     new: QuantizedTensor = type(tensor)(planes, size, dtype, matrix=matrix, orientations=tensor._orientations)
-    new._name = tensor._name
+    new._name, new._is_new = tensor._name, True
     return new
 
 

@@ -8,12 +8,13 @@ says when asked.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.facts import Layout
@@ -36,6 +37,8 @@ class QuantizedTensor(torch.Tensor):
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
+    _is_part: bool  # rows of a larger tensor, with which it shares what covers all rows
+    _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
 
     @staticmethod
     def __new__(
@@ -70,6 +73,7 @@ class QuantizedTensor(torch.Tensor):
         self._orientations = orientations or cls.LAYOUT.orientations
         self._transposed = transposed
         self._name = None
+        self._is_part = self._is_new = False
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -83,7 +87,7 @@ class QuantizedTensor(torch.Tensor):
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
         )
-        other._name = self._name
+        other._name, other._is_part, other._is_new = self._name, self._is_part, self._is_new
         return other
 
     def _with_planes(
@@ -103,7 +107,7 @@ class QuantizedTensor(torch.Tensor):
             orientations=self._orientations,
             transposed=self._transposed,
         )
-        other._name = self._name
+        other._name, other._is_new = self._name, self._is_new
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -116,6 +120,13 @@ class QuantizedTensor(torch.Tensor):
         """The orientations that can be had from what it holds, without loss."""
         sources = self.LAYOUT.sources
         return tuple(o for o in self._orientations if all(plane in self._planes for plane in sources[o]))
+
+    def _plane(self, name: str) -> Tensor:
+        """A stored plane by name. Raises MissingOrientation."""
+        found = self._planes.get(name)
+        if found is None:
+            raise MissingOrientation(f"{self._label()} holds {', '.join(self._planes)}, not {name}")
+        return found
 
     def planes(self) -> dict[str, Tensor]:
         """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
@@ -224,11 +235,24 @@ class QuantizedTensor(torch.Tensor):
         """Planes, compacted: a view of a larger storage is saved as its own bytes alone."""
         planes = {name: _own(plane) for name, plane in self._planes.items()}
         state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
-        return rebuild, (type(self), *state, self.requires_grad, self.LAYOUT.layout_id)
+        is_parameter = isinstance(self, nn.Parameter)
+        return rebuild, (type(self), *state, self.requires_grad, is_parameter, self.LAYOUT.layout_id)
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the first plane: shared by views of the tensor, and by nothing else."""
-        return next(iter(self._planes.values())).untyped_storage()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        with torch.no_grad():
+            other: Any = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+        other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
+        other.requires_grad_(self.requires_grad)
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            if name not in other.__dict__:
+                setattr(other, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            other.grad = copy.deepcopy(self.grad, memo)
+        return other  # type: ignore[no-any-return]
 
     def share_memory_(self) -> Self:
         """Moves every plane to shared memory."""
@@ -264,6 +288,7 @@ def rebuild(
     orientations: tuple[str, ...],
     transposed: bool,
     requires_grad: bool,
+    is_parameter: bool,
     layout_id: str,
 ) -> QuantizedTensor:
     """What pickle and torch.load call. Raises ValueError when the class has another layout by now."""
@@ -271,21 +296,25 @@ def rebuild(
         raise ValueError(
             f"{cls.LAYOUT.name}: the file holds layout {layout_id}, but the installed recipe is {cls.LAYOUT.layout_id}"
         )
-    return cls(
-        planes,
-        shape,
-        dtype,
-        matrix=matrix,
-        orientations=orientations,
-        transposed=transposed,
-        requires_grad=requires_grad,
-    )
+    tensor = cls(planes, shape, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
+    if is_parameter:
+        return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     """Decorator for generated classes: known to torch.load(weights_only=True)."""
     torch.serialization.add_safe_globals([cls, rebuild])
     return cls
+
+
+def dim_of(dim: int, rank: int) -> int:
+    """A dim from 0, as torch counts. Raises IndexError where torch does."""
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
