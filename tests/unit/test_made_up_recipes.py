@@ -1,0 +1,252 @@
+"""Recipes that nobody ships: random specs are compiled, and the references must equal a numpy reading of the same spec.
+
+The numpy side evaluates the rules' expressions as they stand in rules.yaml, rounds by exact comparison with midpoints,
+and places bytes by chains. It shares no text with the generated code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from numpy_models import F32, FLT_MAX, SPECS, Array, block_amax, pack_codes, same_values, spread, write
+
+from layoutc.compiler import compile_spec
+from layoutc.formats import BUILTIN, Format, thresholds
+from layoutc.layout import Layout, Quantization, Source, resolve
+from layoutc.schema import Spec, read_spec
+
+M, K = 24, 40
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining a failure would take minutes
+SIZES = [1, 2, 3, 4, 8, 16, "all"]
+RULES = [
+    *({"format": "e8m0", "rule": "power-of-two", "round": rounding} for rounding in ("up", "down", "nearest")),
+    {"format": "e8m0", "rule": "amax-over-max", "power-of-two": True},
+    {"format": "f32", "rule": "amax-over-max"},
+    {"format": "f32", "rule": "amax-over-max", "margin": 3, "overflow": "input-max"},
+    {"format": "f32", "rule": "amax-over-max", "epsilon": 0.25},
+    {"format": "f32", "rule": "amax-over-max", "power-of-two": True, "margin": -2, "epsilon": 1.0e-3},
+    *({"format": "e4m3", "rule": "two-level", "round": rounding} for rounding in ("nearest", "up", "down")),
+    {"format": "e5m2", "rule": "two-level"},
+    {"format": "ue5m3", "rule": "two-level"},
+    {"format": "e8m0_b100", "rule": "power-of-two", "round": "up"},
+]
+FORMATS = {
+    "ue5m3": {"sign": 0, "exponent": 5, "mantissa": 3, "bias": 15, "nan": [0xFF]},
+    "e8m0_b100": {"sign": 0, "exponent": 8, "mantissa": 0, "bias": 100, "subnormals": False, "nan": [0xFE, 0xFF]},
+    "e4m3_b11": {"sign": 1, "exponent": 4, "mantissa": 3, "bias": 11, "inf": [0x7E], "nan": [0x7F]},
+    "e1m4": {"sign": 1, "exponent": 1, "mantissa": 4, "bias": 0},
+    "e3m0": {"sign": 1, "exponent": 3, "mantissa": 0, "bias": 3},
+}
+BYTES = ("e4m3", "e5m2", "e4m3_b11")
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    """A sound spec with random formats, packing, rule, blocks, stored granularity, axis orders and padding."""
+    scale = draw(st.sampled_from(RULES))
+    element = draw(st.sampled_from([*BYTES, "e2m1", "e3m2", "e2m3", "e1m4", "e3m0"]))
+
+    def orientation(block: dict[str, Any]) -> dict[str, Any]:
+        axes = draw(st.permutations(["m", "k"]))
+        data: dict[str, Any] = {"layout": " ".join(axes)}
+        if draw(st.booleans()):
+            data["pad"] = [draw(st.sampled_from([1, 5, 32])), draw(st.sampled_from([8, 16, 32]))]
+        terms = []
+        for axis in draw(st.permutations([axis for axis in "mk" if block[axis] != "all"])):
+            divisor = draw(st.sampled_from([d for d in range(1, block[axis] + 1) if block[axis] % d == 0]))
+            terms.append(axis if divisor == 1 else f"{axis}/{divisor}")
+        stored: dict[str, Any] = {"layout": " ".join(terms) or "scalar"}
+        if terms and draw(st.booleans()):
+            stored["pad"] = [draw(st.sampled_from([1, 4, 7, 16])) for _ in terms]
+        return {"block": dict(block), "data": data, "scale": stored}
+
+    block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
+    other = block if draw(st.booleans()) else {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
+    text: dict[str, Any] = {
+        "layoutc": 1,
+        "name": "made_up",
+        "summary": "made up by a test",
+        "shape": {"m": 8, "k": 8},
+        "formats": {name: FORMATS[name] for name in {element, scale["format"]} & FORMATS.keys()},
+        "element": {"format": element},
+        "scale": scale,
+        "orientations": {"rowwise": orientation(block), "columnwise": orientation(other)},
+    }
+    if element not in BYTES:
+        text["element"]["pack"] = draw(st.sampled_from(["low-first", "high-first"]))
+    if scale["rule"] == "two-level":
+        text["tensor"] = {"amax": "f32"}
+    if not text["formats"]:
+        del text["formats"]
+    spec, _ = read_spec(yaml.safe_dump(text, sort_keys=False, width=200), "made_up.yaml")
+    assume(spec is not None)
+    assert spec is not None
+    return spec
+
+
+def load(spec: Spec) -> tuple[ModuleType, ModuleType]:
+    """The generated reference and layout of a spec, run from text."""
+    files = compile_spec(spec, "0" * 64)
+    modules = []
+    for name in ("reference", "layout"):
+        module = ModuleType(f"made_up_{name}")
+        exec(compile(files[f"{name}.py"], f"{name}.py", "exec"), module.__dict__)
+        modules.append(module)
+    return modules[0], modules[1]
+
+
+# --------------------------------------------------------------------------------------------- a numpy reading of specs
+def encode(fmt: Format, x: Array, rounding: str) -> Array:
+    """fp32 -> codes: between two neighbours, the nearer, tie to even; or the one above, or below. Exact in fp64."""
+    values = np.array(fmt.magnitudes)
+    size = np.abs(x.astype(np.float64))
+    low = np.clip(np.searchsorted(values, size, side="right") - 1, 0, len(values) - 1)
+    high = np.minimum(low + 1, len(values) - 1)
+    past, half = size > values[low], 2 * size - (values[low] + values[high])
+    goes_up = {"down": np.zeros_like(past), "up": past, "nearest": past & ((half > 0) | ((half == 0) & (low % 2 == 1)))}
+    code = np.where(goes_up[rounding], high, low)
+    if fmt.sign:
+        code = code | (np.signbit(x).astype(int) << (fmt.bits - 1))
+    nan = fmt.nan[0] if fmt.nan else len(values) - 1
+    return np.where(np.isnan(x), nan, code).astype(np.uint8)
+
+
+def decode(fmt: Format, codes: Array) -> Array:
+    """Codes -> fp32."""
+    return np.array([fmt.value(code) for code in range(2**fmt.bits)], F32)[codes]
+
+
+def environment(q: Quantization, input_max: float) -> dict[str, Any]:
+    """What the rules' expressions may name."""
+    parameters = dict(q.parameters)
+    as_is = q.scale.is_f32
+    element_max, scale_max = q.element.max, q.scale.max
+    return {
+        "element_max": F32(element_max),
+        "inverse_element_max": F32(1 / element_max),
+        "scale_max": F32(scale_max),
+        "inverse_range": F32(1 / (element_max * scale_max)),
+        "inverse_margin": F32(2.0 ** -float(parameters.get("margin", 0))),
+        "f32_max": FLT_MAX,
+        "epsilon": F32(parameters.get("epsilon", 0)),
+        "overflow": F32(input_max) if parameters.get("overflow") == "input-max" else FLT_MAX,
+        "minimum": np.minimum,
+        "where": lambda test, a, b: np.where(test, a, b).astype(F32),
+        "isinf": np.isinf,
+        "isnan": np.isnan,
+        "floor_power_of_two": lambda x: np.where(
+            np.isfinite(x), np.exp2(np.floor(np.log2(x.astype(float)))), np.inf
+        ).astype(F32),
+        "to_scale": (lambda x: x) if as_is else lambda x: encode(q.scale, x, q.rounding),
+        "from_scale": (lambda codes: codes) if as_is else lambda codes: decode(q.scale, codes),
+    }
+
+
+def model(layout: Layout, source: Source, x: Array, input_max: float) -> tuple[Array, Array, Array]:
+    """Codes one an entry, scales in the plane's shape, and the values that they dequantize to."""
+    q = source.quantization
+    block = (q.block.m or M, q.block.k or K)
+    tensor_amax = np.max(np.abs(x)).reshape(1)
+    names = environment(q, input_max) | {"amax": block_amax(x, *block), "tensor_amax": tensor_amax}
+    for step in q.definition.active_steps(dict(q.parameters)):
+        names[step.name] = eval(step.expression, {}, names)
+    codes = encode(q.element, x * spread(names["multiplier"], *block, x.shape), "nearest")
+    factor = spread(eval(q.definition.decode, {}, names), *block, x.shape)
+    return codes, names["scale"].reshape(source.scale.shape(M, K)), decode(q.element, codes) * factor
+
+
+def weight(seed: int, special: float | None) -> torch.Tensor:
+    """Values of many magnitudes, a block of zeros, and perhaps one special value."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((M, K)) * np.exp2(rng.uniform(-6, 6, (M, K)))).astype(F32)
+    x[:8, :8] = 0
+    if special is not None:
+        x[rng.integers(M), rng.integers(K)] = special
+    return torch.from_numpy(x)
+
+
+@pytest.mark.parametrize("rounding", ["up", "down", "nearest"])
+def test_e8m0_scales_are_rounded_as_the_spec_says(rounding: str) -> None:
+    """The generated table of thresholds is that of the rounding asked for."""
+    text = (SPECS / "mxfp8.yaml").read_text(encoding="utf-8").replace("round: up", f"round: {rounding}")
+    spec, found = read_spec(text, "mxfp8.yaml")
+    assert spec is not None, found
+    reference, _ = load(spec)
+    assert thresholds(BUILTIN["e8m0"], rounding) == reference.SCALE_STEPS
+    ratios = np.array([1.0, 1.25, 1.5, 1.75, 3.0, 3.5], F32)
+    codes = {
+        "up": [127, 128, 128, 128, 129, 129],
+        "down": [127, 127, 127, 127, 128, 128],
+        "nearest": [127, 127, 128, 128, 128, 129],
+    }
+    assert reference.encode_scale(torch.from_numpy(ratios)).tolist() == codes[rounding]
+
+
+def test_a_scale_format_with_infinity_decodes_by_its_table() -> None:
+    """e5m2 scales that round up are read by a table, whose code 0x7C is infinity."""
+    text = (SPECS / "nvfp4.yaml").read_text(encoding="utf-8")
+    text = text.replace("{format: e4m3, rule: two-level}", "{format: e5m2, rule: two-level, round: up}")
+    spec, found = read_spec(text, "nvfp4.yaml")
+    assert spec is not None, found
+    reference, _ = load(spec)
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    assert same_values(reference.decode_scale(codes).numpy(), codes.view(torch.float8_e5m2).float().numpy())
+
+
+@given(specs(), st.integers(0, 2**16), st.sampled_from([None, None, 0.0, np.nan, np.inf, 2.0**-149, 1e30]))
+@settings(max_examples=100, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+def test_a_compiled_reference_does_what_the_spec_says(spec: Spec, seed: int, special: float | None) -> None:
+    layout, x = resolve(spec), weight(seed, special)
+    reference, facts = load(spec)
+    planes = reference.quantize_reference(x)
+    if layout.tensor_amax:
+        planes["amax"] = x.abs().amax().reshape(1)
+    assert {name: tuple(plane.shape) for name, plane in planes.items()} == {
+        p.name: p.shape(M, K) for p in layout.planes
+    }
+    assert {name: tuple(fact) for name, fact in facts.planes(M, K).items()} == {
+        name: (tuple(plane.shape), plane.dtype) for name, plane in planes.items()
+    }
+    laid_out = reference.lay_out(planes, M, K, layout.orientations)
+    stated = facts.buffers(M, K)
+    assert list(laid_out) == list(stated)
+    for source in layout.sources:
+        with np.errstate(all="ignore"):
+            codes, scale, values = model(layout, source, x.numpy(), float(FLT_MAX))
+        packed = pack_codes(codes, source.data.bits, source.quantization.low_first)
+        np.testing.assert_array_equal(planes[source.data.name].numpy(), packed)
+        stored = planes[source.scale.name].numpy()
+        assert same_values(stored, scale) if stored.dtype == F32 else np.array_equal(stored, scale)
+        for orientation in (o for o, name in layout.source_of if name == source.name):
+            assert same_values(reference.dequantize_reference(planes, M, K, orientation).numpy(), values)
+            for buffer in (b for b in layout.buffers if b.orientation == orientation):
+                actual, chain = laid_out[buffer.name], buffer.chain(M, K)
+                assert (tuple(actual.shape), actual.dtype) == tuple(stated[buffer.name])
+                held = codes if buffer.kind == "data" else stored
+                expected = write(held.reshape(chain.start), chain)
+                assert np.array_equal(actual.contiguous().view(torch.uint8).numpy().ravel(), expected), buffer.name
+
+
+@given(specs())
+@settings(max_examples=60, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+def test_is_plane_is_true_just_where_no_shape_moves_a_byte(spec: Spec) -> None:
+    """Tried at shapes that fit no padding multiple, so that padding shows."""
+    layout = resolve(spec)
+    for buffer in layout.buffers:
+        still = True
+        for m, k in itertools.product((8, 24), (40, 16)):
+            chain = buffer.chain(m, k)
+            slots = enumerate(itertools.product(*map(range, chain.start)))
+            same = all(chain.positions(index) == (divmod(slot * chain.bits, 8),) for slot, index in slots)
+            still &= same and chain.nbytes == buffer.plane.nbytes(m, k)
+        assert not buffer.is_plane or still, buffer.name
+        if not still:
+            assert buffer.permutes or buffer.pads or any(times > 1 for times in buffer.repeats)
