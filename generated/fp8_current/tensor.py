@@ -87,8 +87,8 @@ class FP8CurrentTensor(QuantizedTensor):
         """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
         return tensor_amax(x)
 
-    def _matrix_values(self, orientation: str) -> Tensor:
-        return dequantize_reference(self._planes, *self._matrix, orientation)
+    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+        return dequantize_reference(planes, *self._matrix, orientation)
 
     def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
         return cut(self._planes, r0, r1, c0, c1)

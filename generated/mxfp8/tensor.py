@@ -107,8 +107,8 @@ class MXFP8Tensor(QuantizedTensor):
     def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
-    def _matrix_values(self, orientation: str) -> Tensor:
-        return dequantize_reference(self._planes, *self._matrix, orientation)
+    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+        return dequantize_reference(planes, *self._matrix, orientation)
 
     def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
         return cut(self._planes, r0, r1, c0, c1)

@@ -216,12 +216,36 @@ def finish(
     """
     if out is None:
         tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
-        tensor._name = shard._name
+        tensor._name, tensor._home = shard._name, weakref.ref(shard)
         return tensor, ()
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
     target._planes.update(planes)
     return None
+
+
+def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+    """The planes of one orientation of the whole weight, by a gather of its own, on all ranks of the shard's group.
+
+    Not overlapped with anything, and kept only as long as the caller does: for what a pass does not gather as a rule.
+    """
+    known = find(shard)
+    param = known.param() if known else None
+    if param is None:
+        raise MissingOrientation(f"{shard._label()}: FSDP2 does not hold this shard any more")
+    group: dist.ProcessGroup = param.mesh_info.shard_process_group
+    layout, padded = shard.LAYOUT, prod(param.padded_sharded_param_size[:-1])
+    sizes, whole = layout.planes(padded, matrix[1]), layout.planes(*matrix)
+    planes = {}
+    for name in layout.sources[orientation]:
+        plane = shard._planes[name].to(device)
+        if layout.stored[name].rows_per_value is not None:
+            sent = wire(plane, sizes[name].shape[0])
+            received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
+            dist.all_gather_into_tensor(received, sent, group=group)
+            plane = received[: whole[name].shape[0]].view(whole[name].dtype)
+        planes[name] = plane
+    return planes
 
 
 @contextmanager

@@ -9,6 +9,7 @@ says when asked.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
@@ -37,6 +38,7 @@ class QuantizedTensor(torch.Tensor):
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
+    _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
     _is_part: bool  # rows of a larger tensor, with which it shares what covers all rows
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
 
@@ -72,7 +74,7 @@ class QuantizedTensor(torch.Tensor):
         self._matrix = matrix
         self._orientations = orientations or cls.LAYOUT.orientations
         self._transposed = transposed
-        self._name = None
+        self._name = self._home = None
         self._is_part = self._is_new = False
         return self
 
@@ -87,7 +89,8 @@ class QuantizedTensor(torch.Tensor):
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
         )
-        other._name, other._is_part, other._is_new = self._name, self._is_part, self._is_new
+        other._name, other._home = self._name, self._home
+        other._is_part, other._is_new = self._is_part, self._is_new
         return other
 
     def _with_planes(
@@ -150,23 +153,34 @@ class QuantizedTensor(torch.Tensor):
         return self._dequantize(held[0], dtype or self.dtype)
 
     def _dequantize(self, orientation: str, dtype: torch.dtype) -> Tensor:
-        """The values of an orientation in the outer shape. Raises MissingOrientation."""
-        if orientation not in self.orientations and orientation in self.LAYOUT.orientations:
-            raise MissingOrientation(
-                f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
-                f"codes of its own in {self.LAYOUT.name}. A weight gathered for one pass can't serve the other."
-            )
+        """The values of an orientation in the outer shape; of rowwise, where the recipe has no other.
+
+        An orientation that a gathered weight does not hold in this pass is gathered for it, by all ranks alike: in
+        backward, recomputed activations ask for what forward had. Raises MissingOrientation where that can't be.
+        """
         if orientation not in self.LAYOUT.orientations:
             orientation = self.LAYOUT.orientations[0]
-        matrix = self._matrix_values(orientation).to(dtype)
+        planes = self._planes if orientation in self.orientations else self._fetch(orientation)
+        matrix = self._matrix_values(planes, orientation).to(dtype)
         if not self._transposed:
             return matrix.view(self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return matrix.view(shape).transpose(-2, -1)
 
+    def _fetch(self, orientation: str) -> dict[str, Tensor]:
+        from layoutc.runtime import fsdp
+
+        shard = self._home() if self._home is not None else None
+        if shard is None or orientation not in shard.orientations:
+            raise MissingOrientation(
+                f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
+                f"codes of its own in {self.LAYOUT.name}"
+            )
+        return fsdp.fetch(shard, orientation, self._matrix, self.device)
+
     # Generated for each recipe:
-    def _matrix_values(self, orientation: str) -> Tensor:
-        """The fp32 (m, k) values of an orientation."""
+    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+        """The fp32 (m, k) values of an orientation, from planes."""
         raise NotImplementedError
 
     @classmethod
