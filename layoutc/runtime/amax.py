@@ -60,7 +60,7 @@ def quantize(
         shared: Tensor | None = None
         extra: dict[str, Tensor] = {}
         if layout.shares_amax:
-            current = reduce_max(cls._shared_amax(matrix), group) if amax is None else amax.to(x.device, torch.float32)
+            current = reduce_max(cls._shared_amax(matrix), group) if amax is None else _given(cls, amax, matrix)
             shared, extra = _with_history(layout, current, out)
         planes = cls._quantize_matrix(matrix, shared, orientations) | extra
         if out is None:
@@ -88,6 +88,17 @@ def _with_history(layout: Layout, current: Tensor, out: QuantizedTensor | None) 
     return torch.where(earlier == 0, current, earlier), {"amax": torch.cat([current, before[:-1]])}
 
 
+def _given(cls: type[QuantizedTensor], amax: Tensor, matrix: Tensor) -> Tensor:
+    """A caller's amax, in the shape that the recipe shares. Raises ValueError."""
+    shape = cls._shared_amax(matrix[:0]).shape
+    if amax.numel() != shape.numel() or not amax.is_floating_point():
+        raise ValueError(
+            f"{cls.LAYOUT.name}: amax must be floating point of shape {tuple(shape)}, not {amax.dtype} of shape "
+            f"{tuple(amax.shape)}"
+        )
+    return amax.detach().to(matrix.device, torch.float32).reshape(shape)
+
+
 def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
     chosen = tuple(orientations) if orientations is not None else layout.orientations
     unknown = [name for name in chosen if name not in layout.orientations]
@@ -101,6 +112,8 @@ def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ..
 def _check_out(
     layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool
 ) -> None:
+    if not isinstance(out, QuantizedTensor):
+        raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
     if tuple(out.shape) != tuple(x.shape) or out._transposed:
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:

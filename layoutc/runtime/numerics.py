@@ -22,7 +22,7 @@ def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_c
     `sign_bit` is the position of the sign in the code; None for formats without one. Saturates, since no threshold
     leads past the largest finite code.
     """
-    code = torch.bucketize(x.abs(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
+    code = torch.bucketize(x.abs().contiguous(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
     if sign_bit is not None:
         code |= torch.signbit(x).to(torch.uint8) << sign_bit
     return code.masked_fill_(x.isnan(), nan_code)

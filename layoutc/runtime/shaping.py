@@ -142,13 +142,15 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
 def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_empty: of the class, with whatever is in memory, where the recipe can hold the size; else a plain tensor."""
+    """new_empty: of the class, rows as they are in memory, where the recipe can hold the size; else a plain tensor."""
     return _new(torch.empty, args, kwargs)
 
 
 def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros: of the class, all bytes zero, which dequantize to exact zeros, where the recipe can hold the size;
-    else plain."""
+    """new_zeros: of the class, where the recipe can hold the size; else a plain tensor.
+
+    All bytes of rows are zero, so it dequantizes to exact zeros; what all rows share is the tensor's own.
+    """
     return _new(torch.zeros, args, kwargs)
 
 
@@ -165,6 +167,10 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return plain
     facts = tensor.LAYOUT.planes(*matrix)
     planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
+    for name, plane in planes.items():
+        # FSDP2 makes a rank's empty shard like this and copies nothing into it: what all shards share must come along.
+        if tensor.LAYOUT.stored[name].rows_per_value is None and plane.shape == tensor._planes[name].shape:
+            plane.copy_(tensor._planes[name])
     new: QuantizedTensor = type(tensor)(planes, size, dtype, matrix=matrix, orientations=tensor._orientations)
     new._name, new._is_new = tensor._name, True
     return new

@@ -45,7 +45,7 @@ def test_references_give_the_same_bytes_as_on_the_cpu(name: str, dtype: torch.dt
         for buffer, value in cpu.buffers().items():
             assert torch.equal(value.view(torch.uint8), cuda.buffers()[buffer].cpu().view(torch.uint8)), (buffer, m, k)
         expected, values = cpu.dequantize(torch.float32), cuda.dequantize(torch.float32).cpu()
-        # The magnitudes above make some factors overflow, and inf * 0 has another NaN on each machine: any NaN is a NaN.
+        # Some factors overflow here, and inf * 0 has another NaN on each machine: any NaN is a NaN.
         assert torch.equal(expected.isnan(), values.isnan()), (m, k)
         assert torch.equal(expected.nan_to_num(0).view(torch.int32), values.nan_to_num(0).view(torch.int32)), (m, k)
 

@@ -1,0 +1,288 @@
+"""Training under fully_shard: the loss curve and every byte are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from models import (
+    RECIPES,
+    SHARED,
+    adam,
+    assert_equal_on_all_ranks,
+    assert_gathers_as,
+    assert_same_tensors,
+    build,
+    counted,
+    gathers,
+    local,
+    my_share,
+    recipe_module,
+    shard,
+    shared_bytes,
+    train_step,
+    width_for,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import cdiv
+
+STEPS = 20
+
+
+def planned_bytes(model: Any, world: int, keeps: bool) -> int:
+    """Bytes from one rank in a step: each layer for each pass, or once where it stays gathered; the root once."""
+    total = 0
+    for module, stays in ((model.layers[0], keeps), (model.layers[1], keeps), (model.head, True)):
+        for param in module.parameters():
+            if hasattr(param, "LAYOUT"):
+                m, k = param.shape
+                plans = [
+                    param.LAYOUT.gather(m, k, world, which)
+                    for which in (("both",) if stays else ("forward", "backward"))
+                ]
+                total += sum(plan.bytes_per_rank for plan in plans)
+            else:
+                total += cdiv(param.numel(), world) * param.element_size() * (1 if stays else 2)
+    return total
+
+
+def trains_as_one_process(
+    recipe: str, keeps: bool, nested: bool, sizes: tuple[int, int] | None, meshed: str | None
+) -> None:
+    """Loss curve, bytes, classes, agreement between ranks, collectives."""
+    world, dequantized = dist.get_world_size(), layoutc.implicit_dequantizes()
+    options: dict[str, Any] = {} if keeps is None else {"reshard_after_forward": not keeps}
+    ranks = world
+    if meshed == "hybrid":
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "slices"))
+        ranks = world // 2
+    elif meshed == "one":
+        options["mesh"] = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "alone"))["alone"]
+        ranks = 1
+    elif meshed == "trivial":
+        options["mesh"] = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "alone"))
+        ranks = 1
+    width, inner = sizes or (width_for(recipe, ranks),) * 2
+    reference = build(recipe, width, inner)
+    whole_plan = planned_bytes(reference, ranks, keeps) if nested and sizes is None and ranks > 1 else None
+    expected_optimizer = adam(reference)
+    model = shard(build(recipe, width, inner), nested=nested, **options)
+    kinds = {type(local(param)) for param in model.parameters() if param.dim() == 2}
+    assert kinds == {recipe_module(recipe).Tensor}
+    optimizer = adam(model)
+    assert_equal_on_all_ranks(shared_bytes(model))
+    share = 1.0 if meshed == "one" else my_share()
+    for step in range(STEPS):
+        expected = train_step(reference, expected_optimizer, step, width)
+        with gathers() as sent, counted("all_reduce", lambda tensor, *_, **__: tensor.dtype) as reduced:
+            loss = train_step(model, optimizer, step, width, share)
+        assert loss == expected, f"step {step}: {loss} is not {expected}"
+        assert reduced.count(torch.int32) == (1 if recipe in SHARED and ranks > 1 else 0)
+        assert_equal_on_all_ranks(shared_bytes(model))
+        if whole_plan is not None:
+            assert sum(sent) == whole_plan, (sent, whole_plan)
+        if ranks == 1:
+            assert not sent
+        if step in (0, 1, STEPS - 1):
+            assert_gathers_as(model, reference)
+    assert {type(local(param)) for param in model.parameters() if param.dim() == 2} == kinds
+    assert layoutc.implicit_dequantizes() == dequantized
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("keeps", "nested"), [(False, True), (True, True), (False, False), (True, False)])
+def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps: bool, nested: bool) -> None:
+    """21, 22, 25, 26, 30a, 38, 41: 20 steps of AdamW; gather bytes as planned, one amax all-reduce a step."""
+    two.run(trains_as_one_process, recipe, keeps, nested, None, None)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("meshed", [None, "hybrid"])
+def test_training_on_four_ranks_equals_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
+    """29, 36: sharded over 4, and over 2 in 2 copies under arbitrary names of mesh dims."""
+    four.run(trains_as_one_process, recipe, False, True, None, meshed)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("meshed", ["one", "trivial"])
+def test_a_shard_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
+    """29: fully_shard on one rank, and replicas whose shard dim has size 1; nothing is gathered."""
+    two.run(trains_as_one_process, recipe, False, True, None, meshed)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(17, 8), (1, 3), (3, 17)])
+def test_uneven_rows_train_as_one_process(two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int]) -> None:
+    """28: short shards, and ranks without rows."""
+    two.run(trains_as_one_process, recipe, False, True, sizes, None)
+    four.run(trains_as_one_process, recipe, False, True, sizes, None)
+
+
+@pytest.mark.parametrize(("recipe", "experts"), [("mxfp8", 3), ("nvfp4", 3), ("fp8_block", 3), ("fp8_current", 5)])
+def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: str, experts: int) -> None:
+    """27, 28: 3-D weights keep their shape; the last rank may have no expert."""
+    four.run(gathers_experts, recipe, experts)
+
+
+class Experts(nn.Module):
+    """One 3-D weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(experts, n, k) -> (experts, n, rows)."""
+        return torch.bmm(x, self.weight.transpose(1, 2))
+
+
+def gathers_experts(recipe: str, experts: int) -> None:
+    """Forward equals the plain product, gradient flows."""
+    torch.manual_seed(0)
+    whole = recipe_module(recipe).quantize(torch.randn(experts, 128, 64))
+    module = Experts(whole.clone())
+    fully_shard(module)
+    assert type(local(module.weight)) is type(whole)
+    x = torch.randn(experts, 4, 64)
+    for _ in range(2):
+        out = module(x)
+        assert_same_tensors({"out": out}, {"out": torch.bmm(x, whole.dequantize().transpose(1, 2))})
+        out.sum().backward()
+    module.unshard()
+    assert_same_tensors(module.weight.buffers(), whole.buffers())
+
+
+def refuses_misaligned(recipe: str, nested: bool) -> str:
+    """The message, and whether the group still works."""
+    unit = recipe_module(recipe).LAYOUT.shard_rows
+    model = build(recipe, unit * 3)
+    try:
+        shard(model, nested=nested)
+    except LayoutError as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_misaligned_parameter_is_refused_on_every_rank_by_name(
+    two: Ranks, four: Ranks, recipe: str, nested: bool
+) -> None:
+    """28: the same words everywhere, and no rank left in a collective."""
+    for ranks in (two, four):
+        messages = ranks.run(refuses_misaligned, recipe, nested)
+        assert len(set(messages)) == 1
+        assert messages[0].startswith("ShardAlignmentError: layers.0.weight: shape"), messages[0]
+        assert f"over {ranks.world} ranks in {recipe}" in messages[0]
+
+
+def refuses_other_dims(recipe: str) -> str:
+    """What Shard(1) raises, at the latest in the first forward."""
+    width = width_for(recipe, dist.get_world_size())
+    model = build(recipe, width)
+    try:
+        fully_shard(model, shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
+        model(torch.zeros(1, width))
+    except LayoutError as error:
+        dist.barrier()
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sharding_another_dim_is_refused_on_every_rank(two: Ranks, recipe: str) -> None:
+    """35: planes of other dims do not concatenate in rank order."""
+    messages = two.run(refuses_other_dims, recipe)
+    assert len(set(messages)) == 1
+    assert "layers.0.weight" in messages[0]
+    assert "not dim 1" in messages[0]
+
+
+def trains_with(recipe: str, extra: str) -> None:
+    """A few steps with one more feature of torch switched on; they equal one process."""
+    world = dist.get_world_size()
+    width = width_for(recipe, world)
+    reference, model = build(recipe, width), build(recipe, width)
+    options: dict[str, Any] = {}
+    if extra == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    elif extra == "policy":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    elif extra == "checkpoint":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        model.layers = nn.ModuleList([checkpoint_wrapper(layer) for layer in model.layers])
+    shard(model, **options)
+    if extra == "keep_backward":
+        for layer in model.layers:
+            layer.set_reshard_after_backward(False)  # type: ignore[operator]
+    optimizer, expected_optimizer = adam(model), adam(reference)
+    for step in range(4):
+        expected = train_step(reference, expected_optimizer, step, width, clip=extra == "clip")
+        loss = train_step(model, optimizer, step, width, my_share(), clip=extra == "clip")
+        assert loss == expected, f"step {step}: {loss} is not {expected}"
+        if extra == "keep_backward":
+            for layer in model.layers:
+                layer.reshard()  # type: ignore[operator]
+    if extra != "checkpoint":
+        assert_gathers_as(model, reference)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("extra", ["clip", "offload", "policy", "keep_backward", "checkpoint"])
+def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, extra: str) -> None:
+    """36: gradient clipping, CPU offload, a mixed-precision policy, weights kept after backward, recomputation."""
+    two.run(trains_with, recipe, extra)
+
+
+def accumulates(recipe: str) -> None:
+    """Two micro-batches a step, weights kept after the first backward: what it gathered serves the second forward."""
+    width = width_for(recipe, dist.get_world_size())
+    reference, model = build(recipe, width), shard(build(recipe, width))
+    for step in range(2):
+        for part in range(2):
+            for layer in model.layers:
+                layer.set_reshard_after_backward(part == 1)
+            losses = []
+            for one in (reference, model):
+                x = torch.randn(8, width, generator=torch.Generator().manual_seed(10 * step + part))
+                loss = one(x).pow(2).mean()
+                loss.backward()
+                losses.append(loss.item())
+            assert losses[0] == losses[1], (step, part, losses)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_kept_after_backward_serve_the_next_forward(two: Ranks, recipe: str) -> None:
+    """B26: a weight that holds the backward pass's planes alone gathers the forward pass's when it is asked for them."""
+    two.run(accumulates, recipe)
+
+
+def state_of_the_optimizer_is_sharded(recipe: str) -> None:
+    """Masters and moments are fp32 DTensors, sharded as the parameters."""
+    width = width_for(recipe, dist.get_world_size())
+    model = shard(build(recipe, width))
+    optimizer = adam(model)
+    train_step(model, optimizer, 0, width, my_share())
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    held = state["layers.0.weight"]
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert held[name].dtype == torch.float32
+        assert held[name].placements == model.layers[0].weight.placements
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_state_of_the_optimizer_is_sharded_and_plain(two: Ranks, recipe: str) -> None:
+    """45: fp32 masters and moments."""
+    two.run(state_of_the_optimizer_is_sharded, recipe)

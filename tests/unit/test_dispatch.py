@@ -1,0 +1,309 @@
+"""New tensors, copies and storage: exact on planes, or plain, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from quantized_cases import (
+    RECIPES,
+    aliases,
+    each_recipe,
+    facts,
+    is_compact,
+    is_plain,
+    make,
+    module,
+    same,
+    same_bits,
+    same_tensors,
+    snapshot,
+    weight,
+)
+from torch import Tensor
+
+import layoutc
+from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
+
+pytestmark = each_recipe
+aten = torch.ops.aten
+
+
+def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """The result of a call, and which operators dequantized in it unasked."""
+    before = layoutc.implicit_dequantizes()
+    result = call()
+    return result, dict(layoutc.implicit_dequantizes() - before)
+
+
+# ---------------------------------------------------------------------------------------------------------- new tensors
+@pytest.mark.parametrize("size", [(256, 256), (128, 256), (384, 128), (2, 128, 256), (0, 256), (0,), (65536,)])
+def test_new_zeros_has_the_class_and_dequantizes_to_exact_zeros(recipe: str, size: tuple[int, ...]) -> None:
+    """36: with the planes that the layout gives for the size, none of them shared with the source."""
+    q, layout = make(recipe, dtype=torch.bfloat16), module(recipe).LAYOUT
+    new = q.new_zeros(size, pin_memory=False)
+    assert type(new) is type(q)
+    assert (tuple(new.shape), new.dtype, new.is_contiguous()) == (size, torch.bfloat16, True)
+    assert same_bits(new.dequantize(), torch.zeros(size, dtype=torch.bfloat16))
+    m, k = (size[0] // 256, 256) if len(size) == 1 else (torch.Size(size[:-1]).numel(), size[-1])
+    assert {n: (tuple(p.shape), p.dtype) for n, p in new.planes().items()} == dict(layout.planes(m, k))
+    assert same(q, make(recipe, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", [(256, 256), (0,), (0, 256), (2, 128, 256), (65536,)])
+def test_new_empty_has_the_class_on_any_device(recipe: str, size: tuple[int, ...]) -> None:
+    """37: a size of one dim is a flattened weight with the tensor's own columns."""
+    q = make(recipe)
+    for device in ("cpu", "meta"):
+        new = q.new_empty(size, device=device)
+        assert type(new) is type(q)
+        assert (tuple(new.shape), new.device.type) == (size, device)
+        assert {plane.device.type for plane in new.planes().values()} == {device}
+
+
+def test_sizes_and_dtypes_that_the_recipe_cannot_hold_give_plain_tensors(recipe: str) -> None:
+    """36, 37: as an operator on a plain tensor would."""
+    q, layout = make(recipe), module(recipe).LAYOUT
+    for make_new in (q.new_empty, q.new_zeros):
+        assert is_plain(make_new(()))
+        assert is_plain(make_new((3, 5), dtype=torch.int64))
+        assert make_new((256, 256), dtype=torch.float16).dtype == torch.float16
+        assert is_plain(make_new((256, 256), dtype=torch.float16))
+        if layout.multiple_k > 1:
+            assert is_plain(make_new((256, layout.multiple_k - 1)))
+            assert is_plain(make_new((layout.multiple_m - 1, 256)))
+
+
+def test_pinning_reaches_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """37: new_zeros, new_empty and empty_like ask for pinned memory for each."""
+    q, asked = make(recipe), []
+    originals = {"zeros": torch.zeros, "empty": torch.empty}
+
+    def pinning(name: str, *args: Any, **kwargs: Any) -> Tensor:
+        asked.append(kwargs.pop("pin_memory"))
+        made: Tensor = originals[name](*args, **kwargs)
+        return made
+
+    for name in originals:
+        monkeypatch.setattr(torch, name, partial(pinning, name))
+    for call in (lambda: q.new_zeros(q.shape, pin_memory=True), lambda: q.new_empty(q.shape, pin_memory=True)):
+        call()
+    torch.empty_like(q, pin_memory=True)
+    assert asked == [True] * (3 * len(q.planes()))
+
+
+def test_empty_like_has_the_class_the_orientations_and_the_device(recipe: str) -> None:
+    """37: from a tensor of one orientation, of any outer shape; to_empty of a meta model leans on it."""
+    q = make(recipe, 4, 128, 256, orientations=("rowwise",))
+    for device in ("cpu", "meta"):
+        new = torch.empty_like(q, device=device)
+        assert type(new) is type(q)
+        assert (new.shape, new.dtype, new.device.type, new.orientations) == (q.shape, q.dtype, device, q.orientations)
+        assert facts(new) == facts(q)
+    assert not aliases(torch.empty_like(q), q)
+    assert is_compact(torch.empty_like(q[1:2]))
+    assert is_plain(torch.empty_like(q, dtype=torch.float16))
+    assert torch.empty_like(q.transpose(1, 2)).shape == (4, 256, 128)
+
+
+@pytest.mark.parametrize("name", ["zeros", "ones", "full", "rand", "randn"])
+def test_the_state_of_optimizers_is_plain(recipe: str, name: str) -> None:
+    """39: zeros_like and its kin, with the arguments that optimizers pass."""
+    q = make(recipe, dtype=torch.bfloat16)
+    arguments = (2.0,) if name == "full" else ()
+    make_like = getattr(torch, f"{name}_like")
+    with layoutc.strict():
+        new = make_like(q, *arguments, memory_format=torch.preserve_format)
+        other = make_like(q, *arguments, dtype=torch.float32, device="meta")
+    assert is_plain(new)
+    assert (new.shape, new.dtype, new.device.type) == (q.shape, torch.bfloat16, "cpu")
+    assert (other.dtype, other.device.type) == (torch.float32, "meta")
+    if arguments or name in ("zeros", "ones"):
+        assert torch.equal(new, make_like(q.dequantize(), *arguments))
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+@pytest.mark.parametrize(
+    "cut", [lambda q: q, lambda q: q[128:], lambda q: q[:, :128], lambda q: q.t(), lambda q: q.view(-1)]
+)
+def test_a_clone_is_compact_and_shares_nothing(recipe: str, cut: Callable[[Any], Any]) -> None:
+    """32, 34: scales and amax included, so that requantizing one never changes the other."""
+    q = make(recipe)
+    piece = cut(q)
+    expected = piece.dequantize()
+    for copy in (piece.clone(), piece.clone(memory_format=torch.contiguous_format), torch.clone(piece)):
+        assert type(copy) is type(q)
+        assert is_compact(copy)
+        assert all(plane.is_contiguous() for plane in copy.planes().values())
+        owned = {plane.untyped_storage().data_ptr() for plane in copy.planes().values()}
+        assert owned.isdisjoint(plane.untyped_storage().data_ptr() for plane in q.planes().values())
+        assert same_bits(copy.dequantize(), expected)
+    copy = piece.clone()
+    q.copy_(make(recipe, seed=5))
+    assert same_bits(copy.dequantize(), expected)
+
+
+def test_a_copy_of_the_same_recipe_copies_bytes(recipe: str) -> None:
+    """34: quantized into quantized, even bytes that quantizing would never give; returns the target."""
+    source, target = make(recipe, seed=1), make(recipe)
+    with torch.no_grad():
+        for plane in source.planes().values():
+            plane.view(torch.uint8).random_(0, 120)
+    with layoutc.strict():
+        result = target.copy_(source)
+    assert result is target
+    assert same(target, source)
+    assert not aliases(target, source)
+
+
+def test_a_plain_copy_quantizes_and_a_copy_into_plain_dequantizes(recipe: str) -> None:
+    """34: both are asked for, so neither is counted; other dtypes too."""
+    target, x = make(recipe), weight(256, 256, seed=2)
+    history = make(recipe)
+    with layoutc.strict():
+        assert target.copy_(x) is target
+        module(recipe).quantize(x, out=history)
+        assert same(target, history)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            plain = torch.empty(256, 256, dtype=dtype)
+            assert plain.copy_(target) is plain
+            assert same_bits(plain, target.dequantize(dtype))
+        target.copy_(x.bfloat16())
+        module(recipe).quantize(x.bfloat16(), out=history)
+    assert same(target, history)
+
+
+@pytest.mark.parametrize("other", RECIPES)
+def test_a_copy_from_another_recipe_goes_through_values_and_is_counted(recipe: str, other: str) -> None:
+    """34, 39: never bytes of another layout."""
+    target, source = make(recipe), make(other, seed=1)
+    if other == recipe:
+        return
+    expected = make(recipe)
+    module(recipe).quantize(source.dequantize(torch.float32), out=expected)
+    _, counted = counts(lambda: target.copy_(source))
+    assert same(target, expected)
+    assert sum(counted.values()) == 1
+    assert other in next(iter(counted))
+    before = snapshot(target)
+    with layoutc.strict(), pytest.raises(ImplicitDequantize, match="copy_"):
+        target.copy_(source)
+    assert same_tensors(target.planes(), before)
+
+
+def test_a_copy_that_cannot_be_made_leaves_the_target_intact(recipe: str) -> None:
+    """34: everything is checked before the first byte is written."""
+    q = make(recipe)
+    before = snapshot(q)
+    rows = make(recipe, seed=1, orientations=("rowwise",))
+    failing: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (RuntimeError, lambda: q.copy_(torch.zeros(255, 256))),
+        (RuntimeError, lambda: q.copy_(make(recipe, 128, 256))),
+        (RuntimeError, lambda: q.copy_(torch.zeros(256))),
+        ((TypeError, RuntimeError), lambda: q.copy_(torch.zeros(256, 256, dtype=torch.complex64))),
+        (UnsupportedOperator, lambda: q.t().copy_(torch.zeros(256, 256))),
+        (RuntimeError, lambda: torch.zeros(3, 3).copy_(q)),
+    ]
+    if recipe == "mxfp8":
+        failing.append((LayoutError, lambda: q.copy_(rows)))
+    for error, call in failing:
+        with pytest.raises(error):
+            call()
+        assert same_tensors(q.planes(), before)
+    if recipe == "mxfp8":
+        with pytest.raises(LayoutError, match="columnwise_data, columnwise_scale"):
+            q.copy_(rows)
+    fewer = make(recipe, orientations=("rowwise",))
+    fewer.copy_(make(recipe, seed=3))
+    assert same_bits(fewer.dequantize(), make(recipe, seed=3).dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool])
+def test_a_copy_from_other_dtypes_quantizes_their_values(recipe: str, dtype: torch.dtype) -> None:
+    """34: as copy_ into a floating tensor converts them; or a TypeError, which changes nothing."""
+    q, source = make(recipe), weight(256, 256, seed=4).to(dtype)
+    before, expected = snapshot(q), make(recipe)
+    module(recipe).quantize(source.float(), out=expected)
+    refused = ""
+    try:
+        q.copy_(source)
+    except TypeError as error:
+        refused = str(error)
+    if refused:
+        assert str(dtype) in refused
+        assert same_tensors(q.planes(), before)
+    else:
+        assert same(q, expected)
+
+
+def test_another_device_keeps_the_class_and_another_dtype_dequantizes(recipe: str) -> None:
+    """33: every plane moves; .to(dtype) is counted."""
+    q = make(recipe)
+    for moved in (q.to("meta"), q.to(device="meta", non_blocking=True), q.to("meta", copy=True)):
+        assert type(moved) is type(q)
+        assert moved.device.type == "meta"
+        assert {plane.device.type for plane in moved.planes().values()} == {"meta"}
+        assert moved.orientations == q.orientations
+    assert q.to("cpu") is q
+    assert q.cpu() is q
+    assert same(q.to("cpu", copy=True), q)
+    assert not aliases(q.to("cpu", copy=True), q)
+    for call in (lambda: q.to(torch.bfloat16), lambda: q.bfloat16(), lambda: q.to("cpu", torch.bfloat16)):
+        plain, counted = counts(call)
+        assert is_plain(plain)
+        assert same_bits(plain, q.dequantize(torch.bfloat16))
+        assert sum(counted.values()) == 1
+    assert q.float() is q
+    with layoutc.strict(), pytest.raises(ImplicitDequantize, match="bfloat16"):
+        q.bfloat16()
+
+
+# -------------------------------------------------------------------------------------------------------------- storage
+def test_record_stream_and_pinning_reach_every_plane(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """38, 40: scales and amax included; nothing is dequantized or requantized."""
+    q = make(recipe)
+    before, recorded, pinned = snapshot(q), [], []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append((self.data_ptr(), stream)))
+    handler = type(q).HANDLERS[aten.record_stream.default]
+    assert handler(aten.record_stream.default, (q, "stream"), {}) is None
+    assert recorded == [(plane.data_ptr(), "stream") for plane in q.planes().values()]
+    assert same_tensors(q.planes(), before)
+    assert not q.is_pinned()
+
+    def pin(self: Tensor, device: Any = None) -> Tensor:
+        pinned.append(self.data_ptr())
+        return self.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    handler = type(q).HANDLERS[aten._pin_memory.default]
+    result = handler(aten._pin_memory.default, (q,), {})
+    assert same(result, q)
+    assert pinned == [plane.data_ptr() for plane in q.planes().values()]
+
+
+def test_storage_is_safe_to_ask_for(recipe: str) -> None:
+    """40: numel, element_size and nbytes are the outer ones; sharing moves every plane."""
+    q = make(recipe)
+    assert q.untyped_storage() is not None
+    assert (q.numel(), q.element_size(), q.nbytes) == (65536, 4, 4 * 65536)
+    assert q.share_memory_() is q
+    assert q.is_shared()
+
+
+def test_equal_compares_bytes_of_one_recipe_and_values_otherwise(recipe: str) -> None:
+    """34: no tolerance."""
+    q = make(recipe)
+    assert torch.equal(q, q)
+    assert torch.equal(q, q.clone())
+    assert not torch.equal(q, make(recipe, seed=1))
+    assert not torch.equal(q, q.view(128, 512))
+    assert torch.equal(q, q.dequantize())
+    assert torch.equal(q.dequantize(), q)
+    assert not torch.equal(q, q.dequantize() + 1)
+    assert not torch.equal(q, q.dequantize()[:128])
+    changed = q.clone()
+    changed.planes()["rowwise_scale"].view(torch.uint8).view(-1)[0] ^= 1
+    assert not torch.equal(q, changed)

@@ -1,0 +1,347 @@
+"""Cuts: exact where they cross no block and no byte, refused elsewhere; pieces and base write to the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantized_cases import BLOCKED, RECIPES, SHARED, each_recipe, make, module, same_bits, snapshot, weight
+from torch import Tensor
+
+import layoutc
+from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
+from layoutc.runtime.tensor import QuantizedTensor
+
+Cut = Callable[[Tensor], Tensor]
+
+MATRIX: dict[str, Cut] = {
+    "slice_rows": lambda x: x[128:],
+    "slice_rows_negative": lambda x: x[-128:],
+    "slice_all": lambda x: x[:],
+    "slice_past_the_end": lambda x: x[128:1000],
+    "slice_columns": lambda x: x[:, 128:],
+    "slice_both": lambda x: x[128:, :128],
+    "narrow_rows": lambda x: x.narrow(0, 128, 128),
+    "narrow_columns": lambda x: x.narrow(1, 128, 128),
+    "chunk_rows": lambda x: x.chunk(2)[1],
+    "chunk_columns": lambda x: x.chunk(2, dim=1)[1],
+    "split_rows": lambda x: x.split(128)[1],
+    "split_columns": lambda x: x.split(128, dim=-1)[1],
+    "split_larger": lambda x: x.split(300)[0],
+    "split_with_sizes": lambda x: x.split([128, 0, 128])[2],
+    "split_with_sizes_columns": lambda x: x.split([128, 128], dim=1)[0],
+    "rows_of_transposed": lambda x: x.t()[128:],
+    "columns_of_transposed": lambda x: x.t()[:, 128:],
+    "split_of_transposed": lambda x: x.t().split(128)[1],
+    "piece_of_a_piece": lambda x: x[:, :128][128:],
+    "flat_range": lambda x: x.view(-1)[128 * 256 :],
+    "row_tail": lambda x: x[128:].flatten()[: 128 * 256].view(128, 256),
+}
+EXPERTS: dict[str, Cut] = {
+    "select": lambda x: x[1],
+    "select_negative": lambda x: x[-1],
+    "slice_experts": lambda x: x[1:3],
+    "narrow_experts": lambda x: x.narrow(0, 2, 2),
+    "split_experts": lambda x: x.split(2)[1],
+    "chunk_experts": lambda x: x.chunk(4)[3],
+    "slice_columns": lambda x: x[..., 128:],
+    "select_then_columns": lambda x: x[2][:, :128],
+    "select_then_transpose": lambda x: x[2].t(),
+    "transpose_then_select": lambda x: x.transpose(1, 2)[2],
+    "transpose_then_columns": lambda x: x.transpose(1, 2)[:, 128:],
+    "merge_then_rows": lambda x: x.flatten(0, 1)[128:256],
+    "unbind": lambda x: x.unbind(0)[2],
+    "iterate": lambda x: list(x)[3],
+    "rows_of_one_expert": lambda x: x[1:2][:, :128],
+}
+
+
+def offset_in(base: QuantizedTensor, piece: QuantizedTensor) -> bool:
+    """True when every plane of the piece lies in the storage of the base's plane."""
+    planes = base.planes()
+    return all(
+        p.untyped_storage().data_ptr() == planes[n].untyped_storage().data_ptr() for n, p in piece.planes().items()
+    )
+
+
+def check_cut(q: QuantizedTensor, cut: Cut) -> None:
+    """The piece has the class, the base's storages, and the values of the same cut of the dequantized tensor."""
+    plain = q.dequantize()
+    with layoutc.strict():
+        piece, expected = cut(q), cut(plain)
+    assert isinstance(piece, type(q))
+    assert piece.shape == expected.shape
+    assert same_bits(piece.dequantize(), expected)
+    assert offset_in(q, piece)
+    assert piece.buffers().keys() == q.buffers().keys()
+
+
+@each_recipe
+@pytest.mark.parametrize("name", MATRIX)
+def test_an_aligned_cut_of_a_matrix_is_exact(recipe: str, name: str) -> None:
+    """32, 35: on rows and on columns, of the weight and of its transpose."""
+    check_cut(make(recipe), MATRIX[name])
+
+
+@each_recipe
+@pytest.mark.parametrize("name", EXPERTS)
+def test_an_aligned_cut_of_expert_weights_is_exact(recipe: str, name: str) -> None:
+    """35: leading dims are rows too; one expert of many is a view."""
+    check_cut(make(recipe, 4, 128, 256), EXPERTS[name])
+
+
+@each_recipe
+def test_a_cut_of_quantized_is_the_quantized_cut(recipe: str) -> None:
+    """35: the piece's buffers are those of quantizing the same rows under the same amax; padding included."""
+    q, layout = make(recipe), module(recipe).LAYOUT
+    rows = layout.shard_rows
+    x = weight(256, 256)
+    amax = {"amax": x.abs().amax().reshape(1)} if layout.shares_amax else {}
+    expected = module(recipe).quantize(x[rows : 2 * rows], **amax)
+    piece = q[rows : 2 * rows]
+    for name, buffer in expected.buffers().items():
+        assert same_bits(piece.buffers()[name].contiguous(), buffer.contiguous()), name
+
+
+@each_recipe
+@pytest.mark.parametrize("cut", ["slice_rows", "slice_columns", "split_rows", "rows_of_transposed", "flat_range"])
+def test_a_quantized_piece_written_is_seen_by_the_base_alone_where_it_lies(recipe: str, cut: str) -> None:
+    """32: bytes of equal scales written through the piece change its part of the base and nothing else."""
+    base = make(recipe)
+    other = base.clone()
+    with torch.no_grad():
+        for name, plane in other.planes().items():
+            if base.LAYOUT.stored[name].rows_per_value is not None:
+                plane.copy_(plane.flip(0, 1))
+    expected = base.dequantize()
+    MATRIX[cut](expected).copy_(MATRIX[cut](other.dequantize()))
+    MATRIX[cut](base).copy_(MATRIX[cut](other))
+    assert same_bits(base.dequantize(), expected)
+
+
+@each_recipe
+def test_the_base_written_is_seen_by_pieces(recipe: str) -> None:
+    """32: pieces hold no bytes of their own."""
+    base, other = make(recipe), make(recipe, seed=1)
+    pieces = {name: cut(base) for name, cut in MATRIX.items()}
+    base.copy_(other)
+    for name, piece in pieces.items():
+        assert same_bits(piece.dequantize(), MATRIX[name](other.dequantize())), name
+
+
+@each_recipe
+@pytest.mark.parametrize("write", ["copy_plain", "copy_quantized", "zero_", "add_", "out"])
+def test_new_values_in_a_piece_leave_the_rest_of_the_base_as_it_was(recipe: str, write: str) -> None:
+    """34, 39: what all rows share is not overwritten for one piece: the rest keeps its values, or it is refused."""
+    base = make(recipe)
+    piece, before = base[:128], base.dequantize()
+    writes: dict[str, Callable[[], object]] = {
+        "copy_plain": lambda: piece.copy_(torch.full((128, 256), 1e-3)),
+        "copy_quantized": lambda: piece.copy_(make(recipe, 128, 256, seed=3)),
+        "zero_": lambda: piece.zero_(),
+        "add_": lambda: piece.add_(1000.0),
+        "out": lambda: module(recipe).quantize(torch.full((128, 256), 1e-3), out=piece),
+    }
+    refused = ""
+    try:
+        writes[write]()
+    except LayoutError as error:
+        refused = str(error)
+    if refused:
+        assert recipe in SHARED, "only a recipe whose blocks share something may refuse"
+        assert recipe in refused
+        assert same_bits(base.dequantize(), before), "a refusal changes nothing"
+    assert same_bits(base.dequantize()[128:], before[128:])
+
+
+@each_recipe
+def test_an_empty_slice_has_the_class_and_no_rows(recipe: str) -> None:
+    """35: short and empty shards are cut like that."""
+    q = make(recipe)
+    for piece in [q[0:0], q[256:], q[64:64], q[7:7], q[300:], q.narrow(0, 32, 0), q[10:3]]:
+        assert type(piece) is type(q)
+        assert piece.shape == (0, 256)
+        assert piece.dequantize().shape == (0, 256)
+        assert piece.numel() == 0
+        assert piece[0:0].shape == (0, 256)
+        assert piece.view(-1).shape == (0,)
+    assert q[:, 0:0].shape == (256, 0)
+    assert q[:, 0:0].dequantize().shape == (256, 0)
+    assert make(recipe, 4, 128, 256)[2:2].dequantize().shape == (0, 128, 256)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED)
+def test_a_cut_inside_a_block_of_rows_is_refused_with_operator_shape_and_multiple(recipe: str) -> None:
+    """32, 35: never a wrong tensor."""
+    q, multiple = make(recipe), module(recipe).LAYOUT.shard_rows
+    half = multiple // 2
+    pattern = rf"(?s)aten\.\w+.*rows.*\(256, 256\).*{recipe}.*multiples of {multiple} rows"
+    cuts: list[Cut] = [
+        lambda x: x[half:],
+        lambda x: x[: multiple + half],
+        lambda x: x.narrow(0, multiple, half),
+        lambda x: x[3:4],
+        lambda x: x[5],
+        lambda x: x.split([half, 256 - half])[0],
+        lambda x: x.t()[:, half:],
+    ]
+    for cut in cuts:
+        with pytest.raises(UnsupportedOperator, match=pattern):
+            cut(q)
+    with pytest.raises(UnsupportedOperator, match=rf"aten\.slice.*{recipe}.*multiples of {multiple} rows"):
+        q.view(-1)[half * 256 :]
+
+
+@pytest.mark.parametrize("recipe", BLOCKED)
+def test_a_cut_inside_a_block_of_columns_is_refused_with_operator_shape_and_multiple(recipe: str) -> None:
+    """32, 35: never a wrong tensor, mid-byte included."""
+    q, multiple = make(recipe), module(recipe).LAYOUT.column_multiple
+    pattern = rf"(?s)aten\.\w+.*columns.*\(256, 256\).*{recipe}.*multiples of {multiple} columns"
+    cuts: list[Cut] = [
+        lambda x: x[:, 1:],
+        lambda x: x[:, : multiple + multiple // 2],
+        lambda x: x.narrow(1, multiple // 2, multiple),
+        lambda x: x.split([3, 253], dim=1)[0],
+        lambda x: x.split(multiple // 2, dim=1)[0],
+        lambda x: x.t()[multiple // 2 :],
+    ]
+    for cut in cuts:
+        with pytest.raises(UnsupportedOperator, match=pattern):
+            cut(q)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED)
+def test_a_misaligned_split_of_rows_says_what_would_work(recipe: str) -> None:
+    """28, 35: with the name, where it is known."""
+    q, multiple = make(recipe), module(recipe).LAYOUT.shard_rows
+    q._name = "layers.0.weight"
+    with pytest.raises(
+        ShardAlignmentError, match=rf"layers\.0\.weight.*\(256, 256\).*{recipe}.*multiple of {multiple} rows"
+    ):
+        q.split(multiple // 2)
+
+
+@each_recipe
+def test_steps_and_scattered_rows_are_refused(recipe: str) -> None:
+    """32: no view of bytes has them."""
+    q, experts = make(recipe), make(recipe, 4, 128, 256)
+    with pytest.raises(UnsupportedOperator, match=r"slice.*\(256, 256\).*step 2"):
+        q[::2]
+    with pytest.raises(UnsupportedOperator, match=r"slice.*step 2"):
+        q[:, ::2]
+    with pytest.raises(UnsupportedOperator, match="not adjacent rows"):
+        experts[:, :64]
+    with pytest.raises(UnsupportedOperator, match="not adjacent rows"):
+        experts[:, 0]
+    for cut in (lambda: q[:, 0], lambda: q.t()[0]):
+        with pytest.raises(UnsupportedOperator, match="select"):
+            cut()
+
+
+@each_recipe
+def test_one_column_of_experts_is_exact_or_refused(recipe: str) -> None:
+    """32: it is a view where a column is a block of its own."""
+    experts = make(recipe, 4, 128, 256)
+    if recipe in BLOCKED:
+        with pytest.raises(UnsupportedOperator, match="select"):
+            experts[..., 3]
+    else:
+        assert same_bits(experts[..., 3].dequantize(), experts.dequantize()[..., 3])
+
+
+@each_recipe
+def test_indices_out_of_range_are_refused_as_torch_refuses_them(recipe: str) -> None:
+    """35: IndexError, and RuntimeError for sizes that do not add up."""
+    q = make(recipe, 4, 128, 256)
+    for index in (4, -5):
+        with pytest.raises(IndexError):
+            q[index]
+    with pytest.raises(RuntimeError):
+        q.split([2, 3])
+    with pytest.raises(RuntimeError):
+        q.narrow(0, 3, 2)
+    with pytest.raises((IndexError, RuntimeError)):
+        q.narrow(5, 0, 1)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block"])
+@pytest.mark.parametrize("shape", [(300, 200), (129, 1), (1, 129), (127, 127)])
+def test_ragged_tails_are_cut_with_their_short_block(recipe: str, shape: tuple[int, int]) -> None:
+    """35: the last block may be short, and goes with the last piece."""
+    q = make(recipe, *shape)
+    plain = q.dequantize()
+    for dim in (0, 1):
+        for piece, expected in zip(q.split(128, dim=dim), plain.split(128, dim=dim), strict=True):
+            assert same_bits(piece.dequantize(), expected)
+    if shape[0] > 128:
+        with pytest.raises(UnsupportedOperator):
+            q[128 : shape[0] - 1] if shape[0] - 1 > 128 else q[127:]
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("rows"), st.integers(0, 8), st.integers(0, 8)),
+    st.tuples(st.just("columns"), st.integers(0, 4), st.integers(0, 4)),
+    st.tuples(st.just("odd"), st.integers(0, 140), st.integers(0, 140)),
+    st.tuples(st.just("select"), st.integers(-4, 3), st.just(0)),
+    st.tuples(st.just("view"), st.sampled_from([1, 2, 3, 4, 8]), st.just(0)),
+    st.tuples(st.just("flat"), st.just(0), st.just(0)),
+    st.tuples(st.just("merge"), st.just(0), st.just(0)),
+    st.tuples(st.just("transpose"), st.just(0), st.just(0)),
+    st.tuples(st.just("unsqueeze"), st.integers(-3, 2), st.just(0)),
+    st.tuples(st.just("squeeze"), st.just(0), st.just(0)),
+    st.tuples(st.just("chunk"), st.integers(1, 5), st.integers(0, 4)),
+    st.tuples(st.just("inner"), st.integers(0, 4), st.integers(0, 4)),
+)
+
+
+def apply(x: Tensor, step: tuple[str, int, int], unit: int) -> Tensor:
+    """One step of a chain of views, in terms that any shape understands."""
+    kind, a, b = step
+    calls: dict[str, Cut] = {
+        "rows": lambda x: x[a * unit : b * unit],
+        "columns": lambda x: x[..., a * unit : b * unit],
+        "odd": lambda x: x[a:b],
+        "select": lambda x: x[a],
+        "view": lambda x: x.view(a, -1, *x.shape[1:]),
+        "flat": lambda x: x.view(-1),
+        "merge": lambda x: x.flatten(0, 1),
+        "transpose": lambda x: x.transpose(-1, -2),
+        "unsqueeze": lambda x: x.unsqueeze(a),
+        "squeeze": lambda x: x.squeeze(),
+        "chunk": lambda x: x.chunk(a)[b % a],
+        "inner": lambda x: x.narrow(1, a, b),
+    }
+    return calls[kind](x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(shape=st.sampled_from([(256, 128), (4, 128, 128), (2, 2, 64, 128)]), steps=st.lists(STEPS, max_size=6))
+def test_any_accepted_chain_of_views_commutes_with_dequantize(
+    recipe: str, shape: tuple[int, ...], steps: list[tuple[str, int, int]]
+) -> None:
+    """32, 35: what is not refused is exact, aliases the base, and is accepted for plain tensors too."""
+    q = make(recipe, *shape)
+    before = snapshot(q)
+    unit = module(recipe).LAYOUT.shard_rows
+    view, plain = q, q.dequantize()
+    with layoutc.strict():
+        for step in steps:
+            try:
+                view = apply(view, step, unit)
+            except (RuntimeError, IndexError, ValueError):
+                break
+            if plain.dim() == 1 and step[0] == "transpose":
+                break
+            try:
+                plain = apply(plain, step, unit)
+            except RuntimeError:  # the quantized piece is compact to the outside, whatever its planes' strides
+                plain = apply(plain.contiguous(), step, unit)
+            assert type(view) is type(q)
+            assert view.shape == plain.shape
+            assert same_bits(view.dequantize(), plain)
+            assert offset_in(q, view)
+    assert all(same_bits(plane, before[name]) for name, plane in q.planes().items())

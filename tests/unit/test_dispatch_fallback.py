@@ -1,0 +1,157 @@
+"""Operators without a rule: they run on values, which is counted, or refused under strict(); cat, where it is bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from quantized_cases import (
+    SHARED,
+    aliases,
+    each_recipe,
+    is_plain,
+    make,
+    module,
+    same,
+    same_bits,
+    same_tensors,
+    snapshot,
+)
+from torch import Tensor
+
+import layoutc
+from layoutc.runtime.errors import ImplicitDequantize
+
+pytestmark = each_recipe
+
+
+def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """The result of a call, and which operators dequantized in it unasked."""
+    before = layoutc.implicit_dequantizes()
+    result = call()
+    return result, dict(layoutc.implicit_dequantizes() - before)
+
+
+# ------------------------------------------------------------------------------------------------------------------ cat
+def test_cat_on_block_boundaries_joins_bytes(recipe: str) -> None:
+    """35, 39: pieces of one weight put together again, with short and empty ones at the end; nothing is dequantized."""
+    q = make(recipe)
+    with layoutc.strict():
+        for pieces in (q.split(128), [q[:128], q[128:], q[256:]], [q], list(q.split(256))):
+            whole = torch.cat(list(pieces))
+            assert same(whole, q)
+            assert not aliases(whole, q)
+        experts = make(recipe, 4, 128, 256)
+        assert same(torch.cat([experts[:1], experts[1:]]), experts)
+
+
+def test_any_other_cat_is_a_counted_copy(recipe: str) -> None:
+    """39: on another dim, with plain tensors, under different amaxes, of other recipes; the values are right."""
+    q, other = make(recipe), make(recipe, seed=1)
+    another = make("mxfp8" if recipe != "mxfp8" else "nvfp4")
+    calls: list[tuple[list[Tensor], int]] = [
+        ([q, q], 1),
+        ([q, q.dequantize()], 0),
+        ([q, another], 0),
+        ([q.t(), q.t()], 0),
+    ]
+    if recipe in SHARED:
+        calls.append(([q, other], 0))
+    for pieces, dim in calls:
+        joined, counted = counts(lambda pieces=pieces, dim=dim: torch.cat(pieces, dim))
+        plain = [p.dequantize() if hasattr(p, "planes") else p for p in pieces]
+        assert is_plain(joined)
+        assert same_bits(joined, torch.cat(plain, dim))
+        assert counted == {"aten.cat.default": 1}
+        with layoutc.strict(), pytest.raises(ImplicitDequantize, match=r"aten\.cat"):
+            torch.cat(pieces, dim)
+
+
+# ------------------------------------------------------------------------------------------------------------- fallback
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "aten.add.Tensor": lambda x: x + 1,
+    "aten.mul.Tensor": lambda x: 2.0 * x,
+    "aten.neg.default": lambda x: -x,
+    "aten.sum.default": lambda x: x.sum(),
+    "aten.linalg_vector_norm.default": lambda x: torch.linalg.vector_norm(x),
+    "aten.stack.default": lambda x: torch.stack([x, x]),
+    "aten.index.Tensor": lambda x: x[torch.tensor([3, 1, 2])],
+    "aten.gt.Scalar": lambda x: x > 0,
+    "aten.index_select.default": lambda x: x.index_select(0, torch.tensor([5])),
+    "aten._foreach_mul.Scalar": lambda x: torch._foreach_mul([x, x], 2.0)[1],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_operator_without_a_rule_runs_on_values_and_is_counted(recipe: str, name: str) -> None:
+    """39: plain result, one count under the operator's name; refused by name under strict()."""
+    q = make(recipe)
+    before = snapshot(q)
+    result, counted = counts(lambda: READS[name](q))
+    assert is_plain(result)
+    assert same_bits(result, READS[name](q.dequantize()))
+    assert counted == {name: 1}
+    with layoutc.strict(), pytest.raises(ImplicitDequantize, match=name.replace(".", r"\.")):
+        READS[name](q)
+    with layoutc.strict(), layoutc.strict(False):
+        READS[name](q)
+    assert same_tensors(q.planes(), before)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda x: x.add_(0.5),
+    "mul_": lambda x: x.mul_(-2.0),
+    "lerp_": lambda x: x.lerp_(torch.ones_like(x), 0.5),
+    "addcdiv_": lambda x: x.addcdiv_(torch.ones(256, 256), torch.full((256, 256), 2.0), value=3.0),
+    "fill_": lambda x: x.fill_(1.5),
+    "clamp_": lambda x: x.clamp_(-1.0, 1.0),
+    "foreach_add": lambda x: torch._foreach_add_([x], [torch.ones(256, 256)]),
+    "foreach_mul": lambda x: torch._foreach_mul_([x, torch.ones(3)], 0.5),
+    "out": lambda x: torch.add(torch.ones(256, 256), 1.0, out=x),
+    "masked_fill_": lambda x: x.masked_fill_(torch.eye(256, dtype=torch.bool), 7.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_operator_in_place_requantizes_all_planes(recipe: str, name: str) -> None:
+    """39: the same object, as if the result had been quantized into it; its aliases see it."""
+    q, expected = make(recipe), make(recipe)
+    alias = q.t()
+    values = expected.dequantize()
+    WRITES[name](values)
+    module(recipe).quantize(values, out=expected)
+    result, counted = counts(lambda: WRITES[name](q))
+    assert same(q, expected)
+    assert same_bits(alias.dequantize(), expected.dequantize().t())
+    assert sum(counted.values()) == 1
+    if isinstance(result, Tensor):
+        assert result is q
+    before = snapshot(q)
+    with layoutc.strict(), pytest.raises(ImplicitDequantize):
+        WRITES[name](q)
+    assert same_tensors(q.planes(), before)
+
+
+def test_zero_in_place_needs_no_values(recipe: str) -> None:
+    """36: exact zeros in every alias."""
+    q = make(recipe)
+    alias = q.view(-1)
+    with layoutc.strict():
+        assert q.zero_() is q
+    assert same_bits(alias.dequantize(), torch.zeros(65536))
+
+
+def test_an_operator_that_fails_leaves_the_weight_intact(recipe: str) -> None:
+    """39: an error in the middle changes nothing."""
+    q = make(recipe)
+    before = snapshot(q)
+    for call in (
+        lambda: q.add_(torch.ones(3, 3)),
+        lambda: q + torch.ones(3, 3),
+        lambda: q.index_add_(0, torch.tensor([999]), q),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            call()
+        assert same_tensors(q.planes(), before)

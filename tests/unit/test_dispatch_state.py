@@ -1,0 +1,223 @@
+"""What a quantized tensor is outside of operators: printing, flattening, pickling, files, attributes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_cases import (
+    aliases,
+    each_recipe,
+    facts,
+    is_compact,
+    make,
+    module,
+    same,
+    same_bits,
+    same_tensors,
+    snapshot,
+    weight,
+)
+from torch import nn
+
+import layoutc
+
+pytestmark = each_recipe
+
+
+def through_file(value: Any) -> Any:
+    """torch.save, then torch.load with weights_only."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+ROUND_TRIPS = {
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "deepcopy": copy.deepcopy,
+    "file": through_file,
+}
+TENSORS = {
+    "whole": lambda recipe: make(recipe),
+    "bf16": lambda recipe: make(recipe, dtype=torch.bfloat16),
+    "experts": lambda recipe: make(recipe, 4, 128, 256),
+    "flat": lambda recipe: make(recipe).view(-1),
+    "transposed": lambda recipe: make(recipe).t(),
+    "rows": lambda recipe: make(recipe)[128:],
+    "columns": lambda recipe: make(recipe)[:, :128],
+    "empty": lambda recipe: make(recipe)[:0],
+    "rowwise": lambda recipe: make(recipe, orientations=("rowwise",)),
+    "meta": lambda recipe: make(recipe).to("meta"),
+}
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_round_trip_is_byte_exact_and_compact(recipe: str, name: str, trip: str) -> None:
+    """41: class, shape, strides, dtype, orientations and planes; a view brings its own bytes alone and shares none."""
+    q = TENSORS[name](recipe)
+    back = ROUND_TRIPS[trip](q)
+    assert type(back) is type(q)
+    assert (back.shape, back.stride(), back.dtype, back.device) == (q.shape, q.stride(), q.dtype, q.device)
+    assert (back.orientations, back.requires_grad, back._matrix) == (q.orientations, q.requires_grad, q._matrix)
+    if name == "meta":
+        assert facts(back) == facts(q)
+        return
+    assert same(back, q)
+    assert is_compact(back)
+    assert same_tensors(back.buffers(), q.buffers())
+    if q.numel():
+        assert not aliases(back, q)
+
+
+def test_a_narrow_view_saves_its_own_bytes_alone(recipe: str) -> None:
+    """41, 45: files hold what the piece holds."""
+    q = make(recipe, 1024, 256)
+    piece = q[:128]
+    sizes = []
+    for value in (q, piece, piece.clone()):
+        file = io.BytesIO()
+        torch.save(value, file)
+        sizes.append(len(file.getvalue()))
+    held = sum(plane.numel() * plane.element_size() for plane in piece.planes().values())
+    assert sizes[1] < held + 8192 < sizes[0]
+    assert abs(sizes[1] - sizes[2]) < 512
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_a_parameter_stays_a_parameter(recipe: str, trip: str) -> None:
+    """41: as for plain parameters, requires_grad included; a module that holds it too."""
+    parameter = nn.Parameter(make(recipe))
+    back = ROUND_TRIPS[trip](parameter)
+    assert back.requires_grad
+    assert same(back, parameter)
+    assert isinstance(back, nn.Parameter)
+    if trip != "file":
+        linear = nn.Linear(256, 256)
+        layoutc.quantize_(linear, recipe)
+        other = ROUND_TRIPS[trip](linear)
+        assert isinstance(other.weight, nn.Parameter)
+        assert [name for name, _ in other.named_parameters()] == ["weight", "bias"]
+        assert same(other.weight, linear.weight)
+        x = weight(4, 256)
+        assert same_bits(other(x), linear(x))
+
+
+def test_views_of_one_weight_stay_together_in_a_copy(recipe: str) -> None:
+    """41: deepcopy and torch.save keep ties of one tensor object."""
+    tied = {"a": (q := make(recipe)), "b": q}
+    for trip in ROUND_TRIPS.values():
+        back = trip(tied)
+        assert back["a"] is back["b"]
+
+
+def test_a_state_dict_round_trip_restores_bytes(recipe: str, tmp_path: Path) -> None:
+    """41: save, load, load_state_dict with and without assign."""
+    first, second = nn.Linear(256, 256), nn.Linear(256, 256)
+    for linear in (first, second):
+        layoutc.quantize_(linear, recipe)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    address = second.weight.planes()["rowwise_data"].data_ptr()
+    with layoutc.strict():
+        assert str(second.load_state_dict(state)) == "<All keys matched successfully>"
+    assert same(second.weight, first.weight)
+    assert second.weight.planes()["rowwise_data"].data_ptr() == address
+    third = nn.Linear(256, 256, device="meta")
+    layoutc.quantize_(third, recipe)
+    third.load_state_dict(state, assign=True)
+    assert same(third.weight, first.weight)
+    assert isinstance(third.weight, nn.Parameter)
+
+
+def test_bytes_of_another_layout_are_refused(recipe: str) -> None:
+    """41: the recipe's layout id travels with the bytes."""
+    q = make(recipe)
+    function, arguments = q.__reduce_ex__(2)[:2]
+    position = arguments.index(q.LAYOUT.layout_id)
+    changed = (*arguments[:position], "0123456789ab", *arguments[position + 1 :])
+    with pytest.raises(ValueError, match=rf"{recipe}.*0123456789ab.*{q.LAYOUT.layout_id}"):
+        function(*changed)
+    names, context = q.__tensor_flatten__()
+    inner = {name: getattr(q, name) for name in names}
+    other = tuple("0123456789ab" if part == q.LAYOUT.layout_id else part for part in context)
+    with pytest.raises(ValueError, match="0123456789ab"):
+        type(q).__tensor_unflatten__(inner, other, q.shape, q.stride())
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_flattening_lists_the_planes_and_unflattening_restores_the_tensor(recipe: str, name: str) -> None:
+    """1, 2 of the wrapper contract: names of planes, and a hashable context without tensors, which pickles."""
+    q = TENSORS[name](recipe)
+    names, context = q.__tensor_flatten__()
+    assert len(names) == len(q.planes())
+    assert hash(context) == hash(q.__tensor_flatten__()[1])
+    assert pickle.loads(pickle.dumps(context)) == context
+    inner = {plane: getattr(q, plane) for plane in names}
+    assert all(type(tensor) is torch.Tensor for tensor in inner.values())
+    back = type(q).__tensor_unflatten__(inner, context, q.shape, q.stride())
+    assert (back.shape, back.stride(), back.dtype, back.orientations) == (q.shape, q.stride(), q.dtype, q.orientations)
+    assert all(plane is q.planes()[n] for n, plane in back.planes().items())
+    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(q)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_printing_never_reads_values(recipe: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 of the wrapper contract: meta and empty tensors print; shape, bytes and orientations are there."""
+    q = TENSORS[name](recipe)
+    monkeypatch.setattr(type(q), "dequantize", lambda *_: pytest.fail("values were read"))
+    for text in (repr(q), str(q), f"{q}", repr([q]), repr(nn.Parameter(q))):
+        assert type(q).__name__ in text
+        assert str(tuple(q.shape)) in text
+        assert "bytes=" in text
+        assert "+".join(q.orientations) in text
+    assert "requires_grad=True" in repr(nn.Parameter(q))
+
+
+def test_a_freed_tensor_prints(recipe: str) -> None:
+    """4 of the wrapper contract: as FSDP2 leaves it after a pass."""
+    q = make(recipe)
+    for plane in q.planes().values():
+        plane.untyped_storage().resize_(0)
+    assert "holds=" in repr(q)
+    assert repr(q.t())
+    assert q.shape == (256, 256)
+    assert q.detach().orientations == q.orientations
+
+
+def test_attributes_can_be_set(recipe: str) -> None:
+    """5 of the wrapper contract: FSDP2 and optimizers leave marks; an unknown name is an AttributeError."""
+    q = make(recipe)
+    q._fsdp_orig_uid = 7
+    q.tag = "x"
+    assert (q._fsdp_orig_uid, q.tag) == (7, "x")
+    del q.tag
+    assert not hasattr(q, "tag")
+    assert not hasattr(q, "plane_nothing")
+    with pytest.raises(AttributeError, match="nothing"):
+        q.nothing  # noqa: B018
+    assert copy.deepcopy(q)._fsdp_orig_uid == 7
+
+
+def test_planes_and_buffers_have_the_facts_of_the_layout(recipe: str) -> None:
+    """1, 49: names in order, shapes and dtypes, before and after quantizing; what equals a plane is that plane."""
+    layout = module(recipe).LAYOUT
+    for shape in [(256, 256), (4, 128, 256), (0, 256)]:
+        q = make(recipe, *shape)
+        m, k = torch.Size(shape[:-1]).numel(), shape[-1]
+        for held, expected in ((q.planes(), layout.planes(m, k)), (q.buffers(), layout.buffers(m, k))):
+            assert {n: (tuple(t.shape), t.dtype) for n, t in held.items()} == expected
+            assert list(held) == list(expected)
+    q = make(recipe)
+    assert q.buffers()["rowwise_data"] is q.planes()["rowwise_data"]
+    assert all(getattr(q, name) is plane for name, plane in q.planes().items() if name != "amax")
+    before = snapshot(q)
+    for buffer in q.buffers().values():
+        assert buffer.is_contiguous()
+    assert same_tensors(q.planes(), before)
