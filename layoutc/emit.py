@@ -33,6 +33,7 @@ _IMPORTABLE = {
         "floor_power_of_two",
         "from_blocks",
         "from_codes",
+        "from_integer_codes",
         "pack",
         "pad_to",
         "per_element",
@@ -40,6 +41,7 @@ _IMPORTABLE = {
         "tensor_amax",
         "to_blocks",
         "to_codes",
+        "to_integer_codes",
         "unpack",
     ),
 }

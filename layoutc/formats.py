@@ -26,17 +26,21 @@ def f32(value: float) -> float:
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format: sign | exponent | mantissa, most significant bit first.
+    """A number format by its bits: floating point (sign | exponent | mantissa, most significant first), or integer.
 
     `inf` and `nan` list codes without their sign bit. `torch` names the torch dtype that holds one code in a byte and
-    converts with round to nearest even, where there is one.
+    converts with round to nearest even, where there is one. `integer` > 0: two's complement of that many bits, in steps
+    of 2 to minus `fraction`; `symmetric` leaves the lowest code, which has no opposite, unused.
     """
 
     name: str = field(compare=False)  # two formats are the same when their bits mean the same
-    sign: int
-    exponent: int
-    mantissa: int
-    bias: int
+    sign: int = 1
+    exponent: int = 0
+    mantissa: int = 0
+    bias: int = 0
+    integer: int = 0
+    fraction: int = 0
+    symmetric: bool = False
     subnormals: bool = True
     inf: tuple[int, ...] = ()
     nan: tuple[int, ...] = ()
@@ -45,7 +49,7 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return self.sign + self.exponent + self.mantissa
+        return self.integer or self.sign + self.exponent + self.mantissa
 
     @property
     def is_f32(self) -> bool:
@@ -56,11 +60,18 @@ class Format:
     def magnitudes(self) -> tuple[float, ...]:
         """The finite values by code, without sign, ascending: code c means magnitudes[c]. Up to 8 bits only.
 
-        Codes of inf and NaN must be the highest, so that what is left is a prefix.
+        Codes of inf and NaN must be the highest, so that what is left is a prefix. Of an integer, its values from 0 up.
         """
+        if self.integer:
+            return tuple(math.ldexp(code, -self.fraction) for code in range(2 ** (self.integer - 1)))
         special = set(self.inf) | set(self.nan)
         codes = range(2 ** (self.exponent + self.mantissa))
         return tuple(self._magnitude(code) for code in codes if code not in special)
+
+    @property
+    def lowest(self) -> int:
+        """Of an integer, the smallest step count that is used."""
+        return int(self.symmetric) - (1 << (self.integer - 1))
 
     @property
     def max(self) -> float:
@@ -69,6 +80,8 @@ class Format:
 
     def value(self, code: int) -> float:
         """The value of a code, sign bit included."""
+        if self.integer:
+            return math.ldexp(code - (code >> (self.integer - 1) << self.integer), -self.fraction)
         magnitude_bits = self.exponent + self.mantissa
         negative, magnitude = divmod(code, 2**magnitude_bits)
         sign = -1.0 if negative else 1.0
@@ -120,7 +133,8 @@ def builtin() -> dict[str, Format]:
 def make(name: str, entry: Mapping[str, Any]) -> Format:
     """A format from its entry in formats.yaml or in a spec's `formats:`."""
     lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}
-    return Format(name=name, **{**entry, **lists})
+    rest = {key: value for key, value in entry.items() if value is not None}
+    return Format(name=name, **{**rest, **lists})
 
 
 BUILTIN = builtin()

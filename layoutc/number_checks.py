@@ -184,13 +184,16 @@ def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     rule, element = RULES.get(spec.scale.rule), _format(spec, spec.element.format)
     if rule is None or element is None or _no_element(element) or element.nan:
         return
-    if _replaces_nan(rule):
+    parameters = spec.scale.parameters
+    if _replaces_nan(rule, parameters):
+        keeping = [f"rule {name}" for name, one in RULES.items() if not _replaces_nan(one, _defaults(one))]
+        switch = next((k for k in rule.parameters if not _replaces_nan(rule, {**_defaults(rule), k: True})), None)
         yield source.find(
             "LC328",
             f"{element.name} has no NaN, and {rule.name} would hide one",
             source.value(("element", "format"), "can't hold a NaN"),
             source.value(("scale", "rule"), "replaces a NaN amax"),
-            help=f"use a rule that keeps it: {listed(name for name, one in RULES.items() if not _replaces_nan(one))}",
+            help=(f"add `{switch}: true`, or " if switch else "") + f"use {listed(keeping)}",
         )
 
 
@@ -233,8 +236,12 @@ CHECKS = (
 )
 
 
-def _replaces_nan(rule: Rule) -> bool:
-    return any("isnan" in step.expression for step in rule.steps)
+def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
+    return {key: parameter.default for key, parameter in rule.parameters.items()}
+
+
+def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -> bool:
+    return any("isnan" in step.expression for step in rule.active_steps({**_defaults(rule), **parameters}))
 
 
 def element_bits(spec: Spec) -> int | None:
@@ -258,7 +265,16 @@ def _format(spec: Spec, name: str) -> Format | None:
 def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     """(key, what is wrong, help) for a format that no code could be written for."""
     fmt = _own(name, definition)
-    codes = 2 ** (definition.exponent + definition.mantissa)
+    floating = ("sign", "exponent", "mantissa", "bias")
+    given = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
+    if definition.integer is not None:
+        if given:
+            return given[0], f"is an integer, which has no `{given[0]}`", "delete one of the two"
+        return None
+    if missing := [key for key in floating if getattr(definition, key) is None]:
+        key = given[0] if given else next(iter(definition.model_fields_set), "sign")
+        return key, f"lacks {listed(missing)}", "state sign, exponent, mantissa and bias, or `integer`"
+    codes = 2 ** (fmt.exponent + fmt.mantissa)
     special = sorted({*definition.inf, *definition.nan})
     if fmt.bits > 8:
         return "exponent", f"has {fmt.bits} bits", "sign + exponent + mantissa must be at most 8 bits"
@@ -301,7 +317,7 @@ def _no_element(fmt: Format) -> str:
 
 
 def _holds_scales(fmt: Format) -> bool:
-    return fmt.is_f32 or (fmt.bits == 8 and bool(fmt.nan))
+    return fmt.is_f32 or (not fmt.integer and (fmt.bits == 8 and bool(fmt.nan)))
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:

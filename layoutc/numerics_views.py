@@ -77,6 +77,10 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> View:
         return view
     # A format without NaN saturates: the largest magnitude, positive, is as far from a silent number as it has.
     view["nan_text"] = f"0x{_nan_code(fmt):02x}"
+    if fmt.integer:
+        view["encode"] = f"to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN)"
+        view["decode"] = f"from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"
+        return view
     if fmt.torch and rounding == "nearest":
         view["encode"] = f"cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
         view["decode"] = f"cast_from_codes(codes, torch.{fmt.torch})"
@@ -109,11 +113,14 @@ def _constants(quantization: Quantization, used: frozenset[str]) -> list[View]:
             f"0x{_nan_code(fmt):02X}",
             "" if fmt.nan else "the format has no NaN: the largest magnitude",
         )
-        if not native:
+        if not native and not fmt.integer:
             add(f"{prefix}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{prefix}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
     if "INVERSE_ELEMENT_MAX" in used:
         add("INVERSE_ELEMENT_MAX", repr(f32(1 / element.max)), f"fp32(1 / {element.max:g})")
+    if "INVERSE_ELEMENT_POWER" in used:
+        power = 2.0 ** math.floor(math.log2(element.max))
+        add("INVERSE_ELEMENT_POWER", repr(1 / power), f"1 / {power:g}, the largest power of two up to {element.max:g}")
     if "INVERSE_RANGE" in used:
         add("INVERSE_RANGE", repr(f32(1 / (element.max * scale.max))), f"fp32(1 / ({element.max:g} * {scale.max:g}))")
     if "INVERSE_MARGIN" in used:

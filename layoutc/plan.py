@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from math import lcm
 from typing import Literal
 
+from layoutc.formats import Format
 from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group
 
 PassName = Literal["forward", "backward", "both"]
@@ -223,7 +224,7 @@ def layout_id(layout: Layout) -> str:
     facts = {
         "sources": [
             {
-                "quantization": _unnamed(asdict(source.quantization)),
+                "quantization": _quantization_facts(source),
                 "rule": _program(source),
                 "planes": [[plane.kind, plane.per_m, plane.per_k, plane.bits] for plane in (source.data, source.scale)],
             }
@@ -244,8 +245,21 @@ def _program(source: Source) -> list[list[str]]:
     return [[step.name, step.expression] for step in steps] + [["decode", rule.decode]]
 
 
-def _unnamed(value: object) -> object:
-    """Drops names and torch dtypes: they label the same bytes."""
-    if isinstance(value, dict):
-        return {key: _unnamed(item) for key, item in value.items() if key not in ("name", "torch", "rule")}
-    return [_unnamed(item) for item in value] if isinstance(value, list | tuple) else value
+def _quantization_facts(source: Source) -> dict[str, object]:
+    """What decides codes and scales, but for the rule's program. Defaults are left out, so that a language that grows
+    keeps the ids of what it could say before."""
+    quantization = source.quantization
+    defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
+    return {
+        "element": _bits(quantization.element),
+        "scale": _bits(quantization.scale),
+        "rounding": quantization.rounding,
+        "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
+        "block": [quantization.block.m, quantization.block.k],
+        "low_first": quantization.low_first,
+    }
+
+
+def _bits(fmt: Format) -> dict[str, object]:
+    """A format's numbers; its name and torch's dtype label the same bits."""
+    return {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.compare and getattr(fmt, f.name) != f.default}

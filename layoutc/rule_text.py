@@ -18,6 +18,7 @@ def constant_names(quantization: Quantization) -> dict[str, str]:
     spelled = {
         "element_max": "ELEMENT_MAX",
         "inverse_element_max": "INVERSE_ELEMENT_MAX",
+        "inverse_element_power": "INVERSE_ELEMENT_POWER",
         "scale_max": "SCALE_MAX",
         "inverse_range": "INVERSE_RANGE",
         "inverse_margin": "INVERSE_MARGIN",

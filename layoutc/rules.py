@@ -10,7 +10,16 @@ import yaml
 
 INPUTS = frozenset({"amax", "tensor_amax"})
 CONSTANTS = frozenset(
-    {"element_max", "inverse_element_max", "scale_max", "inverse_range", "inverse_margin", "f32_max", "input_max"}
+    {
+        "element_max",
+        "inverse_element_max",
+        "inverse_element_power",
+        "scale_max",
+        "inverse_range",
+        "inverse_margin",
+        "f32_max",
+        "input_max",
+    }
 )
 FUNCTIONS = frozenset({"minimum", "where", "isinf", "isnan", "floor_power_of_two", "to_scale", "from_scale"})
 
@@ -27,11 +36,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Step:
-    """name = expression, left out unless the parameter `when` is set."""
+    """name = expression, left out unless the parameter `when` is set, or where the parameter `unless` is."""
 
     name: str
     expression: str
     when: str | None = None
+    unless: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,11 @@ class Rule:
 
     def active_steps(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
         """The steps that these parameters leave in."""
-        return tuple(step for step in self.steps if step.when is None or parameters[step.when])
+        return tuple(
+            step
+            for step in self.steps
+            if (step.when is None or parameters[step.when]) and (step.unless is None or not parameters[step.unless])
+        )
 
 
 def names(expression: str) -> frozenset[str]:
@@ -68,8 +82,8 @@ def _make(name: str, entry: dict[str, object]) -> Rule:
     }
     steps = []
     for item in entry["steps"]:  # type: ignore[attr-defined]
-        ((target, expression),) = ((key, value) for key, value in item.items() if key != "when")
-        steps.append(Step(target, str(expression), item.get("when")))
+        ((target, expression),) = ((key, value) for key, value in item.items() if key not in ("when", "unless"))
+        steps.append(Step(target, str(expression), item.get("when"), item.get("unless")))
     return Rule(name, str(entry["summary"]), parameters, tuple(steps), str(entry["decode"]))
 
 

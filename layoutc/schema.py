@@ -34,12 +34,19 @@ class Shape(_Model):
 
 
 class FormatDef(_Model):
-    """A number format by definition: sign | exponent | mantissa, most significant bit first."""
+    """A number format by definition: sign | exponent | mantissa, most significant bit first; or an integer."""
 
-    sign: Literal[0, 1] = Field(description="sign bits")
-    exponent: Annotated[int, Field(ge=1, le=8)] = Field(description="exponent bits")
-    mantissa: Annotated[int, Field(ge=0, le=7)] = Field(description="mantissa bits")
-    bias: Annotated[int, Field(ge=-126, le=253)] = Field(description="exponent bias")
+    sign: Literal[0, 1] | None = Field(default=None, description="sign bits")
+    exponent: Annotated[int, Field(ge=1, le=8)] | None = Field(default=None, description="exponent bits")
+    mantissa: Annotated[int, Field(ge=0, le=7)] | None = Field(default=None, description="mantissa bits")
+    bias: Annotated[int, Field(ge=-126, le=253)] | None = Field(default=None, description="exponent bias")
+    integer: Annotated[int, Field(ge=2, le=8)] | None = Field(
+        default=None, description="bits of a two's complement integer, instead of sign, exponent, mantissa and bias"
+    )
+    fraction: Annotated[int, Field(ge=0, le=8)] | None = Field(
+        default=None, description="an integer counts steps of two to minus this"
+    )
+    symmetric: bool | None = Field(default=None, description="an integer's lowest code is not used")
     subnormals: bool = Field(default=True, description="exponent 0 holds zero and subnormals, not one more binade")
     inf: tuple[Code, ...] = Field(default=(), description="codes of infinity, without their sign bit")
     nan: tuple[Code, ...] = Field(default=(), description="codes that are not numbers, without their sign bit")

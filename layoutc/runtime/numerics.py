@@ -33,6 +33,21 @@ def cast_to_codes(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) 
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
+def to_integer_codes(x: Tensor, bits: int, lowest: int, fraction: int, nan_code: int) -> Tensor:
+    """fp32 values -> two's complement codes in steps of 2**-fraction, one in a byte; NaN gives `nan_code`.
+
+    To nearest even, saturating at `lowest` and at the largest code.
+    """
+    steps = (x * float(1 << fraction)).round().clamp(lowest, (1 << (bits - 1)) - 1).nan_to_num(0.0)
+    return (steps.to(torch.int32) & ((1 << bits) - 1)).to(torch.uint8).masked_fill_(x.isnan(), nan_code)
+
+
+def from_integer_codes(codes: Tensor, bits: int, fraction: int) -> Tensor:
+    """Two's complement codes -> fp32 values, exact."""
+    half = 1 << (bits - 1)
+    return ((codes.int() ^ half) - half).float() / (1 << fraction)
+
+
 def from_codes(codes: Tensor, values: Sequence[float]) -> Tensor:
     """Codes -> fp32 values: values[code]."""
     return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes.int()]
@@ -49,8 +64,8 @@ def divide(a: Tensor | float, b: Tensor) -> Tensor:
 
 
 def floor_power_of_two(x: Tensor) -> Tensor:
-    """Clears the mantissa: the power of two at or below a positive normal fp32 value. inf and NaN become inf."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    """Clears the mantissa: the power of two at or below a positive normal fp32 value. NaN stays NaN."""
+    return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
