@@ -13,10 +13,10 @@ from math import lcm
 from pathlib import PurePath
 from typing import Literal
 
-from layoutc import number_checks
+from layoutc import format_checks, number_checks
 from layoutc.diagnostics import Diagnostic, Label, listed
 from layoutc.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
-from layoutc.schema import Block, Buffer, Orientation, Spec
+from layoutc.schema import Block, Buffer, Orientation, Spec, quantized_as
 from layoutc.source import Path, Source
 
 Check = Callable[[Spec, Source], Iterator[Diagnostic]]
@@ -26,7 +26,10 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
-    return [item for one in (*CHECKS, *number_checks.CHECKS) for item in one(spec, source)]
+    found = [item for one in (*CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)]
+    for scoped_spec, scoped_source in number_checks.scopes(spec, source):
+        found += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
+    return found
 
 
 def name_is_usable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -151,18 +154,19 @@ def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Rows of codes narrower than a byte end at a byte's end: in planes, in buffers, and in what is padded."""
-    bits = number_checks.element_bits(spec)
-    if bits is None or bits == 8:
-        return
-    group = lcm(bits, 8) // bits
     seen = set()
+    stored: dict[int, Label] = {}
     for name, orientation in _orientations(spec):
-        where: Path = ("orientations", name, "data")
+        element, _ = quantized_as(spec, orientation)
+        own = orientation.quantize.element is not None
+        place: Path = ("orientations", name, "quantize", "element") if own else ("element",)
+        bits = format_checks.element_bits(spec, element.format)
         terms = _terms(orientation.data)
-        if not terms:
+        if bits is None or bits == 8 or not terms:
             continue
-        axis = terms[-1].axis
-        seen.add(axis)
+        group, axis = lcm(bits, 8) // bits, terms[-1].axis
+        seen.add((axis, bits))
+        where: Path = ("orientations", name, "data")
         text = f"packed along {axis}, its innermost axis"
         packed = source.value((*where, "layout"), text, within=_within(orientation.data, axis))
         yield from _half_byte(spec, source, axis, (bits, group), packed)
@@ -172,9 +176,10 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message = f"padding {axis} to {pad[-1]} cuts a byte of {bits}-bit codes"
             help = f"write {lcm(pad[-1], group)}, or another multiple of {group}"
             yield source.find("LC316", message, label, packed, help=help)
-    if "k" not in seen:
-        stored = source.value(("element", "format"), "stored in planes that are packed along k")
-        yield from _half_byte(spec, source, "k", (bits, group), stored)
+        stored[bits] = source.value((*place, "format"), "stored in planes that are packed along k")
+    for bits, label in stored.items():
+        if ("k", bits) not in seen:
+            yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label)
 
 
 def _half_byte(spec: Spec, source: Source, axis: Axis, code: tuple[int, int], packed: Label) -> Iterator[Diagnostic]:

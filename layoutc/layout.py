@@ -245,8 +245,6 @@ def resolve(spec: schema.Spec) -> Layout:
     """A checked spec -> its layout. The spec is known to be sound: resolve decides nothing and refuses nothing."""
     known = dict(formats.BUILTIN)
     known.update({name: formats.make(name, entry.model_dump()) for name, entry in spec.formats.items()})
-    element, scale = known[spec.element.format], known[spec.scale.format]
-    low_first = spec.element.pack == "low-first"
     sources: list[Source] = []
     source_of: list[tuple[str, str]] = []
     buffers: list[Buffer] = []
@@ -255,15 +253,12 @@ def resolve(spec: schema.Spec) -> Layout:
         if orientation is None:
             continue
         block = Block(*(None if size == "all" else size for size in (orientation.block.m, orientation.block.k)))
-        quantization = Quantization(
-            element,
-            scale,
-            spec.scale.round,
-            spec.scale.rule,
-            tuple(sorted(spec.scale.parameters.items())),
-            block,
-            low_first,
-        )
+        stated_element = orientation.quantize.element or spec.element
+        stated_scale = orientation.quantize.scale or spec.scale
+        element, scale = known[stated_element.format], known[stated_scale.format]
+        low_first = stated_element.pack == "low-first"
+        parameters = tuple(sorted(stated_scale.parameters.items()))
+        quantization = Quantization(element, scale, stated_scale.round, stated_scale.rule, parameters, block, low_first)
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
             data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
@@ -275,9 +270,9 @@ def resolve(spec: schema.Spec) -> Layout:
             ("data", orientation.data, source.data),
             ("scale", orientation.scale, source.scale),
         )
-        for kind, stated, plane in kinds:
-            terms = parse_layout(stated.layout)
-            pads = stated.pad or (1,) * len(terms)
+        for kind, buffer, plane in kinds:
+            terms = parse_layout(buffer.layout)
+            pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
             buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first))
     gemm = spec.gemm.scale if spec.gemm else None

@@ -1,4 +1,4 @@
-"""Whether a spec's numbers make sense: formats, scale rules and their parameters, the tensor level, the history.
+"""Whether a spec's numbers make sense: scale rules and their parameters, the tensor level, the history.
 
 Which formats and rules there are is data (formats.yaml, rules.yaml). What is asked of them here follows from that data,
 so that a new rule is judged like the old ones.
@@ -8,83 +8,26 @@ from __future__ import annotations
 
 import math
 import re
-import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import replace
 
 from layoutc import formats, rules
-from layoutc.diagnostics import Diagnostic, did_you_mean, listed, quoted
-from layoutc.formats import BUILTIN, Format
+from layoutc.diagnostics import Diagnostic, Span, did_you_mean, listed, quoted
+from layoutc.format_checks import (
+    element_format_holds_elements,
+    formats_exist,
+    holds_scales,
+    no_element,
+    own_formats_are_sound,
+    scale_format_holds_scales,
+    sound_format,
+)
+from layoutc.formats import Format
 from layoutc.rules import RULES, Parameter, Rule
-from layoutc.schema import FormatDef, Spec
+from layoutc.schema import Spec
 from layoutc.source import Path, Source
 
 _INTEGER_RANGE = 126  # integer parameters are exponents: two to their power must be a normal fp32 number
-
-
-def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A spec's own formats have usable names, at most 8 bits, and values that fp32 can tell apart."""
-    for name, definition in spec.formats.items():
-        where: Path = ("formats", name)
-        if name in BUILTIN:
-            message = f"`{name}` is a built-in format and can't be defined again"
-            yield source.find("LC306", message, source.key(where), help=f"rename it, for instance `my_{name}`")
-        elif not re.fullmatch(r"[a-z][a-z0-9_]{0,19}", name):
-            help = "lower-case letters, digits and underscores, a letter first, at most 20"
-            yield source.find("LC305", f"{quoted(name)} can't name a format", source.key(where), help=help)
-        elif problem := _unsound(name, definition):
-            key, message, help = problem
-            yield source.find("LC305", f"format `{name}` {message}", source.value((*where, key)), help=help)
-        elif definition.torch is not None and definition.torch not in _torch_names(_own(name, definition)):
-            wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch}
-            is_known = definition.torch in wanted
-            label = source.value((*where, "torch"), "" if is_known else did_you_mean(definition.torch, wanted))
-            why = "a dtype whose codes mean other numbers would change values without a word"
-            help = f"delete `torch`; it may name {listed(wanted)}, for a format with the same bits"
-            yield source.find(
-                "LC305", f"format `{name}` is not torch's {quoted(definition.torch)}", label, why=why, help=help
-            )
-        elif name not in (spec.element.format, spec.scale.format):
-            help = "use it in `element` or `scale`, or delete it"
-            yield source.find("LC350", f"format `{name}` is defined and not used", source.key(where), help=help)
-
-
-def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The element's and the scale's formats are built in or the spec's own."""
-    known = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
-    for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
-        if name not in known:
-            label = source.value((part, "format"), did_you_mean(name, known))
-            help = f"one of: {listed(known)}; or define it under `formats`"
-            yield source.find("LC304", f"{quoted(name)} is not a known format", label, help=help)
-
-
-def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Elements have up to 8 bits, a sign and a zero; packing is stated only where codes are packed."""
-    fmt, label = _format(spec, spec.element.format), source.value(("element", "format"))
-    if fmt is None:
-        return
-    help = f"built-in formats for elements: {listed(name for name, one in BUILTIN.items() if not _no_element(one))}"
-    if reason := _no_element(fmt):
-        yield source.find("LC307", f"{fmt.name} can't be an element format: {reason}", label, help=help)
-    elif fmt.bits == 8 and "pack" in spec.element.model_fields_set:
-        label = source.value(("element", "pack"), "has no effect")
-        width = source.value(("element", "format"), "fills a byte")
-        yield source.find("LC351", "8-bit codes are not packed", label, width, help="delete `pack`")
-
-
-def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A scale takes whole bytes, and can say NaN: for narrow elements it is the only place where a NaN survives."""
-    fmt, label = _format(spec, spec.scale.format), source.value(("scale", "format"))
-    if fmt is None or fmt.is_f32:
-        return
-    help = f"built-in formats for scales: {listed(name for name, one in BUILTIN.items() if _holds_scales(one))}"
-    if fmt.bits != 8:
-        message = f"{fmt.name} can't be a scale format: it has {fmt.bits} bits, and a scale fills a byte"
-        yield source.find("LC308", message, label, help=help)
-    elif not fmt.nan:
-        message = f"{fmt.name} can't be a scale format: it has no NaN"
-        why = "a block that holds a NaN gets a NaN scale; without one it would turn into numbers"
-        yield source.find("LC308", message, label, why=why, help=help)
 
 
 def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -120,36 +63,47 @@ def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule that reads the tensor's amax has it, and no other rule asks for it."""
-    rule = RULES.get(spec.scale.rule)
-    if rule is None:
+    """A rule that reads the tensor's amax has it, and it is there for such a rule alone."""
+    used = _rules(spec)
+    if not used:
         return
-    label = source.value(("scale", "rule"))
-    if rule.needs_tensor_amax and spec.tensor is None:
+    needing = [(rule, place) for rule, place in used if rule.needs_tensor_amax]
+    if needing and spec.tensor is None:
+        rule, place = needing[0]
         help = "add `tensor: {amax: f32}` at the top level"
-        yield source.find("LC323", f"{rule.name} reads the whole tensor's amax, which is not kept", label, help=help)
-    elif not rule.needs_tensor_amax and spec.tensor is not None:
+        message = f"{rule.name} reads the whole tensor's amax, which is not kept"
+        yield source.find("LC323", message, source.value(place), help=help)
+    elif not needing and spec.tensor is not None:
         other = next((name for name, one in RULES.items() if one.needs_tensor_amax), "")
+        rule, place = used[0]
         yield source.find(
             "LC324",
             f"`tensor` is given, but {rule.name} does not use it",
             source.key(("tensor",)),
-            source.value(("scale", "rule"), "reads the amax of a block only"),
+            source.value(place, "reads the amax of a block only"),
             help=f"delete `tensor`, or write `rule: {other}`",
         )
 
 
 def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A history keeps one amax a step, so there must be one scale."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        own = orientation.quantize.scale if orientation is not None else None
+        if own is not None and (own.history or spec.scale.history):
+            where: Path = ("orientations", name, "quantize", "scale")
+            message = "a history needs one scale for the whole tensor, not another for one orientation"
+            label = source.key(where, f"{name} has a scale of its own")
+            yield source.find("LC325", message, label, help="delete `history`, or this `scale`")
     if spec.scale.history is None:
         return
     label = source.key(("scale", "history"), "keeps one amax for each step")
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         if orientation is not None and (orientation.block.m, orientation.block.k) != ("all", "all"):
-            where: Path = ("orientations", name, "block")
+            block_place: Path = ("orientations", name, "block")
             message = f"a history needs one scale for the whole tensor, but {name} has many"
-            block = source.value(where, f"blocks of {orientation.block.m} x {orientation.block.k}")
+            block = source.value(block_place, f"blocks of {orientation.block.m} x {orientation.block.k}")
             help = "delete `history`, or write `block: {m: all, k: all}`"
             yield source.find("LC325", message, label, block, help=help)
     if spec.tensor is not None:
@@ -163,10 +117,10 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The stored scale can hold what the rule computes, so that decoding undoes encoding."""
     rule, fmt, element = (
         RULES.get(spec.scale.rule),
-        _format(spec, spec.scale.format),
-        _format(spec, spec.element.format),
+        sound_format(spec, spec.scale.format),
+        sound_format(spec, spec.element.format),
     )
-    if rule is None or fmt is None or element is None or not _holds_scales(fmt) or _no_element(element):
+    if rule is None or fmt is None or element is None or not holds_scales(fmt) or no_element(element):
         return
     label = source.value(("scale", "format"))
     if fmt.is_f32 and spec.scale.round != "nearest":
@@ -181,8 +135,8 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
-    rule, element = RULES.get(spec.scale.rule), _format(spec, spec.element.format)
-    if rule is None or element is None or _no_element(element) or element.nan:
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element) or element.nan:
         return
     parameters = spec.scale.parameters
     if _replaces_nan(rule, parameters):
@@ -199,12 +153,12 @@ def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Scales that depend on rows of other shards all follow from one shared amax, of one shape."""
-    rule, wanted = RULES.get(spec.scale.rule), dict[int | str, Path]()
+    wanted = dict[int | str, Path]()
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         if orientation is not None and orientation.block.m == "all":
             wanted[orientation.block.k] = ("orientations", name, "block")
-    if rule is not None and rule.needs_tensor_amax and spec.tensor is not None:
+    if spec.tensor is not None and any(rule.needs_tensor_amax for rule, _ in _rules(spec)):
         wanted["all"] = ("tensor",)
     if len(wanted) > 1:
         first, second = list(wanted.items())[:2]
@@ -221,19 +175,68 @@ def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         )
 
 
-CHECKS = (
+# Asked once of a spec.
+CROSS_CHECKS = (
     own_formats_are_sound,
+    tensor_level_is_needed,
+    history_is_for_whole_tensors,
+    shards_share_one_amax,
+)
+
+# Asked of the recipe's element and scale, and of each orientation's own.
+CHECKS = (
     formats_exist,
     element_format_holds_elements,
     scale_format_holds_scales,
     rule_exists,
     parameters_fit_rule,
-    tensor_level_is_needed,
-    history_is_for_whole_tensors,
     scale_format_fits_rule,
     nan_survives,
-    shards_share_one_amax,
 )
+
+
+def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
+    """The spec itself, and for each orientation that quantizes differently the spec as that orientation sees it.
+
+    There, the orientation's own `element` and `scale` stand where the recipe's do, with their own places in the text.
+    """
+    yield spec, source
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is None:
+            continue
+        own = {
+            part: value for part in ("element", "scale") if (value := getattr(orientation.quantize, part)) is not None
+        }
+        if own:
+            prefix: Path = ("orientations", name, "quantize")
+            data = source.data | {part: source.data["orientations"][name]["quantize"][part] for part in own}
+            places = (_moved(spans, prefix, own) for spans in (source.keys, source.values))
+            keys, values = places
+            yield spec.model_copy(update=own), replace(source, data=data, keys=keys, values=values)
+
+
+def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> dict[Path, Span]:
+    """Places with those below `prefix` put where the recipe's own parts are."""
+    kept = {path: span for path, span in spans.items() if not path or path[0] not in parts}
+    depth = len(prefix)
+    return kept | {
+        path[depth:]: span
+        for path, span in spans.items()
+        if path[:depth] == prefix and len(path) > depth and path[depth] in parts
+    }
+
+
+def _rules(spec: Spec) -> list[tuple[Rule, Path]]:
+    """Every rule that the spec uses, and where it is named."""
+    found: list[tuple[str, Path]] = []
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is not None:
+            own = orientation.quantize.scale
+            place: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
+            found.append(((own or spec.scale).rule, place))
+    return [(RULES[rule], place) for rule, place in dict.fromkeys(found) if rule in RULES]
 
 
 def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
@@ -242,82 +245,6 @@ def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
 
 def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -> bool:
     return any("isnan" in step.expression for step in rule.active_steps({**_defaults(rule), **parameters}))
-
-
-def element_bits(spec: Spec) -> int | None:
-    """Bits of an element; None where its format is refused."""
-    fmt = _format(spec, spec.element.format)
-    return None if fmt is None or _no_element(fmt) else fmt.bits
-
-
-def _own(name: str, definition: FormatDef) -> Format:
-    return formats.make(name, definition.model_dump())
-
-
-def _format(spec: Spec, name: str) -> Format | None:
-    """A sound format by name; None where it is unknown or refused."""
-    if name in BUILTIN:
-        return BUILTIN[name]
-    definition = spec.formats.get(name)
-    return None if definition is None or _unsound(name, definition) else _own(name, definition)
-
-
-def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
-    """(key, what is wrong, help) for a format that no code could be written for."""
-    fmt = _own(name, definition)
-    floating = ("sign", "exponent", "mantissa", "bias")
-    given = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
-    if definition.integer is not None:
-        if given:
-            return given[0], f"is an integer, which has no `{given[0]}`", "delete one of the two"
-        return None
-    if missing := [key for key in floating if getattr(definition, key) is None]:
-        key = given[0] if given else next(iter(definition.model_fields_set), "sign")
-        return key, f"lacks {listed(missing)}", "state sign, exponent, mantissa and bias, or `integer`"
-    codes = 2 ** (fmt.exponent + fmt.mantissa)
-    special = sorted({*definition.inf, *definition.nan})
-    if fmt.bits > 8:
-        return "exponent", f"has {fmt.bits} bits", "sign + exponent + mantissa must be at most 8 bits"
-    if special and special[-1] >= codes:
-        key = "nan" if special[-1] in definition.nan else "inf"
-        return key, f"has no code 0x{special[-1]:02x}", f"codes without their sign bit go from 0 to 0x{codes - 1:02x}"
-    if both := set(definition.inf) & set(definition.nan):
-        return "nan", f"takes code 0x{min(both):02x} for both inf and NaN", "list each code once"
-    if special != list(range(codes - len(special), codes)):
-        return (
-            "nan" if definition.nan else "inf",
-            "has numbers above its inf or NaN",
-            "inf and NaN take the highest codes",
-        )
-    if codes - len(special) < 2:
-        return "exponent", "has fewer than two numbers", "give it more bits or fewer NaN codes"
-    try:
-        exact = all(formats.f32(value) == value for value in fmt.magnitudes)
-        for rounding in ("nearest", "up", "down"):
-            formats.thresholds(fmt, rounding)
-    except (ValueError, OverflowError, struct.error):
-        exact = False
-    if not exact:
-        return "bias", "has values that fp32 can't hold or round between", "choose a bias nearer to the middle"
-    return None
-
-
-def _torch_names(fmt: Format) -> set[str]:
-    """Torch dtypes whose codes mean what this format's codes mean."""
-    return {builtin.torch for builtin in BUILTIN.values() if builtin == fmt and builtin.torch}
-
-
-def _no_element(fmt: Format) -> str:
-    """Why a format can't hold elements, or nothing."""
-    if fmt.bits > 8:
-        return f"it has {fmt.bits} bits, an element at most 8"
-    if not fmt.sign:
-        return "it has no sign"
-    return "" if fmt.subnormals else "it has no zero"
-
-
-def _holds_scales(fmt: Format) -> bool:
-    return fmt.is_f32 or (not fmt.integer and (fmt.bits == 8 and bool(fmt.nan)))
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:

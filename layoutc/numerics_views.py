@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from layoutc import rule_text
 from layoutc.formats import Format, f32, thresholds
-from layoutc.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.layout import Block, Layout, Quantization, Source, codes_per_group
 from layoutc.plan import Plan
 
 View = dict[str, Any]
 
 
 def numerics_view(plan: Plan) -> View:
-    """Codecs, the scale rule and the bodies of the references."""
+    """Codecs, the scale rule and the bodies of the references.
+
+    Where orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
+    """
     layout = plan.layout
-    first = layout.sources[0].quantization
+    suffixes = _suffixes(layout)
     used = frozenset().union(*(rule_text.uses(source.quantization) for source in layout.sources))
-    needs_input_max = "input_max" in used
-    arguments = "amax: Tensor" + (", tensor_amax: Tensor" if "tensor_amax" in used else "")
-    arguments += ", input_max: float" if needs_input_max else ""
     prologue = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in layout.sources) else []
-    prologue += ["input_max = torch.finfo(x.dtype).max"] if needs_input_max else []
+    prologue += ["input_max = torch.finfo(x.dtype).max"] if "input_max" in used else []
     prologue += ["x = x.float()"]
     shared = None
     amax_shape, what = "(1,)", "of the whole weight"
@@ -46,22 +47,44 @@ def numerics_view(plan: Plan) -> View:
     if layout.history:
         amax_doc = "amax: (1,) fp32, the one that decides the scale; that of x when not given."
         quantize_doc += " The scale follows the history of `out`; the new amax is put in front of it."
+    kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
     return {
-        "element": _codec(first.element, "ELEMENT", "nearest"),
-        "scale": {**_codec(first.scale, "SCALE", first.rounding), "coded": not first.scale.is_f32},
-        "rule": {
-            "arguments": arguments,
-            "summary": first.definition.summary[0].upper() + first.definition.summary[1:],
-            "steps": rule_text.steps(first),
-            "decode_text": first.definition.decode,
-        },
-        "constants": _constants(first, used),
-        "sources": [_source_view(source, layout, used) for source in layout.sources],
+        "arithmetics": [_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()],
+        "decode_texts": [text for q in kinds.values() if (text := f"element * ({q.definition.decode})")],
+        "constants": [constant for suffix, q in kinds.items() for constant in _constants(q, suffix)],
+        "sources": [_source_view(source, layout, suffixes[source.name]) for source in layout.sources],
         "quantize": {"prologue": prologue},
-        "dequantize": {"body": _dequantize(layout)},
+        "dequantize": {"body": _dequantize(layout, suffixes)},
         "amax_doc": amax_doc,
         "quantize_doc": quantize_doc,
         "shared_amax": shared,
+    }
+
+
+def _suffixes(layout: Layout) -> dict[str, str]:
+    """What the functions of a source end with: nothing where all sources share them, else the source's name."""
+    same = {replace(source.quantization, block=Block(None, None), low_first=True) for source in layout.sources}
+    return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
+
+
+def _arithmetic(quantization: Quantization, suffix: str) -> View:
+    """Codecs and the scale rule of one quantization."""
+    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
+    arguments = "amax: Tensor" + (", tensor_amax: Tensor" if "tensor_amax" in used else "")
+    arguments += ", input_max: float" if "input_max" in used else ""
+    rule = quantization.definition
+    return {
+        "suffix": suffix,
+        "element": _codec(quantization.element, f"{prefix}ELEMENT", "nearest"),
+        "scale": {
+            **_codec(quantization.scale, f"{prefix}SCALE", quantization.rounding),
+            "coded": not quantization.scale.is_f32,
+        },
+        "rule": {
+            "arguments": arguments,
+            "summary": rule.summary[0].upper() + rule.summary[1:],
+            "steps": rule_text.steps(quantization, suffix),
+        },
     }
 
 
@@ -95,38 +118,36 @@ def _nan_code(fmt: Format) -> int:
     return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
 
 
-def _constants(quantization: Quantization, used: frozenset[str]) -> list[View]:
+def _constants(quantization: Quantization, suffix: str) -> list[View]:
     element, scale, parameters = quantization.element, quantization.scale, dict(quantization.parameters)
+    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
     found: list[View] = []
 
     def add(name: str, value: str, doc: str = "") -> None:
-        found.append({"name": name, "value": value, "doc": doc})
+        found.append({"name": prefix + name, "value": value, "doc": doc})
 
-    for fmt, prefix, rounding in ((element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)):
+    for fmt, kind, rounding in ((element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)):
         if fmt.is_f32:
             continue
         native = fmt.torch is not None and rounding == "nearest"
-        if native or f"{prefix}_MAX" in used:
-            add(f"{prefix}_MAX", repr(fmt.max))
-        add(
-            f"{prefix}_NAN",
-            f"0x{_nan_code(fmt):02X}",
-            "" if fmt.nan else "the format has no NaN: the largest magnitude",
-        )
+        if native or f"{kind}_MAX" in used:
+            add(f"{kind}_MAX", repr(fmt.max))
+        doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
+        add(f"{kind}_NAN", f"0x{_nan_code(fmt):02X}", doc)
         if not native and not fmt.integer:
-            add(f"{prefix}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
-            add(f"{prefix}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
-    if "INVERSE_ELEMENT_MAX" in used:
-        add("INVERSE_ELEMENT_MAX", repr(f32(1 / element.max)), f"fp32(1 / {element.max:g})")
-    if "INVERSE_ELEMENT_POWER" in used:
-        power = 2.0 ** math.floor(math.log2(element.max))
-        add("INVERSE_ELEMENT_POWER", repr(1 / power), f"1 / {power:g}, the largest power of two up to {element.max:g}")
-    if "INVERSE_RANGE" in used:
-        add("INVERSE_RANGE", repr(f32(1 / (element.max * scale.max))), f"fp32(1 / ({element.max:g} * {scale.max:g}))")
-    if "INVERSE_MARGIN" in used:
-        add("INVERSE_MARGIN", repr(2.0 ** -float(parameters["margin"])), "2 to minus the margin")
-    if "EPSILON" in used:
-        add("EPSILON", repr(f32(float(parameters["epsilon"]))))
+            add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
+            add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
+    power = 2.0 ** math.floor(math.log2(element.max))
+    inverse = {
+        "INVERSE_ELEMENT_MAX": (f32(1 / element.max), f"fp32(1 / {element.max:g})"),
+        "INVERSE_ELEMENT_POWER": (1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"),
+        "INVERSE_RANGE": (f32(1 / (element.max * scale.max)), f"fp32(1 / ({element.max:g} * {scale.max:g}))"),
+        "INVERSE_MARGIN": (2.0 ** -float(parameters.get("margin", 0)), "2 to minus the margin"),
+        "EPSILON": (f32(float(parameters.get("epsilon", 0))), ""),
+    }
+    for name, (value, doc) in inverse.items():
+        if name in used:
+            add(name, repr(value), doc)
     return found
 
 
@@ -154,21 +175,21 @@ def _formulas(items: list[float]) -> Iterator[str]:
         yield f"({items[0]!r}, *(2.0**e * (1.5 + (e % 2 == {odd}) * 2**-23) for e in {exponents}))"
 
 
-def _source_view(source: Source, layout: Layout, used: frozenset[str]) -> View:
+def _source_view(source: Source, layout: Layout, suffix: str) -> View:
+    """How the planes of one source are made."""
     block, data, scale = source.quantization.block, source.data.name, source.scale.name
+    used = rule_text.uses(source.quantization)
     extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
-    codes = "encode(x * multiplier)"
+    codes = f"encode{suffix}(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
     if source.scale.is_scalar:
-        lines = [f"scale, multiplier = scales(amax{extra})"]
-    elif source.scale.per_m is None:
-        lines = [f"blocks = to_blocks(x, None, {block.k})", f"scale, multiplier = scales(amax{extra})"]
-        codes = "encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
+        lines = [f"scale, multiplier = scales{suffix}(amax{extra})"]
+        codes = f"encode{suffix}(x * multiplier)"
     else:
+        amax = "amax" if source.scale.per_m is None else "block_amax(blocks)"
         lines = [
             f"blocks = to_blocks(x, {block.m}, {block.k})",
-            f"scale, multiplier = scales(block_amax(blocks){extra})",
+            f"scale, multiplier = scales{suffix}({amax}{extra})",
         ]
-        codes = "encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
     if codes_per_group(source.data.bits) > 1:
         codes = f"pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
@@ -176,16 +197,19 @@ def _source_view(source: Source, layout: Layout, used: frozenset[str]) -> View:
     return {"condition": condition, "quantize": [*lines, f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']}
 
 
-def _dequantize(layout: Layout) -> list[str]:
+def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
     lines: list[str] = []
     for source in layout.sources:
         served = [orientation for orientation, name in layout.source_of if name == source.name]
-        block, quantization = source.quantization.block, source.quantization
+        block, quantization, suffix = source.quantization.block, source.quantization, suffixes[source.name]
         codes = f'planes["{source.data.name}"]'
         if codes_per_group(source.data.bits) > 1:
             codes = f"unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
-        factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]')
-        body = [f"factor = {factor}", f"return decode({codes}) * per_element(factor, {block.m}, {block.k}, m, k)"]
+        factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]', suffix)
+        body = [
+            f"factor = {factor}",
+            f"return decode{suffix}({codes}) * per_element(factor, {block.m}, {block.k}, m, k)",
+        ]
         if len(layout.sources) == 1:
             return body
         test = f'orientation == "{served[0]}"' if len(served) == 1 else f"orientation in {tuple(served)}"

@@ -12,53 +12,59 @@ _OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.BitOr: "|", ast.Bit
 _COMPARE = {ast.Eq: "==", ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">="}
 
 
-def constant_names(quantization: Quantization) -> dict[str, str]:
+def prefix_of(suffix: str) -> str:
+    """What constants of a quantization begin with, where functions end with `suffix`: `_rowwise` -> `ROWWISE_`."""
+    return f"{suffix[1:].upper()}_" if suffix else ""
+
+
+def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     """How each constant of a rule is spelled in generated code."""
-    parameters = dict(quantization.parameters)
-    spelled = {
-        "element_max": "ELEMENT_MAX",
-        "inverse_element_max": "INVERSE_ELEMENT_MAX",
-        "inverse_element_power": "INVERSE_ELEMENT_POWER",
-        "scale_max": "SCALE_MAX",
-        "inverse_range": "INVERSE_RANGE",
-        "inverse_margin": "INVERSE_MARGIN",
-        "f32_max": "F32_MAX",
-        "input_max": "input_max",
-    }
+    parameters, prefix = dict(quantization.parameters), prefix_of(suffix)
+    own = (
+        "element_max",
+        "inverse_element_max",
+        "inverse_element_power",
+        "scale_max",
+        "inverse_range",
+        "inverse_margin",
+    )
+    spelled = {name: prefix + name.upper() for name in own} | {"f32_max": "F32_MAX", "input_max": "input_max"}
     if "overflow" in parameters:
         spelled["overflow"] = "input_max" if parameters["overflow"] == "input-max" else "F32_MAX"
     if "epsilon" in parameters:
-        spelled["epsilon"] = "EPSILON"
+        spelled["epsilon"] = f"{prefix}EPSILON"
     return spelled
 
 
-def steps(quantization: Quantization) -> list[str]:
+def steps(quantization: Quantization, suffix: str) -> list[str]:
     """The rule's active steps as assignments, in order."""
     active = quantization.definition.active_steps(dict(quantization.parameters))
-    return [f"{step.name} = {expression(step.expression, quantization, {})}" for step in active]
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix)}" for step in active]
 
 
-def decode(quantization: Quantization, scale: str) -> str:
+def decode(quantization: Quantization, scale: str, suffix: str) -> str:
     """What a decoded element is multiplied by, from the stored scale plane `scale`."""
-    return expression(quantization.definition.decode, quantization, {"scale": scale, "tensor_amax": 'planes["amax"]'})
+    known = {"scale": scale, "tensor_amax": 'planes["amax"]'}
+    return expression(quantization.definition.decode, quantization, known, suffix)
 
 
 def uses(quantization: Quantization) -> frozenset[str]:
     """Names that the active steps and the decode use, parameters replaced by the constants that they stand for."""
     active = quantization.definition.active_steps(dict(quantization.parameters))
     found = frozenset().union(*(names(step.expression) for step in active), names(quantization.definition.decode))
-    spelled = constant_names(quantization)
+    spelled = constant_names(quantization, "")
     return frozenset(spelled.get(name, name) for name in found)
 
 
-def expression(text: str, quantization: Quantization, known: Mapping[str, str]) -> str:
+def expression(text: str, quantization: Quantization, known: Mapping[str, str], suffix: str) -> str:
     """One expression of a rule as torch code. Division is spelled so that it is rounded once."""
-    spelled = {**constant_names(quantization), **known}
+    constants = constant_names(quantization, suffix)
+    spelled = {**constants, **known}
     coded = not quantization.scale.is_f32
 
     def is_constant(node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
-            return node.id in constant_names(quantization)
+            return node.id in constants
         if isinstance(node, ast.BinOp):
             return is_constant(node.left) and is_constant(node.right)
         return isinstance(node, ast.Constant)
@@ -68,9 +74,9 @@ def expression(text: str, quantization: Quantization, known: Mapping[str, str]) 
         arguments = [show(argument) for argument in node.args]
         match node.func.id:
             case "to_scale":
-                return f"encode_scale({arguments[0]})" if coded else arguments[0]
+                return f"encode_scale{suffix}({arguments[0]})" if coded else arguments[0]
             case "from_scale":
-                return f"decode_scale({arguments[0]})" if coded else arguments[0]
+                return f"decode_scale{suffix}({arguments[0]})" if coded else arguments[0]
             case "minimum":
                 first = node.args[0]
                 plain = not isinstance(first, ast.BinOp) or isinstance(

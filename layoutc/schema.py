@@ -126,9 +126,17 @@ class Buffer(_Model):
     )
 
 
+class Quantize(_Model):
+    """What one orientation quantizes differently from the rest of the recipe."""
+
+    element: Element | None = Field(default=None, description="in place of the recipe's `element`")
+    scale: Scale | None = Field(default=None, description="in place of the recipe's `scale`")
+
+
 class Orientation(_Model):
     """One of the two ways in which a GEMM reads the weight."""
 
+    quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation's own")
     block: Block
     data: Buffer
     scale: Buffer
@@ -176,6 +184,12 @@ class Spec(_Model):
     tensor: TensorLevel | None = Field(default=None, description="a second scale level: one amax of the whole weight")
     orientations: Orientations
     gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
+
+
+def quantized_as(spec: Spec, orientation: Orientation) -> tuple[Element, Scale]:
+    """The element and scale of one orientation: its own, or the recipe's."""
+    own = orientation.quantize
+    return own.element or spec.element, own.scale or spec.scale
 
 
 def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
