@@ -26,6 +26,7 @@ _IMPORTABLE = {
     "numerics": (
         "F32_MAX",
         "block_amax",
+        "block_range",
         "cast_from_codes",
         "cast_to_codes",
         "column_amax",

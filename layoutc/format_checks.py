@@ -161,4 +161,5 @@ def _used_formats(spec: Spec) -> set[str]:
     for orientation in (spec.orientations.rowwise, spec.orientations.columnwise):
         if orientation is not None:
             used |= {part.format for part in (orientation.quantize.element, orientation.quantize.scale) if part}
+            used |= {scale.zero for scale in (spec.scale, orientation.quantize.scale) if scale and scale.zero}
     return used

@@ -20,7 +20,7 @@ from layoutc.rules import RULES, Rule
 if TYPE_CHECKING:
     from layoutc import schema
 
-Kind = Literal["data", "scale"]
+Kind = Literal["data", "scale", "zero"]
 ORIENTATIONS = ("rowwise", "columnwise")
 
 
@@ -39,6 +39,7 @@ class Quantization:
 
     element: Format
     scale: Format
+    zero: Format | None
     rounding: str
     rule: str
     parameters: tuple[tuple[str, float | int | bool | str], ...]
@@ -107,12 +108,18 @@ def codes_per_group(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """One quantization and its two planes, named after the first orientation that uses it."""
+    """One quantization and its planes, named after the first orientation that uses it."""
 
     name: str
     quantization: Quantization
     data: Plane
     scale: Plane
+    zero: Plane | None
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Its planes, in order."""
+        return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -230,7 +237,7 @@ class Layout:
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Everything a tensor stores, in order; amax last."""
-        stored = tuple(plane for source in self.sources for plane in (source.data, source.scale))
+        stored = tuple(plane for source in self.sources for plane in source.planes)
         if not (self.tensor_amax or self.history):
             return stored
         return (*stored, Plane("amax", "scale", None, None, 32))
@@ -258,19 +265,21 @@ def resolve(spec: schema.Spec) -> Layout:
         element, scale = known[stated_element.format], known[stated_scale.format]
         low_first = stated_element.pack == "low-first"
         parameters = tuple(sorted(stated_scale.parameters.items()))
-        quantization = Quantization(element, scale, stated_scale.round, stated_scale.rule, parameters, block, low_first)
+        zero = known[stated_scale.zero] if stated_scale.zero else None
+        quantization = Quantization(
+            element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first
+        )
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
             data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
             scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits)
-            source = Source(name, quantization, data_plane, scale_plane)
+            zero_plane = Plane(f"{name}_zero", "zero", block.m, block.k, zero.bits) if zero else None
+            source = Source(name, quantization, data_plane, scale_plane, zero_plane)
             sources.append(source)
         source_of.append((name, source.name))
-        kinds: tuple[tuple[Kind, schema.Buffer, Plane], ...] = (
-            ("data", orientation.data, source.data),
-            ("scale", orientation.scale, source.scale),
-        )
-        for kind, buffer, plane in kinds:
+        for plane in source.planes:
+            kind = plane.kind
+            buffer = orientation.data if kind == "data" else orientation.scale  # zero points lie as scales do
             terms = parse_layout(buffer.layout)
             pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))

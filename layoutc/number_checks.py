@@ -22,7 +22,7 @@ from layoutc.format_checks import (
     scale_format_holds_scales,
     sound_format,
 )
-from layoutc.formats import Format
+from layoutc.formats import BUILTIN, Format
 from layoutc.rules import RULES, Parameter, Rule
 from layoutc.schema import Spec
 from layoutc.source import Path, Source
@@ -133,6 +133,48 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC327", message, label, used, why=why, help=help)
 
 
+def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule that makes zero points has a format for them and integers to shift, and no other rule has."""
+    rule = RULES.get(spec.scale.rule)
+    if rule is None:
+        return
+    element, zero = sound_format(spec, spec.element.format), spec.scale.zero
+    used = source.value(("scale", "rule"))
+    if not rule.makes_zero:
+        if zero is not None:
+            making = listed(name for name, one in RULES.items() if one.makes_zero)
+            message = f"{rule.name} makes no zero points"
+            label = source.key(("scale", "zero"))
+            yield source.find("LC340", message, label, used, help=f"delete `zero`, or write `rule: {making}`")
+        return
+    integers = [name for name, fmt in BUILTIN.items() if fmt.integer]
+    bytes_ = listed(name for name in integers if BUILTIN[name].bits == 8)
+    if zero is None:
+        message = f"{rule.name} makes zero points, which have no format"
+        yield source.find("LC340", message, used, help=f"add `zero: {bytes_}`")
+    elif (fmt := sound_format(spec, zero)) is None or not fmt.integer or fmt.bits != 8:
+        label = source.value(("scale", "zero"))
+        yield source.find(
+            "LC340", f"{quoted(zero)} can't hold zero points", label, used, help=f"write `zero: {bytes_}`"
+        )
+    if element is not None and not element.integer:
+        label = source.value(("element", "format"), "is not an integer")
+        yield source.find("LC340", f"{rule.name} shifts integers", label, used, help=f"one of: {listed(integers)}")
+
+
+def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The range of a block that runs over all rows would need the smallest value of other shards."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is None or orientation.block.m != "all":
+            continue
+        rule = RULES.get((orientation.quantize.scale or spec.scale).rule)
+        if rule is not None and rule.makes_zero:
+            label = source.value(("orientations", name, "block", "m"), "a block covers rows of all shards")
+            message = "zero points need the range of a block, and shards share only its amax"
+            yield source.find("LC340", message, label, help="write a number of rows")
+
+
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
@@ -181,6 +223,7 @@ CROSS_CHECKS = (
     tensor_level_is_needed,
     history_is_for_whole_tensors,
     shards_share_one_amax,
+    zero_points_need_whole_blocks,
 )
 
 # Asked of the recipe's element and scale, and of each orientation's own.
@@ -192,6 +235,7 @@ CHECKS = (
     parameters_fit_rule,
     scale_format_fits_rule,
     nan_survives,
+    zero_points_fit,
 )
 
 
@@ -282,7 +326,8 @@ def _misfit(
             "elements would be encoded with one multiplier and decoded with another",
             "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
         )
-    if self_consistent and "minimum" not in _reads(rule, "multiplier") and (fmt.is_f32 or fmt.magnitudes[0] == 0):
+    guarded = {"minimum", "where"} & _reads(rule, "multiplier")
+    if self_consistent and not guarded and (fmt.is_f32 or fmt.magnitudes[0] == 0):
         return (
             f"{rule.name} needs a scale format without a zero",
             f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",

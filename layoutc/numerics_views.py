@@ -50,7 +50,9 @@ def numerics_view(plan: Plan) -> View:
     kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
     return {
         "arithmetics": [_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()],
-        "decode_texts": [text for q in kinds.values() if (text := f"element * ({q.definition.decode})")],
+        "decode_texts": [
+            f"{'(element - zero)' if q.zero else 'element'} * ({q.definition.decode})" for q in kinds.values()
+        ],
         "constants": [constant for suffix, q in kinds.items() for constant in _constants(q, suffix)],
         "sources": [_source_view(source, layout, suffixes[source.name]) for source in layout.sources],
         "quantize": {"prologue": prologue},
@@ -70,9 +72,11 @@ def _suffixes(layout: Layout) -> dict[str, str]:
 def _arithmetic(quantization: Quantization, suffix: str) -> View:
     """Codecs and the scale rule of one quantization."""
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
-    arguments = "amax: Tensor" + (", tensor_amax: Tensor" if "tensor_amax" in used else "")
+    rule, zero = quantization.definition, quantization.zero
+    arguments = "lowest: Tensor, highest: Tensor" if "lowest" in used else "amax: Tensor"
+    arguments += ", tensor_amax: Tensor" if "tensor_amax" in used else ""
     arguments += ", input_max: float" if "input_max" in used else ""
-    rule = quantization.definition
+    made = "(scale as stored, zero point as stored, multiplier of the elements)"
     return {
         "suffix": suffix,
         "element": _codec(quantization.element, f"{prefix}ELEMENT", "nearest"),
@@ -80,7 +84,12 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
             **_codec(quantization.scale, f"{prefix}SCALE", quantization.rounding),
             "coded": not quantization.scale.is_f32,
         },
+        "zero": _codec(zero, f"{prefix}ZERO", "nearest") if zero else None,
         "rule": {
+            "returns": ", ".join(["Tensor"] * (3 if zero else 2)),
+            "results": "scale, zero, multiplier" if zero else "scale, multiplier",
+            "made": made if zero else "(scale as stored, multiplier of the elements)",
+            "from": "range" if "lowest" in used else "amax",
             "arguments": arguments,
             "summary": rule.summary[0].upper() + rule.summary[1:],
             "steps": rule_text.steps(quantization, suffix),
@@ -126,7 +135,9 @@ def _constants(quantization: Quantization, suffix: str) -> list[View]:
     def add(name: str, value: str, doc: str = "") -> None:
         found.append({"name": prefix + name, "value": value, "doc": doc})
 
-    for fmt, kind, rounding in ((element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)):
+    kinds = [(element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)]
+    kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero else []
+    for fmt, kind, rounding in kinds:
         if fmt.is_f32:
             continue
         native = fmt.torch is not None and rounding == "nearest"
@@ -138,7 +149,10 @@ def _constants(quantization: Quantization, suffix: str) -> list[View]:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
     power = 2.0 ** math.floor(math.log2(element.max))
+    lowest = math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max
     inverse = {
+        "ELEMENT_MIN": (lowest, ""),
+        "INVERSE_ELEMENT_SPAN": (f32(1 / (element.max - lowest)), f"fp32(1 / {element.max - lowest:g})"),
         "INVERSE_ELEMENT_MAX": (f32(1 / element.max), f"fp32(1 / {element.max:g})"),
         "INVERSE_ELEMENT_POWER": (1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"),
         "INVERSE_RANGE": (f32(1 / (element.max * scale.max)), f"fp32(1 / ({element.max:g} * {scale.max:g}))"),
@@ -180,21 +194,24 @@ def _source_view(source: Source, layout: Layout, suffix: str) -> View:
     block, data, scale = source.quantization.block, source.data.name, source.scale.name
     used = rule_text.uses(source.quantization)
     extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
-    codes = f"encode{suffix}(from_blocks(blocks * multiplier[:, None, :, None], m, k))"
+    zero = source.zero.name if source.zero else None
+    results = "scale, zero, multiplier" if zero else "scale, multiplier"
+    values = "blocks * multiplier[:, None, :, None]"
+    values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
+    codes = f"encode{suffix}(from_blocks({values}, m, k))"
     if source.scale.is_scalar:
         lines = [f"scale, multiplier = scales{suffix}(amax{extra})"]
         codes = f"encode{suffix}(x * multiplier)"
     else:
         amax = "amax" if source.scale.per_m is None else "block_amax(blocks)"
-        lines = [
-            f"blocks = to_blocks(x, {block.m}, {block.k})",
-            f"scale, multiplier = scales{suffix}({amax}{extra})",
-        ]
+        amax = "*block_range(blocks)" if "lowest" in used else amax
+        lines = [f"blocks = to_blocks(x, {block.m}, {block.k})", f"{results} = scales{suffix}({amax}{extra})"]
     if codes_per_group(source.data.bits) > 1:
         codes = f"pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
     condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
-    return {"condition": condition, "quantize": [*lines, f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']}
+    lines += [f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']
+    return {"condition": condition, "quantize": [*lines, *([f'planes["{zero}"] = zero'] if zero else [])]}
 
 
 def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
@@ -206,10 +223,13 @@ def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
         if codes_per_group(source.data.bits) > 1:
             codes = f"unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
         factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]', suffix)
-        body = [
-            f"factor = {factor}",
-            f"return decode{suffix}({codes}) * per_element(factor, {block.m}, {block.k}, m, k)",
-        ]
+        spread = f"{block.m}, {block.k}, m, k"
+        body = [f"factor = {factor}", f"return decode{suffix}({codes}) * per_element(factor, {spread})"]
+        if source.zero:
+            body[1:] = [
+                f'zero = decode_zero{suffix}(planes["{source.zero.name}"])',
+                f"return (decode{suffix}({codes}) - per_element(zero, {spread})) * per_element(factor, {spread})",
+            ]
         if len(layout.sources) == 1:
             return body
         test = f'orientation == "{served[0]}"' if len(served) == 1 else f"orientation in {tuple(served)}"

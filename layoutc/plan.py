@@ -111,7 +111,7 @@ class Plan:
 def derive(layout: Layout) -> Plan:
     """A layout -> its plan. Raises nothing: every layout has a plan."""
     shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
-    columns = lcm(*(plane.column_multiple for source in layout.sources for plane in (source.data, source.scale)))
+    columns = lcm(*(plane.column_multiple for source in layout.sources for plane in source.planes))
     forward = _gather(layout, "forward", ("rowwise",))
     serves = ("columnwise",) if "columnwise" in layout.orientations else ("rowwise",)
     backward = _gather(layout, "backward", serves)
@@ -134,7 +134,7 @@ def _gather(layout: Layout, name: PassName, wanted: tuple[str, ...]) -> Gather:
     planes: list[Plane] = []
     for orientation in wanted:
         source = layout.source(orientation)
-        planes += [p for p in (source.data, source.scale) if p.per_m is not None and p not in planes]
+        planes += [p for p in source.planes if p.per_m is not None and p not in planes]
     held = {source.name for source in layout.sources if source.data in planes}
     serves = tuple(orientation for orientation, source_name in layout.source_of if source_name in held)
     return Gather(name, tuple(planes), serves)
@@ -226,7 +226,7 @@ def layout_id(layout: Layout) -> str:
             {
                 "quantization": _quantization_facts(source),
                 "rule": _program(source),
-                "planes": [[plane.kind, plane.per_m, plane.per_k, plane.bits] for plane in (source.data, source.scale)],
+                "planes": [[plane.kind, plane.per_m, plane.per_k, plane.bits] for plane in source.planes],
             }
             for source in layout.sources
         ],
@@ -253,6 +253,7 @@ def _quantization_facts(source: Source) -> dict[str, object]:
     return {
         "element": _bits(quantization.element),
         "scale": _bits(quantization.scale),
+        **({"zero": _bits(quantization.zero)} if quantization.zero else {}),
         "rounding": quantization.rounding,
         "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
         "block": [quantization.block.m, quantization.block.k],

@@ -1,4 +1,5 @@
-"""Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object a line).
+"""Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object a line),
+sarif (one log).
 
 Pure functions from values to strings; where the strings go is the command line's business.
 """
@@ -34,11 +35,15 @@ def render(diagnostics: Iterable[Diagnostic], form: str, color: bool = False) ->
     paint = ansi if color else plain
     if form == "full":
         return "".join(full(item, paint) + "\n" for item in diagnostics)
+    if form == "sarif":
+        from layoutc.sarif import sarif
+
+        return sarif(diagnostics)
     one = {"concise": concise, "github": github, "json": as_json}[form]
     return "".join(one(item) + "\n" for item in diagnostics)
 
 
-FORMS = ("full", "concise", "github", "json")
+FORMS = ("full", "concise", "github", "json", "sarif")
 
 
 def full(item: Diagnostic, paint: Paint = plain) -> str:

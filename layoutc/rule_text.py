@@ -21,6 +21,8 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     """How each constant of a rule is spelled in generated code."""
     parameters, prefix = dict(quantization.parameters), prefix_of(suffix)
     own = (
+        "element_min",
+        "inverse_element_span",
         "element_max",
         "inverse_element_max",
         "inverse_element_power",
@@ -77,6 +79,10 @@ def expression(text: str, quantization: Quantization, known: Mapping[str, str], 
                 return f"encode_scale{suffix}({arguments[0]})" if coded else arguments[0]
             case "from_scale":
                 return f"decode_scale{suffix}({arguments[0]})" if coded else arguments[0]
+            case "to_zero":
+                return f"encode_zero{suffix}({arguments[0]})"
+            case "maximum":
+                return f"{arguments[0]}.clamp(min={arguments[1]})"
             case "minimum":
                 first = node.args[0]
                 plain = not isinstance(first, ast.BinOp) or isinstance(

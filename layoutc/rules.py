@@ -8,21 +8,6 @@ from pathlib import Path
 
 import yaml
 
-INPUTS = frozenset({"amax", "tensor_amax"})
-CONSTANTS = frozenset(
-    {
-        "element_max",
-        "inverse_element_max",
-        "inverse_element_power",
-        "scale_max",
-        "inverse_range",
-        "inverse_margin",
-        "f32_max",
-        "input_max",
-    }
-)
-FUNCTIONS = frozenset({"minimum", "where", "isinf", "isnan", "floor_power_of_two", "to_scale", "from_scale"})
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -58,6 +43,11 @@ class Rule:
     def needs_tensor_amax(self) -> bool:
         """True when the rule reads the amax of the whole weight, which shards must then share."""
         return any("tensor_amax" in names(step.expression) for step in self.steps)
+
+    @property
+    def makes_zero(self) -> bool:
+        """True when the rule gives each block a zero point beside its scale."""
+        return any(step.name == "zero" for step in self.steps)
 
     def active_steps(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
         """The steps that these parameters leave in."""

@@ -77,6 +77,7 @@ class Scale(_Model):
     round: Literal["nearest", "up", "down"] = Field(
         default="nearest", description="how a scale is rounded into its format"
     )
+    zero: str | None = Field(default=None, description="format of the zero points, for a rule that makes them")
     history: History | None = Field(
         default=None, description="take the amax from earlier steps (whole-tensor scales only)"
     )

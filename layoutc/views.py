@@ -95,7 +95,7 @@ def _plane_view(plane: Plane, plan: Plan, sizes: Sizes) -> View:
         )
     else:
         shape = "(1,)" if plane.is_scalar else f"({rows}, {columns})"
-        source = next(s for s in plan.layout.sources if plane in (s.data, s.scale))
+        source = next(s for s in plan.layout.sources if plane in s.planes)
         doc = _plane_doc(plane, source)
     codes = 1 if plane.per_k is None else plane.per_k * 8 / min(plane.bits, 8)
     return {
@@ -121,6 +121,9 @@ def _plane_doc(plane: Plane, source: Source) -> str:
             if not plane.is_scalar
             else "the scale"
         )
+    if plane.kind == "zero":
+        assert quantization.zero is not None
+        return f"{quantization.zero.name} zero point of each {block_text(source)} block"
     group = codes_per_group(plane.bits)
     if group == 1:
         return f"{quantization.element.name} codes"
@@ -151,7 +154,7 @@ def _each_plane(plan: Plan, planes: list[View], held: str, key: str, result: str
     lines = [f"{result} = {{{shared}}}"]
     for source in plan.layout.sources:
         lines.append(f'if "{source.data.name}" in {held}:')
-        lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (source.data.name, source.scale.name)]
+        lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
     return [*lines, f"return {result}"]
 
 
@@ -215,7 +218,7 @@ def _amax_buffer(layout: Layout) -> list[View]:
 
 def _orientation_view(name: str, layout: Layout, sizes: Sizes) -> View:
     source = layout.source(name)
-    names = (source.data.name, source.scale.name) + (("amax",) if _amax_buffer(layout) else ())
+    names = tuple(plane.name for plane in source.planes) + (("amax",) if _amax_buffer(layout) else ())
     buffers = [_buffer_view(buffer, sizes) for buffer in layout.buffers if buffer.orientation == name]
     return {"name": name, "planes": names, "buffers": buffers}
 

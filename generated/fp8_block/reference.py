@@ -5,6 +5,8 @@
 E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -70,7 +72,7 @@ def quantize_reference(
     return planes
 
 
-def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
+def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
     """Planes -> (m, k) fp32 values of an orientation.
 
     element * (from_scale(scale))
@@ -79,7 +81,7 @@ def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation:
     return decode(planes["rowwise_data"]) * per_element(factor, 128, 128, m, k)
 
 
-def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:

@@ -2,7 +2,7 @@
 # Layout id 09c0d85eeed1: changes when stored bytes or arithmetic change, and only then.
 """FP8BlockTensor: a weight in fp8_block, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,14 +83,15 @@ class FP8BlockTensor(QuantizedTensor):
     def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
-    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
         return dequantize_reference(planes, *self._matrix, orientation)
 
-    def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(self._planes, r0, r1, c0, c1)
+    @staticmethod
+    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+        return cut(planes, r0, r1, c0, c1)
 
     @staticmethod
-    def _join(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
 
 

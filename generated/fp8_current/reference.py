@@ -5,6 +5,8 @@
 E4M3 weights under one FP32 scale, taken from the weight's own amax.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ def quantize_reference(
     return planes
 
 
-def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
+def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
     """Planes -> (m, k) fp32 values of an orientation.
 
     element * (from_scale(scale))
@@ -66,7 +68,7 @@ def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation:
     return decode(planes["rowwise_data"]) * per_element(factor, None, None, m, k)
 
 
-def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:

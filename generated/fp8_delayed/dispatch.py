@@ -12,6 +12,8 @@ copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
 Views that would not be exact are refused; other operators run on a dequantized copy, which layoutc.strict() refuses.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from layoutc.runtime import shaping
 aten = torch.ops.aten
 
 
-def cut(planes: dict[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+def cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
     """Views of the planes for rows r0..r1 (any) and columns c0..c1 (any)."""
     return {
         "rowwise_data": planes["rowwise_data"][r0:r1, c0:c1],
@@ -30,7 +32,7 @@ def cut(planes: dict[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[s
     }
 
 
-def join(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Planes of pieces that follow one another along the rows. What all pieces share is taken from the first."""
     return {
         "rowwise_data": torch.cat([piece["rowwise_data"] for piece in pieces]),

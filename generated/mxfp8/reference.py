@@ -5,6 +5,8 @@
 E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -92,7 +94,7 @@ def quantize_reference(
     return planes
 
 
-def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
+def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
     """Planes -> (m, k) fp32 values of an orientation.
 
     element * (from_scale(scale))
@@ -106,7 +108,7 @@ def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation:
     raise ValueError(f"no orientation {orientation}")
 
 
-def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:

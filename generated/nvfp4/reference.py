@@ -5,6 +5,8 @@
 E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -122,7 +124,7 @@ def quantize_reference(
     return planes
 
 
-def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
+def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
     """Planes -> (m, k) fp32 values of an orientation.
 
     element * (from_scale(scale) * tensor_amax * inverse_range)
@@ -131,7 +133,7 @@ def dequantize_reference(planes: dict[str, Tensor], m: int, k: int, orientation:
     return decode(unpack(planes["rowwise_data"], 4, low_first=True)) * per_element(factor, 16, 16, m, k)
 
 
-def lay_out(planes: dict[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them."""
     buffers = {}
     if "rowwise" in orientations:

@@ -2,7 +2,7 @@
 # Layout id 7356aee3b36b: changes when stored bytes or arithmetic change, and only then.
 """NVFP4Tensor: a weight in nvfp4, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -89,14 +89,15 @@ class NVFP4Tensor(QuantizedTensor):
         """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
         return tensor_amax(x)
 
-    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
         return dequantize_reference(planes, *self._matrix, orientation)
 
-    def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(self._planes, r0, r1, c0, c1)
+    @staticmethod
+    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+        return cut(planes, r0, r1, c0, c1)
 
     @staticmethod
-    def _join(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
 
 

@@ -15,16 +15,25 @@ from layoutc.runtime.tensor import QuantizedTensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reduce_max(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduce_max(values: Tensor, group: dist.ProcessGroup | None, tag: int | None = None) -> Tensor:
     """The largest of each entry over a group; NaN wins. fp32 magnitudes, any shape.
 
     Reduced as int32: magnitudes order as their bits do, with NaN above inf, while a floating-point MAX may drop NaN.
+    `tag` says what is reduced: raises LayoutError, on all ranks alike, where ranks reduce different things at once.
     """
     if group is None or group.size() == 1:
         return values
-    bits = values.contiguous().view(torch.int32).clone()
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32)
+    bits = values.contiguous().view(torch.int32)
+    packed = bits.reshape(-1)
+    if tag is not None:
+        packed = torch.cat([packed, packed.new_tensor([tag, -tag])])
+    # CPU-offloaded shards are reduced where the group's backend can.
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else packed.device
+    packed = packed.to(device, copy=True)
+    dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
+    if tag is not None and packed[-2:].tolist() != [tag, -tag]:
+        raise LayoutError("ranks quantize different weights at the same time: write sharded weights in the same order")
+    return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
 
 
 def quantize(
@@ -35,13 +44,14 @@ def quantize(
     amax: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: QuantizedTensor | None = None,
-    dtype: torch.dtype | None = None,
+    restart: bool = False,
+    tag: int | None = None,
 ) -> QuantizedTensor:
     """High precision to quantized; the body of every generated `quantize`.
 
     x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
-    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten. Raises ValueError,
-    TypeError.
+    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten. restart: forget its
+    history of amaxes. tag: see reduce_max. Raises ValueError, TypeError.
     """
     layout = cls.LAYOUT
     if x.dtype not in FLOATS:
@@ -60,32 +70,50 @@ def quantize(
         shared: Tensor | None = None
         extra: dict[str, Tensor] = {}
         if layout.shares_amax:
-            current = reduce_max(cls._shared_amax(matrix), group) if amax is None else _given(cls, amax, matrix)
-            shared, extra = _with_history(layout, current, out)
+            current = reduce_max(cls._shared_amax(matrix), group, tag) if amax is None else _given(cls, amax, matrix)
+            before = None if out is None or restart else out._planes.get("amax")
+            shared, extra = _with_history(layout, current, before)
         planes = cls._quantize_matrix(matrix, shared, orientations) | extra
         if out is None:
-            return cls(planes, x.shape, dtype or x.dtype, matrix=(m, k), orientations=tuple(orientations))
+            return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
         for name, plane in out._planes.items():
             plane.copy_(planes[name])
+        torch.autograd.graph.increment_version(out)  # what autograd saved of it is stale now
     return out
 
 
-def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
-    """Overwrites a quantized tensor with new values, whatever view of (m, k) it is."""
-    return quantize(type(target), x, out=target, group=group)
+def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:
+    """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew."""
+    quantize(type(target), x, out=target, group=group, restart=True, tag=tag if group is not None else None)
 
 
-def _with_history(layout: Layout, current: Tensor, out: QuantizedTensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
+    """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device."""
+    from layoutc.runtime import fsdp
+
+    new = target._with_planes(
+        {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
+    )
+    requantize_(new, x, *fsdp.amax_group(target))
+    return new
+
+
+def _with_history(layout: Layout, current: Tensor, before: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The amax that decides the scale, and the `amax` plane to store, if the recipe has one.
 
-    With a history the scale follows earlier amaxes, and the current one is put in front; an empty history starts with
-    it.
+    With a history the scale follows earlier amaxes, and the current one is put in front; an empty one starts with it.
     """
     if not layout.history:
         return current, {"amax": current} if "amax" in layout.stored else {}
-    before = current.new_zeros(layout.history) if out is None else out._planes["amax"]
+    if before is None:
+        before = current.new_zeros(layout.history)
+    return _picked(layout, current, before), {"amax": torch.cat([current, before[:-1]])}
+
+
+def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
+    """Which amax decides, of the current one and those before it, latest first."""
     earlier = before.max().reshape(1) if layout.pick == "max" else before[:1]
-    return torch.where(earlier == 0, current, earlier), {"amax": torch.cat([current, before[:-1]])}
+    return torch.where(earlier == 0, current, earlier)
 
 
 def _given(cls: type[QuantizedTensor], amax: Tensor, matrix: Tensor) -> Tensor:
@@ -100,6 +128,8 @@ def _given(cls: type[QuantizedTensor], amax: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(orientations, str):
+        orientations = (orientations,)
     chosen = tuple(orientations) if orientations is not None else layout.orientations
     unknown = [name for name in chosen if name not in layout.orientations]
     if unknown or not chosen:
@@ -134,8 +164,7 @@ def deciding(tensor: QuantizedTensor) -> Tensor | None:
     stored = tensor._planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
-    earlier = stored[1:].max().reshape(1) if tensor.LAYOUT.pick == "max" else stored[1:2]
-    return torch.where(earlier == 0, stored[:1], earlier)
+    return _picked(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
 
 
 def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dict[str, Tensor]:

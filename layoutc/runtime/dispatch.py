@@ -171,10 +171,17 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """zero_: every byte, in place, but what a part shares with other rows; dequantizes to exact zeros."""
+    """zero_: as quantizing zeros; of a part, every byte but what it shares with other rows. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
+    if not tensor._is_part and not tensor._transposed and not tensor.is_meta:
+        from layoutc.runtime import amax
+
+        zeros = torch.zeros(tensor.shape, device=tensor.device)
+        shared = type(tensor)._shared_amax(zeros.view(tensor._matrix)) if tensor.LAYOUT.shares_amax else None
+        amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
+        return tensor
     for name, plane in tensor._planes.items():
-        if not (tensor._is_part and tensor.LAYOUT.stored[name].rows_per_value is None):
+        if name not in tensor.LAYOUT.shared:
             plane.zero_()
     return tensor
 
@@ -210,8 +217,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
     from layoutc.runtime import amax, fsdp
 
-    group = fsdp.amax_group(target) if target.LAYOUT.shares_amax else None
-    amax.requantize_(target, source.to(target.device), group)
+    amax.requantize_(target, source.to(target.device), *fsdp.amax_group(target))
     return target
 
 
@@ -233,7 +239,7 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
 def _check_shared(target: QuantizedTensor, source: QuantizedTensor) -> None:
     """A part may take the planes of a tensor that shares the same scale, not overwrite what other rows mean."""
     for name, plane in target._planes.items():
-        if target.LAYOUT.stored[name].rows_per_value is None and not torch.equal(plane, source._planes[name]):
+        if name in target.LAYOUT.shared and not torch.equal(plane, source._planes[name]):
             raise LayoutError(
                 f"copy_: {target._label()} is a part of a weight whose {name} covers all rows, and the source has "
                 "another; copy into the whole weight"
@@ -263,21 +269,24 @@ def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) 
 
 # ------------------------------------------------------------------------------------------------------------- the rest
 def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operators without a handler: views are refused, the rest runs on dequantized copies; written ones are
-    requantized."""
+    """Operators without a handler.
+
+    Composite ones (all that inference mode hands over whole: linear, matmul, reshape, chunk) are taken apart, and their
+    parts handled. Views are refused; the rest runs on dequantized copies, and what is written is requantized.
+    """
+    if func._can_decompose():
+        taken_apart = func.decompose(*args, **kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
+    schema = func._schema
+    label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
+    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
+        raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
+    strict.note(str(func), label)
 
     def plain(value: Any) -> Any:
         return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
-    schema = func._schema
-    found = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))
-    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
-        raise UnsupportedOperator(f"{func}: no exact view of {found._label()}; for a copy, call .dequantize() first")
-    label = next(
-        (a._label() for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor)),
-        "a weight",
-    )
-    strict.note(str(func), label)
     plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
     result = func(*plain_args, **plain_kwargs)
     if not schema.is_mutable:

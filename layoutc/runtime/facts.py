@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -97,6 +98,11 @@ class Layout:
     def orientations(self) -> tuple[str, ...]:
         """Orientations of the recipe, rowwise first."""
         return tuple(self.sources)
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
+        return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
         """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""

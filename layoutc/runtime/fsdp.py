@@ -11,13 +11,14 @@ padded shard's shape; packed codes and scales never have, and the other ranks wo
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,14 @@ from layoutc.runtime.facts import PassName
 from layoutc.runtime.tensor import QuantizedTensor
 
 
-class Sharding(NamedTuple):
-    """Where FSDP2 keeps a shard: weak references to its FSDPParam and FSDPParamGroup."""
+@dataclass
+class Sharding:
+    """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup."""
 
+    local: weakref.ref[QuantizedTensor]
     param: Any
     group: Any
+    keeps: bool | None = None  # stays gathered after forward; decided at the first gather
 
 
 @dataclass
@@ -56,20 +60,25 @@ class Gathering:
         return prod(self.shape[:-1]), self.shape[-1]
 
 
-_shardings: Any = WeakTensorKeyDictionary()
-_modes: Any = WeakTensorKeyDictionary()
+_shardings: dict[int, Sharding] = {}  # by the id of the dict of planes, which a shard and all its aliases share
 _copies: Any = WeakTensorKeyDictionary()
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
 def find(shard: QuantizedTensor) -> Sharding | None:
-    """Where FSDP2 keeps this very tensor as a shard, or None."""
+    """Where FSDP2 keeps this tensor, or the one that it is an alias of, as a shard; None where it does not."""
     shard = _copies.get(shard, shard)
-    known: Sharding | None = _shardings.get(shard)
-    if known is None:
+    known = _look_up(shard)
+    if known is None and dist.is_available() and dist.is_initialized():
         _scan()
-        known = _shardings.get(shard)
+        known = _look_up(shard)
     return known
+
+
+def _look_up(shard: QuantizedTensor) -> Sharding | None:
+    known = _shardings.get(id(shard._planes))
+    local = known.local() if known else None
+    return known if local is not None and local._planes is shard._planes else None
 
 
 def _scan() -> None:
@@ -83,26 +92,29 @@ def _scan() -> None:
         for group in groups:
             for param in group.fsdp_params:
                 local = getattr(param.sharded_param, "_local_tensor", None)
-                if isinstance(local, QuantizedTensor):
-                    _shardings[local] = Sharding(weakref.ref(param), weakref.ref(group))
+                if isinstance(local, QuantizedTensor) and _look_up(local) is None:
+                    _shardings[id(local._planes)] = Sharding(weakref.ref(local), weakref.ref(param), weakref.ref(group))
 
 
 def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
     """CPU offload gathers from a copy of the shard on the device; the copy then answers for the shard."""
-    if copy.device != shard.device and dist.is_initialized() and find(shard) is not None:
+    if copy.device != shard.device and find(shard) is not None:
         _copies[copy] = _copies.get(shard, shard)
 
 
-def amax_group(shard: QuantizedTensor) -> dist.ProcessGroup | None:
-    """The process group over which FSDP2 shards this tensor; None when it does not."""
-    known = find(shard) if dist.is_initialized() else None
+def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
+    """The process group over which FSDP2 shards this tensor, or None; and a number that stands for the parameter."""
+    known = find(shard) if shard.LAYOUT.shares_amax else None
     param = known.param() if known else None
-    return getattr(param.mesh_info, "shard_process_group", None) if param is not None else None
+    if param is None:
+        return None, 0
+    name = f"{getattr(param, '_param_fqn', None) or shard._name} {tuple(param._orig_size)}"
+    return getattr(param.mesh_info, "shard_process_group", None), zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
 def parameter_name(shard: QuantizedTensor) -> str | None:
     """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
-    known = find(shard) if dist.is_initialized() else None
+    known = find(shard)
     param = known.param() if known else None
     return getattr(param, "_param_fqn", None) or shard._name
 
@@ -125,24 +137,23 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
             )
         shape = tuple(param._orig_size)
         rows = prod(param.padded_sharded_param_size[:-1])
-        which = _pass(shard, group)
+        which = _pass(known, group)
     missing = [name for name in shard.LAYOUT.travels[which] if name not in shard._planes]
     if missing:
         raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
-    shared = {name: plane for name, plane in shard._planes.items() if shard.LAYOUT.stored[name].rows_per_value is None}
+    # Copies: a weight that is still gathered when the shard is requantized keeps the scale of the codes that it holds.
+    shared = {name: plane.clone() for name, plane in shard._planes.items() if name in shard.LAYOUT.shared}
     return Gathering(which, world, rows, shape, shared, slots=_slots(shard, which, rows))
 
 
-def _pass(shard: QuantizedTensor, group: Any) -> PassName:
+def _pass(known: Sharding, group: Any) -> PassName:
     """The pass that gathers now. A weight that stays gathered after forward gets what both passes need, from the start.
 
     FSDP2 allocates a parameter's gather outputs once, so the choice between the two modes holds for the shard's life.
     """
-    home = _copies.get(shard, shard)
-    keeps = _modes.get(home)
-    if keeps is None:
-        keeps = _modes[home] = not group._reshard_after_forward
-    if keeps:
+    if known.keeps is None:
+        known.keeps = not group._reshard_after_forward
+    if known.keeps:
         return "both"
     return "backward" if group._training_state.name == "PRE_BACKWARD" else "forward"
 
@@ -239,7 +250,7 @@ def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], dev
     planes = {}
     for name in layout.sources[orientation]:
         plane = shard._planes[name].to(device)
-        if layout.stored[name].rows_per_value is not None:
+        if name not in layout.shared:
             sent = wire(plane, sizes[name].shape[0])
             received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
             dist.all_gather_into_tensor(received, sent, group=group)

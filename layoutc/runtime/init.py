@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch.distributed.tensor import DTensor
 
-from layoutc.runtime.amax import quantize
+from layoutc.runtime.amax import FLOATS, quantize
 from layoutc.runtime.tensor import QuantizedTensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -24,27 +24,48 @@ def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = No
 
     recipe: a name in layoutc.recipes, or a generated module. filter_fn(module, fully qualified name) chooses modules;
     default: every nn.Linear. Weights keep their dtype as the one that they dequantize to, their device, and ties among
-    chosen modules. Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the
-    recipe does not take a shape, or where a chosen weight is tied to one that is not chosen.
+    chosen modules. Call it before fully_shard.
+
+    Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
+    take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
+    chosen.
     """
+    return _quantize([model], recipe, filter_fn, None)
+
+
+def _quantize(
+    roots: list[nn.Module], recipe: Recipe, filter_fn: Filter | None, among: set[nn.Module] | None
+) -> list[str]:
+    """Quantizes the chosen modules of all roots as one; `among`: only of these."""
     cls = recipe_class(recipe)
-    chosen: list[tuple[nn.Module, str]] = []
-    for fqn, module in model.named_modules():
-        wanted = filter_fn(module, fqn) if filter_fn else isinstance(module, nn.Linear)
-        weight = getattr(module, "weight", None)
-        if wanted and isinstance(weight, nn.Parameter) and not isinstance(weight.data, QuantizedTensor):
-            name = f"{fqn}.weight" if fqn else "weight"
-            cls.LAYOUT.check_shape(tuple(weight.shape), name)
-            chosen.append((module, name))
-    _check_ties(model, chosen, cls)
+    chosen: dict[nn.Module, str] = {}
+    for root in roots:
+        for fqn, module in root.named_modules():
+            wanted = filter_fn(module, fqn) if filter_fn else isinstance(module, nn.Linear)
+            weight = getattr(module, "weight", None)
+            if not wanted or not isinstance(weight, nn.Parameter) or (among is not None and module not in among):
+                continue
+            if not isinstance(weight.data, QuantizedTensor):
+                name = f"{fqn}.weight" if fqn else "weight"
+                _check_weight(cls, weight, name)
+                chosen.setdefault(module, name)
+    _check_ties(roots, chosen, cls)
     made: dict[Tensor, nn.Parameter] = {}
-    for module, name in chosen:
+    for module, name in chosen.items():
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         if weight not in made:
             made[weight] = nn.Parameter(_quantized(cls, weight, name), requires_grad=weight.requires_grad)
         module.weight = made[weight]
-    return [name for _, name in chosen]
+    return list(chosen.values())
+
+
+def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(f"{name} is sharded already: call quantize_ before fully_shard")
+    if weight.dtype not in FLOATS:
+        raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
+    cls.LAYOUT.check_shape(tuple(weight.shape), name)
 
 
 @contextmanager
@@ -55,29 +76,20 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterat
     On the meta device nothing is allocated. After an exception nothing is quantized.
     """
     recipe_class(recipe)
-    seen: dict[nn.Module, None] = {}
-    children: set[nn.Module] = set()
+    built: dict[nn.Module, None] = {}
+    original = nn.Module.__init__
 
-    def on_parameter(module: nn.Module, name: str, param: Any) -> None:
-        seen[module] = None
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        built[self] = None
 
-    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        seen[module] = None
-        if child is not None:
-            children.add(child)
-
-    handles: list[Any] = [
-        torch_module.register_module_parameter_registration_hook(on_parameter),
-        torch_module.register_module_module_registration_hook(on_module),
-    ]
+    nn.Module.__init__ = recorded  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-    for root in seen:
-        if root not in children:
-            quantize_(root, recipe, filter_fn=filter_fn)
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+    children = {child for module in built for child in module.children()}
+    _quantize([module for module in built if module not in children], recipe, filter_fn, set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
@@ -101,13 +113,12 @@ def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> Quantiz
     return tensor
 
 
-def _check_ties(model: nn.Module, chosen: list[tuple[nn.Module, str]], cls: type[QuantizedTensor]) -> None:
+def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:
     """A weight used by a module that is not chosen must stay plain, so choosing it elsewhere is an error."""
-    names = dict(chosen)
-    weights = {module.weight: name for module, name in chosen}
-    for fqn, module in model.named_modules():
+    weights = {module.weight: name for module, name in chosen.items()}
+    for fqn, module in (pair for root in roots for pair in root.named_modules()):
         for key, param in module.named_parameters(recurse=False):
-            if param in weights and not (module in names and key == "weight"):
+            if param in weights and not (module in chosen and key == "weight"):
                 raise ValueError(
                     f"{weights[param]} is tied to {fqn}.{key}, which filter_fn does not choose: quantizing it in "
                     f"{cls.LAYOUT.name} would untie them or dequantize it at each use; leave {weights[param]} out with "

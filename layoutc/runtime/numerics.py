@@ -119,6 +119,11 @@ def block_amax(blocks: Tensor) -> Tensor:
     return blocks.abs().amax(dim=(1, 3))
 
 
+def block_range(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each block, each (m blocks, k blocks). NaN propagates."""
+    return blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
+
+
 def column_amax(x: Tensor, block_k: int) -> Tensor:
     """Largest magnitude of each block of `block_k` columns over all rows, fp32, (1, k blocks). NaN propagates."""
     columns = x.abs().amax(dim=0).float() if x.shape[0] else torch.zeros(x.shape[1], device=x.device)

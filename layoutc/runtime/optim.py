@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,8 +20,12 @@ class MasterWeights(torch.optim.Optimizer):
     """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the result back.
 
     Quantized parameters are requantized from their masters, with one amax collective a step for each process group,
-    whatever the number of parameters; bf16 and fp16 parameters are rounded; fp32 parameters are their own masters.
-    Parameters may be DTensors (FSDP2) or plain. Masters start as the dequantized weights.
+    whatever the number of parameters; bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A
+    parameter without a gradient is left as it is, byte for byte, and one that does not require a gradient has no
+    master. Parameters may be DTensors (FSDP2) or plain.
+
+    A master starts as the dequantized weight. Weights that somebody else has written since the last step (a checkpoint,
+    an initializer) become the masters at the next one; masters loaded by `load_state_dict` win over them once.
 
     `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
@@ -33,8 +38,11 @@ class MasterWeights(torch.optim.Optimizer):
         groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
         for group in groups:
             members = group["params"]
-            group["params"] = [members] if isinstance(members, Tensor) else list(members)
+            members = [members] if isinstance(members, Tensor) else list(members)
+            group["params"] = [m[1] if isinstance(m, tuple) else m for m in members]  # named_parameters()
         self._masters: dict[Tensor, Tensor] = {p: _master(p) for group in groups for p in group["params"]}
+        self._written: dict[Tensor, Any] = {p: _stamp(p) for p in self._masters}
+        self._loaded = False
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
         super().__init__(groups, self.inner.defaults)
@@ -45,68 +53,98 @@ class MasterWeights(torch.optim.Optimizer):
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
             self._masters.update({p: _master(p) for p in added["params"]})
+            self._written.update({p: _stamp(p) for p in added["params"]})
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer on the masters, then every parameter from its master.
+        """One step of the inner optimizer on the masters, then every parameter that has a gradient from its master.
 
-        Collective: every rank steps with the same parameters. With a learning rate of 0 in all groups nothing is
-        written.
+        Collective: every rank steps with the same parameters. Parameters of a group whose learning rate is 0 are not
+        written. A closure is called once, before the step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._push_options()
+        self._refresh_masters()
         for param, master in self._masters.items():
             if master is not param:
                 master.grad = None if param.grad is None else param.grad.to(torch.float32)
-        self.inner.step()
-        self._collect_state()
-        if any(bool(group.get("lr", 1)) for group in self.param_groups):
+        try:
+            _inner_step(self.inner, loss)
+            self._collect_state()
             self._write_back()
-        for param, master in self._masters.items():
-            if master is not param:
-                master.grad = None
+        finally:
+            for param, master in self._masters.items():
+                if master is not param:
+                    master.grad = None
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores masters and the inner optimizer's state in fp32, as they were saved.
 
-        Parameters are not touched: they come from the model's own state. Raises ValueError when groups or parameters do
-        not match.
+        Parameters are not touched: they come from the model's own state. Everything is checked before anything is
+        changed: raises ValueError when groups or parameters do not match.
         """
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, this optimizer has {sizes[0]}")
+        found = []
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                state = state_dict["state"].get(key) or {}
+                _check_state(param, self._masters[param], state)
+                found.append((param, state))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                self._load_one(param, state_dict["state"].get(key))
+        self.state.clear()
+        for param, state in found:
+            self._load_one(param, state)
         self._push_options()
         self._collect_state()
+        self._loaded = True
 
-    def _load_one(self, param: Tensor, saved: dict[str, Any] | None) -> None:
-        if saved is None:
-            return
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
+        """A copy on the copied parameters, as torch.optim gives one."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            other.__dict__[name] = copy.deepcopy(value, memo)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything: Optimizer's own leaves out what it does not know."""
+        return dict(self.__dict__)
+
+    def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         master = self._masters[param]
-        if master is not param:
-            if "master" not in saved:
-                raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
+        if master is not param and "master" in saved:
             with torch.no_grad():
                 master.copy_(saved["master"])
-        state = self.inner.state[master]
-        for name, value in saved.items():
-            if name != "master":
-                held = state.get(name)
-                state[name] = held.copy_(value) if isinstance(held, Tensor) else _moved(value, master, name)
+        self.inner.state.pop(master, None)
+        values = {name: _moved(value, master, name) for name, value in saved.items() if name != "master"}
+        if values:
+            self.inner.state[master].update(values)
 
     def _push_options(self) -> None:
         """Learning rates and other options, which schedulers change on the outer groups, to the inner ones."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+
+    def _refresh_masters(self) -> None:
+        """Masters for parameters that have begun to train, and of weights that somebody else has written."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for position, param in enumerate(outer["params"]):
+                master = self._masters[param]
+                if master is param:
+                    if param.requires_grad and (made := _master(param)) is not param:
+                        self._masters[param] = inner["params"][position] = made
+                elif not self._loaded and self._written[param] != _stamp(param):
+                    _local(master).copy_(_values(_local(param)))
+        self._loaded = False
 
     def _collect_state(self) -> None:
         for param, master in self._masters.items():
@@ -119,8 +157,10 @@ class MasterWeights(torch.optim.Optimizer):
         """Parameters from masters; what shards must share is reduced for all parameters of a process group at once."""
         batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor]]] = defaultdict(list)
         groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        for param, master in self._masters.items():
-            if master is param:
+        moved = [p for group in self.param_groups if bool(group.get("lr", 1)) for p in group["params"]]
+        for param in moved:
+            master = self._masters[param]
+            if master is param or param.grad is None:
                 continue
             target, values = _local(param), _local(master)
             if not isinstance(target, QuantizedTensor):
@@ -132,6 +172,19 @@ class MasterWeights(torch.optim.Optimizer):
             batches[key].append((target, values))
         for key, batch in batches.items():
             requantize_batch_(batch, groups[key])
+        self._written = {param: _stamp(param) for param in self._masters}
+
+
+def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
+    """Optimizers that want a closure (LBFGS) evaluate it at new points, which masters can't offer: say so."""
+    try:
+        inner.step()
+    except TypeError as error:
+        if "closure" not in str(error):
+            raise
+        raise TypeError(
+            f"{type(inner).__name__} calls its closure at points of its own, where quantized weights are not made"
+        ) from error
 
 
 def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[dist.ProcessGroup]) -> None:
@@ -158,26 +211,46 @@ def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (
-        tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data if type(tensor) is nn.Parameter else tensor
-    )
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _values(local: Tensor) -> Tensor:
+    """fp32 values of a local parameter."""
+    plain = local.dequantize(torch.float32) if isinstance(local, QuantizedTensor) else local
+    return plain.detach().to(torch.float32)
+
+
+def _stamp(param: Tensor) -> Any:
+    """Changes whenever the parameter's bytes are written: identities and version counters of what holds them."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if isinstance(local, QuantizedTensor):
+        return tuple((id(plane), plane._version) for plane in local._planes.values())
+    return id(local), local._version
+
+
+def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
+    if master is param or not saved:
+        return
+    held = saved.get("master")
+    if held is None:
+        raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
+    if tuple(held.shape) != tuple(master.shape):
+        raise ValueError(f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(held.shape)}")
 
 
 def _master(param: Tensor) -> Tensor:
-    """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32 already."""
+    """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32, or does not train."""
     local = param._local_tensor if isinstance(param, DTensor) else param
-    if isinstance(local, QuantizedTensor):
-        values = local.dequantize(torch.float32).detach()
-    elif param.dtype in (torch.float32, torch.float64):
+    quantized = isinstance(local, QuantizedTensor)
+    if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
         return param
-    else:
-        values = local.detach().to(torch.float32, copy=True)
+    values = _values(local).clone()
     if not isinstance(param, DTensor):
-        return nn.Parameter(values, requires_grad=param.requires_grad)
+        return nn.Parameter(values)
     sharded = DTensor.from_local(
         values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+    return nn.Parameter(sharded)
 
 
 def _moved(value: Any, master: Tensor, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.pieces import CutPlanes
 from layoutc.runtime.sharding import check_alignment
 from layoutc.runtime.tensor import QuantizedTensor, dim_of
 from layoutc.runtime.windows import Window, bounds, matrix_for, window
@@ -28,9 +30,17 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 
 
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
-    planes = tensor._cut(found.r0, found.r1, found.c0, found.c1)
+    window = (found.r0, found.r1, found.c0, found.c1)
+    planes: MutableMapping[str, Tensor]
+    if tensor._home is not None:
+        planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
+    else:
+        planes = type(tensor)._cut(tensor._planes, *window)
     piece = tensor._with_planes(planes, found.shape, matrix=found.matrix)
-    piece._is_part = tensor.LAYOUT.shares_amax and not (tensor._is_new and found.r0 == 0)
+    piece._home = tensor._home
+    # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
+    tensor._is_new = tensor._is_new and found.r0 == 0
+    piece._is_part = tensor.LAYOUT.shares_amax and not tensor._is_new
     piece._is_new = False
     return piece
 
@@ -169,7 +179,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
     planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
     for name, plane in planes.items():
         # FSDP2 makes a rank's empty shard like this and copies nothing into it: what all shards share must come along.
-        if tensor.LAYOUT.stored[name].rows_per_value is None and plane.shape == tensor._planes[name].shape:
+        if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
             plane.copy_(tensor._planes[name])
     new: QuantizedTensor = type(tensor)(planes, size, dtype, matrix=matrix, orientations=tensor._orientations)
     new._name, new._is_new = tensor._name, True
@@ -184,7 +194,9 @@ def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     pin = bool(kwargs.get("pin_memory"))
     if dtype != tensor.dtype:
         return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=pin)
-    facts = tensor.LAYOUT.planes(*tensor._matrix)
-    return tensor._with_planes(
-        {n: torch.empty(facts[n].shape, dtype=facts[n].dtype, device=device, pin_memory=pin) for n in tensor._planes}
-    )
+    facts, planes = tensor.LAYOUT.planes(*tensor._matrix), {}
+    for name in tensor._planes:
+        # What all rows share decides later scales (a history of amaxes), so it is never left to chance.
+        make = torch.zeros if name in tensor.LAYOUT.shared else torch.empty
+        planes[name] = make(facts[name].shape, dtype=facts[name].dtype, device=device, pin_memory=pin)
+    return tensor._with_planes(planes)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime.errors import MissingOrientation
+from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.pieces import CutPlanes
 
 Handler = Callable[..., Any]
+_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -33,7 +35,7 @@ class QuantizedTensor(torch.Tensor):
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Handler]]
 
-    _planes: dict[str, Tensor]
+    _planes: MutableMapping[str, Tensor]
     _matrix: tuple[int, int]
     _orientations: tuple[str, ...]
     _transposed: bool
@@ -45,7 +47,7 @@ class QuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        planes: dict[str, Tensor],
+        planes: MutableMapping[str, Tensor],
         shape: Iterable[int],
         dtype: torch.dtype,
         *,
@@ -95,7 +97,7 @@ class QuantizedTensor(torch.Tensor):
 
     def _with_planes(
         self,
-        planes: dict[str, Tensor],
+        planes: MutableMapping[str, Tensor],
         shape: Iterable[int] | None = None,
         *,
         matrix: tuple[int, int] | None = None,
@@ -143,11 +145,15 @@ class QuantizedTensor(torch.Tensor):
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor of the outer shape, from rowwise where it is held, else columnwise.
+        """A plain tensor of the outer shape, from rowwise where it can be had, else columnwise.
 
-        Default: the outer dtype.
+        Default: the outer dtype. Raises TypeError for a dtype that is not floating point.
         """
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{self._label()} dequantizes to floating-point dtypes, not {dtype}")
         held = self.orientations
+        if self._home is not None:  # a gathered weight means the same in both passes
+            held = self.LAYOUT.orientations[:1]
         if not held:
             raise MissingOrientation(f"{self._label()} holds no orientation: {', '.join(self._planes) or 'no planes'}")
         return self._dequantize(held[0], dtype or self.dtype)
@@ -176,10 +182,13 @@ class QuantizedTensor(torch.Tensor):
                 f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
                 f"codes of its own in {self.LAYOUT.name}"
             )
+        if isinstance(self._planes, CutPlanes):
+            planes = fsdp.fetch(shard, orientation, self._planes.matrix, self.device)
+            return self._planes.cut(planes, *self._planes.window)
         return fsdp.fetch(shard, orientation, self._matrix, self.device)
 
     # Generated for each recipe:
-    def _matrix_values(self, planes: dict[str, Tensor], orientation: str) -> Tensor:
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
         """The fp32 (m, k) values of an orientation, from planes."""
         raise NotImplementedError
 
@@ -193,12 +202,13 @@ class QuantizedTensor(torch.Tensor):
         """What shards must agree on before they quantize, for recipes that share an amax."""
         raise NotImplementedError
 
-    def _cut(self, r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        """Views of the planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
+    @staticmethod
+    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
+        """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
         raise NotImplementedError
 
     @staticmethod
-    def _join(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Planes of pieces that follow one another along the rows."""
         raise NotImplementedError
 
@@ -214,6 +224,31 @@ class QuantizedTensor(torch.Tensor):
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, holds={held}, "
             f"bytes={nbytes}{grad})"
         )
+
+    @property
+    def data(self) -> Self:
+        """An alias that autograd does not follow.
+
+        Assigning replaces what the tensor holds, and its dtype: the planes of a tensor of the same recipe are taken
+        over, plain values are quantized. Raises ValueError for plain values of another shape, LayoutError for another
+        recipe.
+        """
+        with torch.no_grad():
+            return self._alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor):
+            from layoutc.runtime import amax
+
+            if tuple(value.shape) != tuple(self.shape):
+                raise ValueError(f"{self._label()} can't take plain values of shape {tuple(value.shape)}")
+            value = amax.replacement(self, value)
+        elif value.LAYOUT.layout_id != self.LAYOUT.layout_id:
+            raise LayoutError(f"{self._label()} can't take the planes of a tensor in {value.LAYOUT.name}")
+        _set_data(self, value)  # shape, dtype and device of the wrapper
+        self._planes, self._matrix = value._planes, value._matrix
+        self._orientations, self._transposed = value._orientations, value._transposed
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -59,12 +59,12 @@ def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
 def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] | None:
     """(m, k) of a new tensor of `size` in the same recipe; None where the recipe can't hold that size.
 
-    A size of one dim is a flattened weight with the tensor's own columns.
+    A size of one dim is a flattened weight with the tensor's own columns, asked of a flat tensor, or an empty one.
     """
     layout, k = tensor.LAYOUT, tensor._matrix[1]
-    if len(size) == 0 or (len(size) == 1 and (k == 0 or size[0] % k)):
+    if len(size) == 0 or (len(size) == 1 and size[0] and (tensor.dim() != 1 or k == 0 or size[0] % k)):
         return None
-    m, columns = (size[0] // k, k) if len(size) == 1 else (prod(size[:-1]), size[-1])
+    m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
     return (m, columns) if m % layout.multiple_m == 0 and columns % layout.multiple_k == 0 and columns > 0 else None
 
 

@@ -1,0 +1,265 @@
+"""The commands that show what a layout means and what became of it: show, breaking, and the proofs of check --explain.
+
+As in cli.py: arguments, streams and exit codes; nothing is decided here, and slow imports wait for their command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from layoutc.diagnostics import Diagnostic, has_errors, nearest, tidy
+from layoutc.renderers import FORMS
+
+if TYPE_CHECKING:
+    from layoutc.describe import Description
+    from layoutc.plan import Plan
+    from layoutc.proofs import Proof
+
+WIDTH = 120  # of a picture that no terminal limits
+MAP_BYTES = 2**20  # the largest index map that --json writes
+
+
+def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`4096x14336` -> (4096, 14336)."""
+    match = re.fullmatch(r"([1-9][0-9]{0,9})[xX]([1-9][0-9]{0,9})", value or "", re.ASCII)
+    if match is None and value is not None:
+        raise click.BadParameter(f"'{value}' is not a shape; write rows x columns, as in 4096x14336.", ctx, param)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _folder(words: str) -> Callable[[Command], Command]:
+    """Adds --specs."""
+    place = click.Path(path_type=Path)
+    return click.option("--specs", "folder", type=place, default=Path("specs"), show_default=True, help=words)
+
+
+@click.command()
+@click.argument("recipe", metavar="RECIPE|SPEC")
+@_folder("Where RECIPE is looked up.")
+@click.option(
+    "--shape",
+    callback=_shape,
+    metavar="MxK",
+    help="The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]",
+)
+@click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
+@click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
+def show(
+    recipe: str, folder: Path, shape: tuple[int, int] | None, world: int, picture: str | None, as_json: bool
+) -> None:
+    """Show what a spec means: buffers, alignment, what is gathered, what is exact.
+
+    \b
+    layoutc show mxfp8                                        the recipe of specs/mxfp8.yaml
+    layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
+    layoutc show nvfp4 --shape 144x64 --world 8               why it does not shard, and what would
+    layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
+    layoutc show mxfp8 --json | jq .passes                    for a machine
+    """
+    from layoutc import describe
+
+    path = _spec_of(recipe, folder)
+    plan = _plan(path)
+    names = [buffer.name for buffer in plan.layout.buffers]
+    if picture is not None and picture not in names:
+        meant = nearest(picture, names)
+        hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
+        raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
+    m, k = shape or describe.usual_shape(plan, world)
+    found = describe.problems(plan, m, k, world, str(path))
+    if found:
+        _report(found, "full")  # of which the short form would leave out what to do
+        sys.exit(1)
+    facts = describe.describe(plan, m, k, world)
+    if as_json:
+        _show_json(plan, facts, picture)
+    else:
+        _show_text(plan, facts, picture)
+
+
+def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
+    from layoutc import describe
+
+    data = describe.as_data(facts)
+    assert isinstance(data, dict)
+    if picture is not None:
+        nbytes = next(buffer.nbytes for buffer in facts.buffers if buffer.name == picture)
+        if nbytes > MAP_BYTES:
+            raise click.UsageError(
+                f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes; --json maps at most {MAP_BYTES:,}. "
+                "Give a smaller --shape."
+            )
+        data["index_map"] = describe.index_map(plan, picture, facts.m, facts.k)
+    click.echo(json.dumps(data))
+
+
+def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
+    """rich on a terminal; where the output is read by something else, text that is the same everywhere."""
+    from layoutc import show, tables
+
+    drawn, width = show.tables(facts), WIDTH
+    if sys.stdout.isatty():
+        import shutil
+
+        tables.print_rich(drawn)
+        width = shutil.get_terminal_size().columns
+    else:
+        click.echo(tables.plain(drawn), nl=False)
+    if picture is not None:
+        click.echo(
+            "".join("\n" + text for text in show.pictures(plan.layout, picture, facts.m, facts.k, width)), nl=False
+        )
+
+
+@click.command()
+@click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
+@_folder("The folder of specs, then and now.")
+@click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
+@click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
+def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> None:
+    """Find recipes whose bytes have changed since a git revision.
+
+    \b
+    layoutc breaking --against main                  the specs in specs/, against those of main
+    layoutc breaking --against v1.2 --specs mine
+    layoutc breaking --against HEAD~1 --json | jq '.[] | select(.status == "changed")'
+
+    Both sides are read by this version of layoutc. Exit code 1 when bytes changed, or a recipe is gone.
+    """
+    from layoutc import breaking, revisions
+    from layoutc.describe import as_data
+
+    if not folder.is_dir():
+        raise click.UsageError(f"{folder} is not a folder; name one with --specs")
+    try:
+        old_files = revisions.specs_at(revision, folder)
+    except revisions.RevisionError as error:
+        raise click.UsageError(str(error)) from error
+    paths: dict[str, str] = {}
+    found: list[Diagnostic] = []
+    before: dict[str, Plan] = {}
+    for file in old_files:
+        plan, problems = _read(file.content, str(folder / file.name))
+        if plan is None:
+            found.append(breaking.unreadable(str(folder / file.name), revision, problems))
+        else:
+            before[plan.layout.name] = plan
+            paths[plan.layout.name] = str(folder / file.name)
+    after: dict[str, Plan] = {}
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file()):
+        plan, problems = _read(_content(path), str(path))
+        found += [item for item in problems if plan is None]
+        if plan is not None:
+            after[plan.layout.name] = plan
+            paths[plan.layout.name] = str(path)
+    broken = {Path(item.path).stem for item in found}  # of these one side is unknown, which is said already
+    both = ({name: plan for name, plan in side.items() if name not in broken} for side in (before, after))
+    changes = breaking.compare(*both)
+    found = tidy([*found, *breaking.findings(changes, revision, paths)])
+    if as_json:
+        click.echo(json.dumps(as_data(changes)))
+    elif form not in _MACHINES:
+        for change in changes:
+            ids = change.after or change.before or ""
+            moved = f"{change.before} -> {change.after}" if change.status == "changed" else ids
+            click.echo(f"{change.status:10}{change.name}{f' -> {change.now}' if change.now else ''}  {moved}")
+    _report(found, form)
+    sys.exit(1 if has_errors(found) else 0)
+
+
+_MACHINES = ("github", "json", "sarif")
+
+
+def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
+    """Prints every proof about each sound spec, and returns findings for those that do not hold."""
+    from layoutc import proofs
+
+    found: list[Diagnostic] = []
+    for path in paths:
+        plan, _ = _read(_content(path), str(path))
+        if plan is None:
+            continue
+        shown = proofs.prove(plan)
+        found += proofs.failures(shown, str(path))
+        if form == "json":
+            click.echo(
+                "".join(json.dumps({"file": str(path), **_proof_data(proof)}) + "\n" for proof in shown), nl=False
+            )
+        elif form not in _MACHINES:
+            click.echo(f"{path}")
+            for proof in shown:
+                sign = "proved" if proof.holds else "FAILED"
+                click.echo(f"  {sign}  {proof.about}: {proof.statement}")
+                click.echo(
+                    f"          by: {proof.method}" + (f"; against it: {proof.counter}" if proof.counter else "")
+                )
+    return found
+
+
+def _proof_data(proof: Proof) -> dict[str, object]:
+    return {
+        "proof": proof.about,
+        "statement": proof.statement,
+        "method": proof.method,
+        "holds": proof.holds,
+        "counter": proof.counter or None,
+    }
+
+
+def _spec_of(recipe: str, folder: Path) -> Path:
+    """The spec that an argument names: a path, or the name of a recipe in the folder."""
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        if not path.is_file():
+            raise click.UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+        return path
+    known = {}
+    if folder.is_dir():
+        known = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".yaml", ".yml")}
+    if recipe in known:
+        return known[recipe]
+    meant = nearest(recipe, known)
+    recipes = f"It has {', '.join(known)}." if known else "It has none; name a spec, or a folder with --specs."
+    raise click.UsageError(f"{folder} has no recipe {recipe}. {f'Did you mean {meant}?' if meant else recipes}")
+
+
+def _plan(path: Path) -> Plan:
+    """The plan of a spec; its findings and exit code 1 where it has errors."""
+    plan, found = _read(_content(path), str(path))
+    if plan is None:
+        _report(found)
+        sys.exit(1)
+    return plan
+
+
+def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
+    from layoutc.layout import resolve
+    from layoutc.plan import derive
+    from layoutc.schema import read_spec_bytes
+
+    spec, found = read_spec_bytes(content, path)
+    return (None if spec is None else derive(resolve(spec))), found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+
+
+def _report(found: list[Diagnostic], form: str | None = None) -> None:
+    from layoutc import cli
+
+    cli._report(found, form, "auto")

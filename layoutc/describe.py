@@ -1,0 +1,349 @@
+"""What a plan means for a weight of given size, as plain values: shapes, bytes, alignment, gathers, derivations, maps.
+
+Pure functions; how it is printed is decided elsewhere (show.py). Every figure follows from the plan, none is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from fractions import Fraction
+from itertools import zip_longest
+from math import lcm, prod
+
+from layoutc.chain import Chain, Index, Shape, cdiv, up
+from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
+from layoutc.diagnostics import Diagnostic
+from layoutc.layout import Buffer, Layout, Plane, codes_per_group, swizzle_chain
+from layoutc.plan import Gather, Plan
+
+HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
+USUAL = 4096  # rows and columns of the weight that is shown when none is asked for
+
+
+@dataclass(frozen=True)
+class PlaneFacts:
+    """A stored plane of one weight. `covers`: rows and columns that one value serves, None for all of them."""
+
+    name: str
+    kind: str
+    dtype: str
+    bits: int
+    shape: Shape
+    nbytes: int
+    covers: tuple[int | None, int | None]
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class BufferFacts:
+    """A buffer that a GEMM reads. `made_by`: the steps from its plane; `carries_m`: the dim that follows the rows."""
+
+    name: str
+    orientation: str
+    kind: str
+    dtype: str
+    bits: int
+    shape: Shape
+    nbytes: int
+    padding_bytes: int
+    carries_m: int | None
+    plane: str
+    made_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """What one pass gathers. The ratio is to gathering the same weight in bf16.
+
+    `filling` bytes of a rank's hold nothing: FSDP2 sizes a slot once, for the larger of the passes that use it.
+    """
+
+    name: str
+    planes: tuple[str, ...]
+    bytes_per_rank: int
+    filling: int
+    bytes_per_element: Fraction
+    ratio_to_bf16: Fraction
+    large_weight: Fraction
+    serves: tuple[str, ...]
+    derived: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Where rows may be cut, and where FSDP2 cuts them."""
+
+    rows: int
+    reason: str
+    columns: int
+    world: int
+    rows_per_rank: int
+    ranks_with_rows: int
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Where the values of an orientation come from."""
+
+    orientation: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class View:
+    """Operators that are exact on stored bytes, and when."""
+
+    operators: str
+    condition: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything about one recipe and one weight of (m, k), sharded over `world` ranks."""
+
+    name: str
+    summary: str
+    layout_id: str
+    m: int
+    k: int
+    accepts: tuple[int, int]
+    planes: tuple[PlaneFacts, ...]
+    buffers: tuple[BufferFacts, ...]
+    swizzle: str | None
+    alignment: Alignment
+    passes: tuple[PassFacts, ...]
+    derivations: tuple[Derived, ...]
+    views: tuple[View, ...]
+
+
+def problems(plan: Plan, m: int, k: int, world: int, path: str) -> list[Diagnostic]:
+    """Why a weight of (m, k) can't be held, or can't be sharded over `world` ranks; with the nearest sizes that can."""
+    layout = plan.layout
+    found = []
+    for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
+        if size % multiple:
+            near = _either(nearest_multiple(size, multiple))
+            what = {"m": "rows", "k": "columns"}[axis]
+            message = f"{layout.name} takes {what} in multiples of {multiple}, not {size}"
+            found.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
+    if found or aligned(m, world, plan.shard_rows):
+        return found
+    sizes = nearest_rows(m, world, plan.shard_rows, layout.multiple_m)
+    worlds = nearest_worlds(m, world, plan.shard_rows)
+    message = (
+        f"{m} rows do not shard over {world} ranks: {cdiv(m, world)} rows a rank, not a multiple of {plan.shard_rows}"
+    )
+    help = f"over {world} ranks, m can be {_either(sizes)}; with m = {m}, the world size can be {_either(worlds)}"
+    return [Diagnostic("LC402", message, path, why=plan.shard_reason, help=help)]
+
+
+def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
+    """A weight of about 4096 x 4096 that the recipe takes and that shards over `world` ranks."""
+    layout = plan.layout
+    rows = lcm(layout.multiple_m, plan.shard_rows * world)
+    return up(USUAL, rows), up(USUAL, lcm(layout.multiple_k, plan.column_multiple))
+
+
+def describe(plan: Plan, m: int, k: int, world: int) -> Description:
+    """The facts of a weight of (m, k) that `problems` finds nothing wrong with."""
+    layout = plan.layout
+    per_rank = cdiv(m, world)
+    alignment = Alignment(plan.shard_rows, plan.shard_reason, plan.column_multiple, world, per_rank, cdiv(m, per_rank))
+    return Description(
+        name=layout.name,
+        summary=layout.summary,
+        layout_id=plan.layout_id,
+        m=m,
+        k=k,
+        accepts=(layout.multiple_m, layout.multiple_k),
+        planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
+        buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
+        swizzle=_swizzle(layout),
+        alignment=alignment,
+        passes=tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both)),
+        derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
+        views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
+    )
+
+
+def as_data(value: object) -> object:
+    """A description as JSON has it: mappings, lists, numbers, words."""
+    if is_dataclass(value):
+        return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [as_data(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_data(item) for key, item in value.items()}
+    return float(value) if isinstance(value, Fraction) else value
+
+
+def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
+    shape, covers = plane.shape(m, k), (plane.per_m, plane.per_k)
+    if layout.history and not any(plane in source.planes for source in layout.sources):
+        shape = (layout.history,)  # of the weight's amax, not of a source: one for each step that is remembered
+    nbytes = prod(shape) * (4 if plane.bits == 32 else 1)
+    return PlaneFacts(
+        plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded=plane.per_m is not None
+    )
+
+
+def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
+    chain = buffer.chain(m, k)
+    return BufferFacts(
+        name=buffer.name,
+        orientation=buffer.orientation,
+        kind=buffer.kind,
+        dtype=buffer.dtype,
+        bits=buffer.plane.bits,
+        shape=buffer.shape(m, k),
+        nbytes=chain.nbytes,
+        padding_bytes=padding_bytes(buffer, m, k),
+        carries_m=buffer.m_dim,
+        plane=buffer.plane.name,
+        made_by=made_by(buffer),
+    )
+
+
+def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
+    """Planes that no orientation lays out: a GEMM reads them as they are."""
+    laid_out = {buffer.plane for buffer in layout.buffers}
+    for plane in layout.planes:
+        if plane not in laid_out:
+            at = _plane(layout, plane, m, k)
+            yield BufferFacts(at.name, "", at.kind, at.dtype, at.bits, at.shape, at.nbytes, 0, None, at.name, ())
+
+
+def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
+    """Bytes of a buffer that hold no value: those of its padded size, less those of the size that the weight fills."""
+    filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
+    return buffer.chain(m, k).nbytes - filled * buffer.plane.bits // 8
+
+
+def made_by(buffer: Buffer) -> tuple[str, ...]:
+    """The steps from a plane to a buffer, in words; none where the buffer is the plane."""
+    words = ["transposed"] if buffer.permutes else []
+    for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
+        if times > 1:
+            words.append(f"each value {times} times along {dim.axis}")
+    if codes_per_group(buffer.plane.bits) > 1 and buffer.permutes:
+        words.append(f"packed along {buffer.axes[-1]}")
+    if buffer.pads:
+        words.append(f"zeros up to multiples of {' x '.join(str(dim.multiple) for dim in buffer.dims)}")
+    return tuple(words)
+
+
+def _swizzle(layout: Layout) -> str | None:
+    """The pattern with its sizes, as a spec writes it."""
+    if layout.swizzle is None:
+        return None
+    left = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in layout.swizzle.groups)
+    sizes = ", ".join(f"{name} = {size}" for name, size in layout.swizzle.sizes)
+    return f"{left} -> {' '.join(layout.swizzle.order)}" + (f" with {sizes}" if sizes else "")
+
+
+def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
+    layout = plan.layout
+    slots = {
+        one.name: [plane.nbytes(cdiv(m, world), k) for plane in one.planes] for one in (plan.forward, plan.backward)
+    }
+    held = sum(plane.nbytes(cdiv(m, world), k) for plane in gather.planes)
+    shared = gather.name in slots and plan.slots_differ
+    per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else held
+    per_element = Fraction(per_rank * world, m * k)
+    derived = [
+        f"{buffer.name}: {', '.join(made_by(buffer))}"
+        for buffer in layout.buffers
+        if buffer.orientation in gather.serves and made_by(buffer)
+    ]
+    return PassFacts(
+        name=gather.name,
+        planes=tuple(plane.name for plane in gather.planes),
+        bytes_per_rank=per_rank,
+        filling=per_rank - held,
+        bytes_per_element=per_element,
+        ratio_to_bf16=per_element / HIGH_PRECISION,
+        large_weight=gather.bytes_per_element,
+        serves=gather.serves,
+        derived=tuple(derived),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- index maps
+def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
+    """Where every byte of a buffer comes from, as JSON has it.
+
+    `bytes` has an entry for each byte: the values that have bits in it, first bits first, each as [row, column] of its
+    plane, None for padding. A value of a plane serves `covers` rows and columns of the weight (None: all), so for codes
+    it is the element's own (i, j), and for scales the block's. A value of several bytes stands in each of them.
+    `swizzled` lists the values of a scale buffer in the order in which a GEMM wants them, where it wants another.
+    """
+    found = find_buffer(plan.layout, buffer)
+    chain = found.chain(m, k)
+    swizzled = swizzled_map(plan.layout, found, m, k) if is_swizzled(plan.layout, found) else None
+    return {
+        "buffer": found.name,
+        "plane": found.plane.name,
+        "kind": found.kind,
+        "dtype": found.dtype,
+        "shape": list(found.shape(m, k)),
+        "bits": found.plane.bits,
+        "order": "low-first" if chain.low_first else "high-first",
+        "covers": [found.plane.per_m, found.plane.per_k],
+        "weight": [m, k],
+        "bytes": [
+            [None if value is None else list(value) for value in values_in(found, chain, byte)]
+            for byte in range(chain.nbytes)
+        ],
+        "swizzled": None if swizzled is None else [None if value is None else list(value) for value in swizzled],
+    }
+
+
+def find_buffer(layout: Layout, name: str) -> Buffer:
+    """The buffer of that name; KeyError where there is none."""
+    return {buffer.name: buffer for buffer in layout.buffers}[name]
+
+
+def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]:
+    """(row, column) in the plane of each value that has bits in a byte; None for padding."""
+    bits = buffer.plane.bits
+    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row, at which packing starts anew
+    row, offset = divmod(byte, width)
+    for code in range(offset * 8 // bits, (offset * 8 + 7) // bits + 1):
+        begin, bit = divmod(code * bits, 8)
+        value = chain.value_at(row * width + begin, bit)
+        yield None if value is None else plane_index(buffer, value)
+
+
+def plane_index(buffer: Buffer, value: Index) -> Index:
+    """(row, column) in the plane: an axis that all values cover has none of its own, so it is 0."""
+    if len(value) == 2:
+        return value
+    return (value[0], 0) if buffer.m_dim is not None else (0, value[0])
+
+
+def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
+    """True for buffers that a GEMM wants swizzled."""
+    return layout.swizzle is not None and buffer.kind == "scale" and len(buffer.dims) == 2
+
+
+def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:
+    """(row, column) in the plane of each byte of a swizzled scale buffer, in the order in which a GEMM reads them."""
+    assert layout.swizzle is not None
+    chain = buffer.chain(m, k)
+    # The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
+    turned = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
+    shape = buffer.shape(m, k)
+    swizzle = swizzle_chain(layout.swizzle, shape[::-1] if turned else shape, buffer.plane.bits)
+    size = buffer.plane.bits // 8
+    for byte in range(0, swizzle.nbytes, size):
+        place = swizzle.value_at(byte, 0)
+        assert place is not None
+        row, column = place[::-1] if turned else place
+        value = chain.value_at((row * shape[1] + column) * size, 0)
+        yield None if value is None else plane_index(buffer, value)
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(str(number) for number in numbers) or "no size near it"

@@ -1,0 +1,50 @@
+"""Specs as they were at a git revision. Reads through the `git` command; changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RevisionError(Exception):
+    """Git can't answer; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """A spec file at a revision: its name in the folder, and its bytes."""
+
+    name: str
+    content: bytes
+
+
+def specs_at(revision: str, folder: Path) -> list[SpecFile]:
+    """The spec files that `folder` held at `revision`, sorted by name; none where it did not exist yet.
+
+    Raises RevisionError when there is no git, no repository or no such revision.
+    """
+    _git(
+        folder, "rev-parse", "--show-prefix", failed=f"{folder} is not in a git repository, so nothing to compare with"
+    )
+    spelled = f"{revision}^{{commit}}"
+    hint = f"{revision} is not a revision of this repository; a shallow clone must fetch it first: git fetch origin"
+    commit = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint).decode().strip()
+    listed = _git(folder, "ls-tree", "-z", "--name-only", commit, "--", "./", failed=f"git can't list {revision}")
+    names = sorted(name for name in listed.decode("utf-8", "surrogateescape").split("\0") if name)
+    return [
+        SpecFile(name, _git(folder, "show", f"{commit}:./{name}", failed=f"git can't read {name} of {revision}"))
+        for name in names
+        if name.endswith((".yaml", ".yml"))
+    ]
+
+
+def _git(folder: Path, *arguments: str, failed: str) -> bytes:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise RevisionError("the `git` command is not installed") from None
+    if done.returncode:
+        raise RevisionError(failed)
+    return done.stdout

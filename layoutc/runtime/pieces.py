@@ -1,0 +1,59 @@
+"""Pieces of gathered weights: planes that are cut when they are used, not when the piece is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, MutableMapping, ValuesView
+
+from torch import Tensor
+
+from layoutc.runtime.errors import LayoutError
+
+Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
+
+
+class CutPlanes(MutableMapping[str, Tensor]):
+    """The planes of a piece of a gathered weight, cut anew from the weight's own at each use.
+
+    Backward gathers other planes into the storage that forward's stood in, so a piece that autograd has saved must look
+    at what the weight holds now.
+    """
+
+    def __init__(
+        self,
+        base: MutableMapping[str, Tensor],
+        matrix: tuple[int, int],
+        window: Window,
+        cut: Callable[..., dict[str, Tensor]],
+    ) -> None:
+        """`window` of the (m, k) `matrix` that `base` holds; a piece of a piece is a window of the whole."""
+        self.base: MutableMapping[str, Tensor] = base.base if isinstance(base, CutPlanes) else base
+        self.matrix: tuple[int, int] = base.matrix if isinstance(base, CutPlanes) else matrix
+        r0, c0 = (base.window[0], base.window[2]) if isinstance(base, CutPlanes) else (0, 0)
+        self.window: Window = (r0 + window[0], r0 + window[1], c0 + window[2], c0 + window[3])
+        self.cut = cut
+
+    def _now(self) -> dict[str, Tensor]:
+        return self.cut(self.base, *self.window)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __setitem__(self, name: str, plane: Tensor) -> None:
+        raise LayoutError("a piece of a gathered weight has no planes of its own to replace")
+
+    def __delitem__(self, name: str) -> None:
+        raise LayoutError("a piece of a gathered weight has no planes of its own to replace")
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """All planes, cut once."""
+        return self._now().items()
+
+    def values(self) -> ValuesView[Tensor]:
+        """All planes, cut once."""
+        return self._now().values()

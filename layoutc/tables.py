@@ -1,0 +1,59 @@
+"""Tables as text: rich on a terminal, plain and stable where the output is read by something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NAME = 18  # characters that a cell of a narrow column may have
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, column heads (none: a list of facts) and rows of text; `numbers` are the columns set flush right."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+
+
+def plain(tables: list[Table]) -> str:
+    """Tables one below the other, columns two spaces apart; the same text everywhere."""
+    return "\n".join(_plain(table) for table in tables)
+
+
+def _plain(table: Table) -> str:
+    lines = [table.heads, *table.rows] if table.heads else list(table.rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
+    text = [table.title] if table.title else []
+    for line in lines:
+        cells = (
+            cell.rjust(width) if column in table.numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        text.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(text) + "\n"
+
+
+def print_rich(tables: list[Table]) -> None:
+    """The same tables for a terminal: colours, and cells that wrap."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for table in tables:
+        if table.title:
+            console.print(Text(table.title, style="bold"))
+        drawn = RichTable(box=SIMPLE_HEAD, show_header=bool(table.heads), pad_edge=False, padding=(0, 1))
+        columns = len(table.heads or (table.rows[0] if table.rows else ()))
+        for column in range(columns):
+            head = Text(table.heads[column] if table.heads else "")
+            flush = "right" if column in table.numbers else "left"
+            style = "cyan" if column == 0 else None
+            whole = all(len(row[column]) <= NAME for row in table.rows)  # names and numbers are not broken
+            drawn.add_column(head, justify=flush, style=style, overflow="fold", no_wrap=whole)  # type: ignore[arg-type]
+        for row in table.rows:
+            drawn.add_row(*(Text(cell) for cell in row))
+        console.print(drawn)

@@ -1,0 +1,236 @@
+"""Proofs hold for what the compiler derives, and fail for what it would be wrong to derive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_describe import NAMES, plan_of, recipe, six_bits
+
+from layoutc import chain, proofs
+from layoutc.chain import Chain
+from layoutc.cli import main
+from layoutc.plan import Plan
+from layoutc.proofs import Proof, failures, prove
+from layoutc.schema import read_spec
+
+SPECS = Path(__file__).parent.parent / "specs"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_holds_for_shipped_recipes(name: str) -> None:
+    found = prove(recipe(name))
+    assert [proof for proof in found if not proof.holds or proof.counter] == []
+    assert not any("too large" in proof.method for proof in found), "shipped recipes are small enough to enumerate"
+    assert failures(found, "x.yaml") == []
+
+
+def test_everything_holds_for_codes_that_run_on() -> None:
+    assert [proof for proof in prove(six_bits()) if not proof.holds] == []
+
+
+def spec(m: int, k: int, rows: Any, columns: Any, pads: tuple[int, int], order: str, bits: int, pack: str) -> str:
+    """A spec with blocks and pads of its own; `all` blocks have no dim in the scale's layout."""
+    element = {4: "e2m1", 6: "e2m3", 8: "e4m3"}[bits]
+
+    def orientation(data: str, block: Any) -> str:
+        terms = [(axis, size) for axis, size in zip("mk", block, strict=True) if size != "all"]
+        layout = " ".join(f"{axis}/{size}" for axis, size in terms) or "scalar"
+        pad = f", pad: [{', '.join(map(str, pads[: len(terms)]))}]" if terms else ""
+        return (
+            f"{{block: {{m: {block[0]}, k: {block[1]}}}, data: {{layout: {data}}}, scale: {{layout: {layout}{pad}}}}}"
+        )
+
+    return f"""layoutc: 1
+name: drawn
+summary: drawn
+shape: {{m: {m}, k: {k}}}
+element: {{format: {element}{f", pack: {pack}" if bits < 8 else ""}}}
+scale: {{format: e8m0, rule: power-of-two, round: up}}
+orientations:
+  rowwise: {orientation("m k", rows)}
+  columnwise: {orientation(order, columns)}
+"""
+
+
+SIZE = st.sampled_from([1, 2, 3, 4, 5, 16, 32, "all"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(
+        st.sampled_from([4, 12, 32]),
+        st.sampled_from([4, 20, 32]),
+        st.tuples(SIZE, SIZE),
+        st.tuples(SIZE, SIZE),
+        st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 4])),
+        st.sampled_from(["m k", "k m"]),
+        st.sampled_from([4, 6, 8]),
+        st.sampled_from(["low-first", "high-first"]),
+    )
+)
+def test_everything_holds_for_any_spec_that_passes(drawn: Any) -> None:
+    text = spec(*drawn)
+    checked, _ = read_spec(text, "drawn.yaml")
+    if checked is not None:
+        assert [proof for proof in prove(plan_of(text, "drawn")) if not proof.holds] == []
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**30, 6074001000])
+def test_what_is_too_large_to_enumerate_is_quick(size: int) -> None:
+    if size < 2**31:
+        plan = plan_of(spec(1, 1, (size, 1), (1, size), (size, size), "m k", 8, "low-first"), "drawn")
+    else:
+        plan = plan_of(spec(12, 20, (2**19 - 1, 2**17 - 1), ("all", 1), (3, 1), "k m", 8, "low-first"), "drawn")
+    before = perf_counter()
+    assert [proof for proof in prove(plan) if not proof.holds] == []
+    assert perf_counter() - before < 5
+
+
+# ------------------------------------------------------------------------------------------------- wrong on purpose
+def failing(plan: Plan) -> set[str]:
+    return {proof.about for proof in prove(plan) if not proof.holds}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 48])
+def test_another_alignment_is_refuted(rows: int) -> None:
+    assert failing(replace(recipe("nvfp4"), shard_rows=rows)) == {"shards"}
+
+
+def test_an_alignment_that_packing_needs_is_missed() -> None:
+    """Blocks of one row, but pairs of rows share bytes columnwise."""
+    text = spec(2, 2, (1, "all"), (1, "all"), (1, 1), "k m", 4, "low-first")
+    plan = plan_of(text, "drawn")
+    assert plan.shard_rows == 2
+    assert failing(plan) == set()
+    assert failing(replace(plan, shard_rows=1)) == {"shards"}
+
+
+def test_a_large_alignment_is_refuted_by_its_divisors() -> None:
+    plan = plan_of(spec(1, 1, (2**20, 1), (1, 1), (1, 1), "m k", 8, "low-first"), "drawn")
+    assert failing(plan) == set()
+    assert failing(replace(plan, shard_rows=2**21)) == {"shards"}
+    assert failing(replace(plan, shard_rows=2**19)) == {"shards"}
+
+
+def test_a_gather_of_more_than_is_needed_is_refuted() -> None:
+    plan = recipe("mxfp8")
+    more = replace(plan.forward, planes=plan.both.planes)
+    assert failing(replace(plan, forward=more)) == {"forward gather"}
+    less = replace(plan.backward, planes=plan.backward.planes[:1])
+    assert failing(replace(plan, backward=less)) == {"backward gather"}
+    elsewhere = replace(plan.backward, serves=("rowwise",))
+    assert failing(replace(plan, backward=elsewhere)) == {"backward gather"}
+
+
+def test_two_copies_of_the_same_are_refuted() -> None:
+    """An orientation with planes of its own, though it quantizes just as the other does."""
+    plan = recipe("nvfp4")
+    (source,) = plan.layout.sources
+    planes = {kind: replace(getattr(source, kind), name=f"columnwise_{kind}") for kind in ("data", "scale")}
+    twin = replace(source, name="columnwise", **planes)
+    origins = (("rowwise", "rowwise"), ("columnwise", "columnwise"))
+    layout = replace(plan.layout, sources=(source, twin), source_of=origins)
+    assert "columnwise" in failing(replace(plan, layout=layout))
+
+
+def test_an_orientation_made_of_other_planes_is_refuted() -> None:
+    plan = recipe("mxfp8")
+    shared = (("rowwise", "rowwise"), ("columnwise", "rowwise"))
+    layout = replace(plan.layout, source_of=shared, sources=plan.layout.sources[:1])
+    assert "columnwise" in failing(replace(plan, layout=layout))
+
+
+def test_a_plane_with_too_few_values_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layoutc.layout import Plane
+
+    monkeypatch.setattr(Plane, "shape", lambda plane, m, k: (m // (plane.per_m or m), k // (plane.per_k or k)))
+    assert "rowwise_scale" in failing(recipe("fp8_block")), "a partial block has a scale of its own"
+
+
+Damage = Callable[[pytest.MonkeyPatch], None]
+
+
+def _clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain.Repeat, "images", lambda step, index, shape: iter([index]))
+
+
+def _swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain.Permute, "origin", lambda step, index, shape: index)
+
+
+def _unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain.Pad, "origin", lambda step, index, shape: tuple(map(min, index, shape)))
+
+
+def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain.Pad, "images", lambda step, index, shape: iter(()))
+
+
+@pytest.mark.parametrize("damage", [_clash, _swapped, _unpadded, _nowhere], ids=lambda damage: damage.__name__)
+def test_steps_that_lose_or_mix_values_are_refuted(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch)
+    bad = next(proof for proof in prove(recipe("nvfp4")) if not proof.holds)
+    assert bad.counter
+    assert bad.about.endswith(("_scale", "_data"))
+
+
+def test_codes_that_overlap_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chain, "_pack", lambda self, index: divmod(index[-1] * self.bits, 8))
+    assert "rowwise_data" in failing(recipe("nvfp4"))
+
+
+def test_a_swizzle_that_loses_a_part_is_refuted() -> None:
+    plan = recipe("mxfp8")
+    swizzle = plan.layout.swizzle
+    assert swizzle is not None
+    twice = replace(swizzle, order=tuple("a" if name == "b" else name for name in swizzle.order))
+    assert failing(replace(plan, layout=replace(plan.layout, swizzle=twice))) == {"rowwise_scale, columnwise_scale"}
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+def test_explain_prints_statements_and_methods() -> None:
+    result = CliRunner().invoke(main, ["check", "--explain", str(SPECS / "nvfp4.yaml")])
+    assert (result.exit_code, result.stderr) == (0, "1 spec, no problems\n")
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("nvfp4.yaml")
+    assert all(line.startswith(("  proved  ", "          by: ")) for line in lines[1:])
+    least = "forward gather: moves 0.5039 B/element, the least there is: 4 bits an element + 8 bits for 16x16"
+    assert f"  proved  {least}" in lines
+
+
+def test_explain_for_machines() -> None:
+    arguments = ["check", "--explain", "-q", "--format", "json", str(SPECS / "mxfp8.yaml")]
+    items = [json.loads(line) for line in CliRunner().invoke(main, arguments).stdout.splitlines()]
+    assert len(items) == len(prove(recipe("mxfp8")))
+    assert all(item["holds"] and item["statement"] and item["method"] and item["counter"] is None for item in items)
+    other = [argument if argument != "json" else "github" for argument in arguments]
+    assert CliRunner().invoke(main, other).stdout == ""
+
+
+def test_a_proof_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan) -> Iterator[Proof]:
+        yield Proof("shards", "two is one", "counted", False, "2 > 1")
+
+    monkeypatch.setattr(proofs, "PROVERS", (wrong,))
+    result = CliRunner().invoke(main, ["check", "--explain", "--format", "full", str(SPECS / "mxfp8.yaml")])
+    assert result.exit_code == 1
+    assert "FAILED  shards: two is one" in result.stdout
+    assert "error[LC403]: not so: two is one" in result.stderr
+    assert "= why: 2 > 1;" in result.stderr
+    assert result.stderr.endswith("1 spec, 1 error\n")
+
+
+def test_specs_with_errors_are_left_out_of_the_explanation() -> None:
+    bad = Path(__file__).parent / "errors" / "octal.yaml"
+    result = CliRunner().invoke(main, ["check", "--explain", str(bad), str(SPECS / "mxfp8.yaml")])
+    assert result.exit_code == 1
+    assert "octal" not in result.stdout

@@ -1,0 +1,225 @@
+"""What `layoutc show` prints for every shipped recipe, letter by letter; pictures, refusals, SARIF, hooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from test_describe import NAMES, plan_of, recipe
+
+from layoutc import show, tables
+from layoutc.cli import main
+from layoutc.describe import describe
+from layoutc.diagnostics import Diagnostic, Label, Span, catalogue
+from layoutc.renderers import FORMS
+from layoutc.sarif import sarif
+from layoutc.schema import read_spec_bytes
+
+ROOT = Path(__file__).parent.parent
+SPECS, ERRORS, GOLDEN = ROOT / "specs", Path(__file__).parent / "errors", Path(__file__).parent / "golden" / "show"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, ["show", "--specs", str(SPECS), *map(str, args)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text(name: str, golden: Callable[[Path, str], None]) -> None:
+    result = run(name, "--shape", "384x512", "--world", "3", "--picture", "rowwise_scale")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 160
+    golden(GOLDEN / f"{name}.txt", result.stdout.replace(recipe(name).layout_id, "(layout id)"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_of_every_buffer_fit(name: str) -> None:
+    for buffer in recipe(name).layout.buffers:
+        drawn = show.pictures(recipe(name).layout, buffer.name, 256, 384, 80)
+        lines = [line for text in drawn for line in text.splitlines()[2:]]
+        assert 0 < len(lines) <= 16 + 32
+        assert max(map(len, lines)) <= 80
+
+
+def test_packed_codes_share_a_cell() -> None:
+    lines = run("nvfp4", "--shape", "16x32", "--world", "1", "--picture", "columnwise_data").stdout.splitlines()
+    assert lines[-15].split()[:4] == ["1", "0,1|1,1", "2,1|3,1", "4,1|5,1"]
+
+
+def test_padding_is_a_dot() -> None:
+    lines = run("fp8_block", "--shape", "200x200", "--world", "1", "--picture", "rowwise_scale").stdout.splitlines()
+    assert [line.split() for line in lines[-2:]] == [["0", "0,0", "0,1", ".", "."], ["1", "1,0", "1,1", ".", "."]]
+
+
+def test_a_path_is_a_spec(tmp_path: Path) -> None:
+    path = tmp_path / "mxfp8.yaml"
+    path.write_bytes((SPECS / "mxfp8.yaml").read_bytes())
+    assert run(path).stdout == run("mxfp8").stdout
+
+
+def test_json() -> None:
+    result = run("nvfp4", "--shape", "128x64", "--world", "2", "--json", "--picture", "rowwise_scale")
+    data = json.loads(result.stdout)
+    assert (data["name"], data["m"], data["k"], data["alignment"]["rows"]) == ("nvfp4", 128, 64, 16)
+    assert [one["bytes_per_rank"] for one in data["passes"]] == [64 * 32 + 4 * 4] * 3
+    assert len(data["index_map"]["bytes"]) == 128 * 4
+    assert "index_map" not in json.loads(run("nvfp4", "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    "shape", ["4096", "4096x", "0x4", "-1x4", "1x2x3", "axb", "1e3x4", "99999999999x1", "4 x 4", ""]
+)
+def test_what_is_no_shape_is_a_usage_error(shape: str) -> None:
+    result = run("nvfp4", f"--shape={shape}")
+    assert result.exit_code == 2
+    assert "is not a shape; write rows x columns" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["nvfp5"], "Did you mean nvfp4?"),
+        (["qqq"], "It has fp8_block"),
+        (["nowhere.yaml"], "does not exist"),
+        (["no/where"], "does not exist"),
+        (["."], "has no recipe"),
+        (["nvfp4", "--world", "0"], "--world"),
+        (["nvfp4", "--picture", "rowwise_scales"], "Did you mean rowwise_scale?"),
+        (["nvfp4", "--picture", "x"], "It has rowwise_data"),
+        (["nvfp4", "--json", "--picture", "rowwise_data"], "Give a smaller --shape"),
+    ],
+)
+def test_usage_errors(args: list[str], hint: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    assert result.stdout == ""
+
+
+def test_shapes_that_do_not_work_say_what_would() -> None:
+    result = run("nvfp4", "--shape", "100x64", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error[LC401]: nvfp4 takes rows in multiples of 16, not 100" in result.stderr
+    assert "= help: m can be 96 or 112" in result.stderr
+    result = run("nvfp4", "--shape", "144x64")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error[LC402]: 144 rows do not shard over 8 ranks: 18 rows a rank, not a multiple of 16" in result.stderr
+    assert "m can be 128 or 256; with m = 144, the world size can be 3 or 9" in result.stderr
+
+
+def test_a_spec_with_errors_is_not_shown() -> None:
+    result = run(ERRORS / "octal.yaml")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error[LC103]" in result.stderr
+
+
+def test_ranks_without_rows_and_short_ones_are_said() -> None:
+    assert "3 ranks  3 rows a rank, the last 1\n" in run("fp8_current", "--shape", "7x5", "--world", "3").stdout
+    text = run("fp8_current", "--shape", "4x5", "--world", "6").stdout
+    assert "6 ranks  1 row a rank, 2 ranks without rows\n" in text
+
+
+def test_filling_is_said() -> None:
+    text = (SPECS / "mxfp8.yaml").read_text(encoding="utf-8")
+    text = text.replace("m: 32, k: 1}", "m: 16, k: 1}").replace("m/32 k", "m/16 k")
+    facts = describe(plan_of(text, "mxfp8"), 128, 128, 2)
+    assert "filling up to the larger pass: 256 in forward" in tables.plain(show.tables(facts))
+
+
+def test_terminals_get_rich_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "nvfp4", "--specs", str(SPECS), "--picture", "rowwise_scale"])
+    assert not ended.value.code
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "─" in text, "rich draws rules"
+    assert "rowwise_data" in text
+    assert "as a GEMM wants it" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_rich_shows_every_cell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    drawn = show.tables(describe(recipe("mxfp8"), 128, 128, 2))
+    tables.print_rich(drawn)
+    text = capsys.readouterr().out
+    assert all(cell in text for table in drawn for row in table.rows for cell in row)
+
+
+# --------------------------------------------------------------------------------------------------------------- SARIF
+def check_sarif(log: dict[str, Any], expected: list[Diagnostic]) -> None:
+    """What SARIF 2.1.0 demands of the parts that are written."""
+    assert log["version"] == "2.1.0"
+    (one,) = log["runs"]
+    rules = one["tool"]["driver"]["rules"]
+    assert one["tool"]["driver"]["name"] == "layoutc"
+    assert one["columnKind"] == "unicodeCodePoints"
+    assert len({rule["id"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["id"] in catalogue()
+        assert all(rule[key]["text"] for key in ("shortDescription", "fullDescription", "help"))
+        assert rule["defaultConfiguration"]["level"] in ("error", "warning", "note", "none")
+    assert len(one["results"]) == len(expected)
+    for result, item in zip(one["results"], expected, strict=True):
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == item.code
+        assert result["level"] == item.severity
+        assert item.message in result["message"]["text"]
+        assert all(isinstance(place["id"], int) for place in result.get("relatedLocations", []))
+        places = [*result["locations"], *result.get("relatedLocations", [])]
+        labels = [item.primary, *item.secondary]
+        for place, label in zip(places, labels, strict=True):
+            physical = place["physicalLocation"]
+            assert physical["artifactLocation"]["uri"]
+            assert " " not in physical["artifactLocation"]["uri"]
+            if label is None:
+                assert "region" not in physical
+            else:
+                span = label.span
+                keys = ("startLine", "startColumn", "endLine", "endColumn")
+                assert [physical["region"][key] for key in keys] == [
+                    span.line,
+                    span.column,
+                    span.end_line,
+                    span.end_column,
+                ]
+
+
+@pytest.mark.parametrize("case", sorted(ERRORS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_sarif_of_every_bad_spec(case: Path) -> None:
+    found = read_spec_bytes(case.read_bytes(), f"specs/{case.name}")[1]
+    check_sarif(json.loads(sarif(found)), found)
+
+
+def test_sarif_without_findings_is_a_log_too() -> None:
+    result = CliRunner().invoke(main, ["check", "--format", "sarif", str(SPECS)])
+    assert result.exit_code == 0
+    check_sarif(json.loads(result.stdout), [])
+    assert "sarif" in FORMS
+
+
+def test_sarif_paths() -> None:
+    label = Label(Span(1, 1, 1, 2))
+    log = json.loads(sarif([Diagnostic("LC101", "a", "my specs/ä.yaml", label), Diagnostic("LC901", "b", "/a b/c.py")]))
+    uris = [
+        result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in log["runs"][0]["results"]
+    ]
+    assert uris == ["my%20specs/%C3%A4.yaml", "file:///a%20b/c.py"]
+
+
+# ---------------------------------------------------------------------------------------------------------- pre-commit
+def test_pre_commit_hooks_are_commands() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert [hook["id"] for hook in hooks] == ["layoutc-check", "layoutc-build"]
+    for hook in hooks:
+        program, verb, *rest = shlex.split(hook["entry"])
+        assert program == "layoutc"
+        main.commands[verb].make_context(verb, rest)
+        assert {"id", "name", "description", "entry", "language", "files"} <= set(hook)
