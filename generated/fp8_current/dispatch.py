@@ -82,6 +82,8 @@ HANDLERS = {
     aten.is_pinned.default: common.is_pinned,
     aten.equal.default: common.equal,
     # products: k contracted reads rowwise values, m contracted reads columnwise ones
+    aten.linear.default: common.linear,
+    aten.matmul.default: common.product,
     aten.mm.default: common.product,
     aten.bmm.default: common.product,
     aten.mv.default: common.product,

@@ -78,7 +78,7 @@ def quantize(
             return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
         for name, plane in out._planes.items():
             plane.copy_(planes[name])
-        torch.autograd.graph.increment_version(out)  # what autograd saved of it is stale now
+        out._written()
     return out
 
 
@@ -94,7 +94,7 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     new = target._with_planes(
         {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
     )
-    requantize_(new, x, *fsdp.amax_group(target))
+    requantize_(new, x if x.dtype in FLOATS else x.float(), *fsdp.amax_group(target))
     return new
 
 

@@ -183,6 +183,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     for name, plane in tensor._planes.items():
         if name not in tensor.LAYOUT.shared:
             plane.zero_()
+    tensor._written()
     return tensor
 
 
@@ -233,6 +234,7 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
         _check_shared(target, source)
     for name, plane in target._planes.items():
         plane.copy_(source._planes[name])
+    target._written()
     return target
 
 
@@ -248,7 +250,7 @@ def _check_shared(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- products
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv: dequantizes to the activation's dtype and multiplies.
+    """mm, bmm, addmm, baddbmm, mv, matmul: dequantizes to the activation's dtype and multiplies.
 
     Which orientation is read follows from the axis that is contracted: k reads rowwise values, m reads columnwise ones.
     """
@@ -259,6 +261,13 @@ def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 _WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+
+
+def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """linear, as inference mode hands it over: x @ weight.t() + bias, with rowwise values in the activation's dtype."""
+    x, weight = args[0], args[1]
+    plain = weight._dequantize("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
+    return func(x, plain, *args[2:], **kwargs)  # type: ignore[no-any-return]
 
 
 def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) -> Tensor:

@@ -68,6 +68,11 @@ def floor_power_of_two(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
+def _lane(bits: int) -> torch.dtype:
+    """The integer that holds a group of packed codes."""
+    return torch.int32 if bits < 32 else torch.int64
+
+
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
     """Codes below 8 bits, one in a byte -> bytes, along the last dim. Code c takes bits c * bits onwards of the row.
 
@@ -75,7 +80,7 @@ def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
     8).
     """
     group = 8 // gcd(bits, 8)
-    lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).long()
+    lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).to(_lane(group * bits))
     shifts = range(0, group * bits, bits)
     word = sum(lanes[..., c] << (s if low_first else (group - 1) * bits - s) for c, s in enumerate(shifts))
     nbytes = group * bits // 8
@@ -88,7 +93,7 @@ def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
     """Inverse of pack."""
     group = 8 // gcd(bits, 8)
     nbytes = group * bits // 8
-    lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).long()
+    lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).to(_lane(group * bits))
     order = range(nbytes) if low_first else reversed(range(nbytes))
     word = sum(lanes[..., i] << (8 * b) for i, b in enumerate(order))
     shifts = range(0, group * bits, bits)

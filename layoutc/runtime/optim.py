@@ -113,6 +113,7 @@ class MasterWeights(torch.optim.Optimizer):
         memo[id(self)] = other
         for name, value in self.__dict__.items():
             other.__dict__[name] = copy.deepcopy(value, memo)
+        other._loaded = True  # the copied weights are new to it, and made of the copied masters
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,11 +222,11 @@ def _values(local: Tensor) -> Tensor:
 
 
 def _stamp(param: Tensor) -> Any:
-    """Changes whenever the parameter's bytes are written: identities and version counters of what holds them."""
+    """Changes whenever the parameter is written, or what holds its bytes is replaced."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, QuantizedTensor):
-        return tuple((id(plane), plane._version) for plane in local._planes.values())
-    return id(local), local._version
+        return id(local._writes), local._writes[0], *((id(plane), plane._version) for plane in local._planes.values())
+    return id(local), local._version, param._version
 
 
 def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:

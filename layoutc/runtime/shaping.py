@@ -37,7 +37,7 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     else:
         planes = type(tensor)._cut(tensor._planes, *window)
     piece = tensor._with_planes(planes, found.shape, matrix=found.matrix)
-    piece._home = tensor._home
+    piece._home, piece._writes = tensor._home, tensor._writes
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 == 0
     piece._is_part = tensor.LAYOUT.shares_amax and not tensor._is_new

@@ -41,6 +41,7 @@ class QuantizedTensor(torch.Tensor):
     _transposed: bool
     _name: str | None
     _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
+    _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _is_part: bool  # rows of a larger tensor, with which it shares what covers all rows
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
 
@@ -77,6 +78,7 @@ class QuantizedTensor(torch.Tensor):
         self._orientations = orientations or cls.LAYOUT.orientations
         self._transposed = transposed
         self._name = self._home = None
+        self._writes = [0]
         self._is_part = self._is_new = False
         return self
 
@@ -91,7 +93,7 @@ class QuantizedTensor(torch.Tensor):
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
         )
-        other._name, other._home = self._name, self._home
+        other._name, other._home, other._writes = self._name, self._home, self._writes
         other._is_part, other._is_new = self._is_part, self._is_new
         return other
 
@@ -212,6 +214,12 @@ class QuantizedTensor(torch.Tensor):
         """Planes of pieces that follow one another along the rows."""
         raise NotImplementedError
 
+    def _written(self) -> None:
+        """Says that planes have been written, to whoever made something of what they held."""
+        self._writes[0] += 1
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
 
@@ -249,6 +257,7 @@ class QuantizedTensor(torch.Tensor):
         _set_data(self, value)  # shape, dtype and device of the wrapper
         self._planes, self._matrix = value._planes, value._matrix
         self._orientations, self._transposed = value._orientations, value._transposed
+        self._writes = value._writes
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -1,0 +1,129 @@
+"""Aliases of shards and pieces of gathered weights mean what the weight means, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Ranks
+from models import RECIPES, SHARED, assert_equal_on_all_ranks, recipe_module, shared_bytes
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+
+WRITES: dict[str, Callable[[Any, DTensor], object]] = {
+    "param": lambda p, d: p.copy_(d),
+    "data": lambda p, d: p.data.copy_(d),
+    "detach": lambda p, d: p.detach().copy_(d),
+    "view": lambda p, d: p.view(p.shape).copy_(d),
+    "local": lambda p, d: p.to_local().copy_(d.to_local()),
+}
+
+
+def sharded(recipe: str, rows: int = 512) -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.Linear(256, rows, bias=False)
+    layoutc.quantize_(model, recipe)
+    fully_shard(model)
+    return model
+
+
+def uneven(rows: int = 512) -> Tensor:
+    """Rows whose magnitudes grow, so that each rank's own amax is another."""
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(3))
+    return x * torch.linspace(0.1, 10, rows).unsqueeze(1)
+
+
+def every_spelling_shares_its_amax(recipe: str, how: str) -> None:
+    model, values = sharded(recipe), uneven()
+    with torch.no_grad():
+        WRITES[how](model.weight, distribute_tensor(values, model.weight.device_mesh, [Shard(0)]))
+    assert_equal_on_all_ranks(shared_bytes(model))
+    model.unshard()
+    expected = recipe_module(recipe).quantize(values)
+    for name, plane in model.weight.data.planes().items():
+        assert torch.equal(plane, expected.planes()[name]), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("how", WRITES)
+def test_values_written_through_any_alias_of_a_shard_share_their_amax(two: Ranks, recipe: str, how: str) -> None:
+    two.run(every_spelling_shares_its_amax, recipe, how)
+
+
+def different_weights_at_once(recipe: str) -> str:
+    first, second = sharded(recipe), sharded(recipe, 1024)
+    mine = (first, second)[dist.get_rank()]
+    try:
+        mine.weight.data._local_tensor.copy_(torch.ones(mine.weight.data._local_tensor.shape))
+    except LayoutError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_ranks_that_write_different_weights_at_once_are_told(two: Ranks, recipe: str) -> None:
+    messages = two.run(different_weights_at_once, recipe)
+    assert all("different weights at the same time" in message for message in messages), messages
+
+
+class Fused(nn.Module):
+    """Uses pieces of a weight: in products, and in an ordinary operator whose operands autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 768, bias=False)
+        self.mask = nn.Parameter(torch.ones(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear.weight.split(256)
+        return F.linear(x, q) + F.linear(x, k[:128]).repeat(1, 2) + F.linear(x, v * self.mask)
+
+
+def pieces_train_as_one_process(recipe: str, reshard: bool) -> None:
+    gradients = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = Fused()
+        layoutc.quantize_(model, recipe)
+        if shard:
+            fully_shard(model, reshard_after_forward=reshard)
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        model(x).square().sum().backward()
+        grad = model.mask.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        gradients.append((x.grad, whole))
+    for alone, gathered in zip(*gradients, strict=True):
+        assert torch.equal(alone, gathered)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_pieces_of_a_gathered_weight_are_right_in_backward(two: Ranks, recipe: str, reshard: bool) -> None:
+    two.run(pieces_train_as_one_process, recipe, reshard)
+
+
+def stays_gathered(recipe: str) -> None:
+    model = sharded(recipe)
+    model.unshard()
+    before = model.weight.data.dequantize().clone()
+    shard = next(p for p in fully_sharded_locals(model))
+    shard.copy_(torch.full(shard.shape, 7.0))
+    assert torch.equal(model.weight.data.dequantize(), before)
+
+
+def fully_sharded_locals(model: Any) -> list[Tensor]:
+    state = model._get_fsdp_state()
+    return [param.sharded_param._local_tensor for param in state._fsdp_param_group.fsdp_params]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gathered_weight_keeps_its_values_when_the_shard_is_written(two: Ranks, recipe: str) -> None:
+    two.run(stays_gathered, recipe)
