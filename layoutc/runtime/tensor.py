@@ -154,7 +154,7 @@ class QuantizedTensor(torch.Tensor):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{self._label()} dequantizes to floating-point dtypes, not {dtype}")
         held = self.orientations
-        if self._home is not None:  # a gathered weight means the same in both passes
+        if self._shard() is not None:  # a weight that FSDP2 has gathered means the same in both passes
             held = self.LAYOUT.orientations[:1]
         if not held:
             raise MissingOrientation(f"{self._label()} holds no orientation: {', '.join(self._planes) or 'no planes'}")
@@ -175,10 +175,17 @@ class QuantizedTensor(torch.Tensor):
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return matrix.view(shape).transpose(-2, -1)
 
-    def _fetch(self, orientation: str) -> dict[str, Tensor]:
+    def _shard(self) -> QuantizedTensor | None:
+        """This rank's shard of a gathered weight, where FSDP2 holds it."""
         from layoutc.runtime import fsdp
 
         shard = self._home() if self._home is not None else None
+        return shard if shard is not None and fsdp.find(shard) is not None else None
+
+    def _fetch(self, orientation: str) -> dict[str, Tensor]:
+        from layoutc.runtime import fsdp
+
+        shard = self._shard()
         if shard is None or orientation not in shard.orientations:
             raise MissingOrientation(
                 f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "

@@ -331,12 +331,13 @@ def test_a_freed_gather_prints_and_comes_back(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", SHARED)
 def test_what_all_shards_share_does_not_travel(recipe: str) -> None:
-    """20, 26: it goes along as metadata, as the shard's own tensors."""
+    """20, 26: it goes along as metadata, copied, so that a weight that stays gathered keeps the scale of its codes."""
     shards = shards_of(recipe, weight(256, 96), 2)
     inputs, metadata = send(shards, "both", (256, 96))
     names = [name for name, plane in shards[0].LAYOUT.stored.items() if plane.rows_per_value is None]
     assert list(metadata[0].shared) == names
-    assert all(metadata[0].shared[name] is shards[0].planes()[name] for name in names)
+    assert all(torch.equal(raw(metadata[0].shared[name]), raw(shards[0].planes()[name])) for name in names)
+    assert all(metadata[0].shared[name].data_ptr() != shards[0].planes()[name].data_ptr() for name in names)
     assert all(torch.equal(raw(metadata[0].shared[n]), raw(metadata[1].shared[n])) for n in names)
     assert len(inputs[0]) == len(shards[0].LAYOUT.travels["both"])
 

@@ -1,7 +1,7 @@
 """Recipes that nobody ships: random specs are compiled, and the references must equal a numpy reading of the same spec.
 
-The numpy side evaluates the rules' expressions as they stand in rules.yaml, rounds by exact comparison with midpoints,
-and places bytes by chains. It shares no text with the generated code.
+The numpy side is the conformance suite's model: it evaluates the rules' expressions as they stand in rules.yaml, with
+codes by definition; bytes are placed by chains. It shares no text with the generated code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 import yaml
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from numpy_models import F32, FLT_MAX, SPECS, Array, block_amax, pack_codes, same_values, spread, write
+from numpy_models import F32, SPECS, same_values, write
 
 from layoutc.compiler import compile_spec
-from layoutc.formats import BUILTIN, Format, thresholds
-from layoutc.layout import Layout, Quantization, Source, resolve
+from layoutc.conformance.model import Model, planes_of
+from layoutc.conformance.placing import plane_values
+from layoutc.formats import BUILTIN, thresholds
+from layoutc.layout import resolve
 from layoutc.schema import Spec, read_spec
 
 M, K = 24, 40
@@ -103,66 +105,6 @@ def load(spec: Spec) -> tuple[ModuleType, ModuleType]:
     return modules[0], modules[1]
 
 
-# --------------------------------------------------------------------------------------------- a numpy reading of specs
-def encode(fmt: Format, x: Array, rounding: str) -> Array:
-    """fp32 -> codes: between two neighbours, the nearer, tie to even; or the one above, or below. Exact in fp64."""
-    values = np.array(fmt.magnitudes)
-    size = np.abs(x.astype(np.float64))
-    low = np.clip(np.searchsorted(values, size, side="right") - 1, 0, len(values) - 1)
-    high = np.minimum(low + 1, len(values) - 1)
-    past, half = size > values[low], 2 * size - (values[low] + values[high])
-    goes_up = {"down": np.zeros_like(past), "up": past, "nearest": past & ((half > 0) | ((half == 0) & (low % 2 == 1)))}
-    code = np.where(goes_up[rounding], high, low)
-    if fmt.sign:
-        code = code | (np.signbit(x).astype(int) << (fmt.bits - 1))
-    nan = fmt.nan[0] if fmt.nan else len(values) - 1
-    return np.where(np.isnan(x), nan, code).astype(np.uint8)
-
-
-def decode(fmt: Format, codes: Array) -> Array:
-    """Codes -> fp32."""
-    return np.array([fmt.value(code) for code in range(2**fmt.bits)], F32)[codes]
-
-
-def environment(q: Quantization, input_max: float) -> dict[str, Any]:
-    """What the rules' expressions may name."""
-    parameters = dict(q.parameters)
-    as_is = q.scale.is_f32
-    element_max, scale_max = q.element.max, q.scale.max
-    return {
-        "element_max": F32(element_max),
-        "inverse_element_max": F32(1 / element_max),
-        "scale_max": F32(scale_max),
-        "inverse_range": F32(1 / (element_max * scale_max)),
-        "inverse_margin": F32(2.0 ** -float(parameters.get("margin", 0))),
-        "f32_max": FLT_MAX,
-        "epsilon": F32(parameters.get("epsilon", 0)),
-        "overflow": F32(input_max) if parameters.get("overflow") == "input-max" else FLT_MAX,
-        "minimum": np.minimum,
-        "where": lambda test, a, b: np.where(test, a, b).astype(F32),
-        "isinf": np.isinf,
-        "isnan": np.isnan,
-        "floor_power_of_two": lambda x: np.where(
-            np.isfinite(x), np.exp2(np.floor(np.log2(x.astype(float)))), np.inf
-        ).astype(F32),
-        "to_scale": (lambda x: x) if as_is else lambda x: encode(q.scale, x, q.rounding),
-        "from_scale": (lambda codes: codes) if as_is else lambda codes: decode(q.scale, codes),
-    }
-
-
-def model(layout: Layout, source: Source, x: Array, input_max: float) -> tuple[Array, Array, Array]:
-    """Codes one an entry, scales in the plane's shape, and the values that they dequantize to."""
-    q = source.quantization
-    block = (q.block.m or M, q.block.k or K)
-    tensor_amax = np.max(np.abs(x)).reshape(1)
-    names = environment(q, input_max) | {"amax": block_amax(x, *block), "tensor_amax": tensor_amax}
-    for step in q.definition.active_steps(dict(q.parameters)):
-        names[step.name] = eval(step.expression, {}, names)
-    codes = encode(q.element, x * spread(names["multiplier"], *block, x.shape), "nearest")
-    factor = spread(eval(q.definition.decode, {}, names), *block, x.shape)
-    return codes, names["scale"].reshape(source.scale.shape(M, K)), decode(q.element, codes) * factor
-
-
 def weight(seed: int, special: float | None) -> torch.Tensor:
     """Values of many magnitudes, a block of zeros, and perhaps one special value."""
     rng = np.random.default_rng(seed)
@@ -218,21 +160,22 @@ def test_a_compiled_reference_does_what_the_spec_says(spec: Spec, seed: int, spe
     laid_out = reference.lay_out(planes, M, K, layout.orientations)
     stated = facts.buffers(M, K)
     assert list(laid_out) == list(stated)
+    model = Model(layout)
+    expected = model.quantize(x.numpy())
+    assert set(planes) == set(expected)
     for source in layout.sources:
-        with np.errstate(all="ignore"):
-            codes, scale, values = model(layout, source, x.numpy(), float(FLT_MAX))
-        packed = pack_codes(codes, source.data.bits, source.quantization.low_first)
-        np.testing.assert_array_equal(planes[source.data.name].numpy(), packed)
-        stored = planes[source.scale.name].numpy()
-        assert same_values(stored, scale) if stored.dtype == F32 else np.array_equal(stored, scale)
+        for plane in planes_of(source):
+            stored = planes[plane.name].numpy()
+            same = same_values if stored.dtype == F32 else np.array_equal
+            assert same(stored, expected[plane.name]), plane.name
         for orientation in (o for o, name in layout.source_of if name == source.name):
+            values = model.values(expected, orientation, M, K)
             assert same_values(reference.dequantize_reference(planes, M, K, orientation).numpy(), values)
             for buffer in (b for b in layout.buffers if b.orientation == orientation):
                 actual, chain = laid_out[buffer.name], buffer.chain(M, K)
                 assert (tuple(actual.shape), actual.dtype) == tuple(stated[buffer.name])
-                held = codes if buffer.kind == "data" else stored
-                expected = write(held.reshape(chain.start), chain)
-                assert np.array_equal(actual.contiguous().view(torch.uint8).numpy().ravel(), expected), buffer.name
+                written = write(plane_values(buffer, expected).reshape(chain.start), chain)
+                assert np.array_equal(actual.contiguous().view(torch.uint8).numpy().ravel(), written), buffer.name
 
 
 @given(specs())
