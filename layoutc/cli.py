@@ -2,7 +2,7 @@
 
 Exit codes: 0 nothing found, 1 findings (errors in specs, drift), 2 the command could not do its work. Findings for
 people (full, concise) and everything that says what is going on go to stderr; data goes to stdout, and so do findings
-that a machine will read (github, json).
+that a machine will read (github, json, sarif).
 
 Anything slow is imported by the command that needs it: `layoutc check` takes a fifth of a second.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from layoutc import cli_layout, cli_test
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.renderers import FORMS, page, render, summary
 
@@ -129,9 +130,12 @@ def build(
 @main.command()
 @_choosing
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--explain", is_flag=True, help="Also print what is proved about each layout, and how.")
 @click.option("-q", "--quiet", is_flag=True, help="No summary line.")
 @_reporting
-def check(specs: tuple[Path, ...], folder: Path, strict: bool, quiet: bool, form: str | None, color: str) -> None:
+def check(
+    specs: tuple[Path, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
+) -> None:
     """Find every problem in specs, and write nothing.
 
     \b
@@ -139,6 +143,7 @@ def check(specs: tuple[Path, ...], folder: Path, strict: bool, quiet: bool, form
     layoutc check specs/mxfp8.yaml mine/      files and folders
     layoutc check --format github             annotations for a workflow
     layoutc check --format json | jq .code    one object for each finding
+    layoutc check --explain specs/mxfp8.yaml  what is proved about its layout, and how
     """
     from layoutc.schema import read_spec_bytes
 
@@ -150,6 +155,8 @@ def check(specs: tuple[Path, ...], folder: Path, strict: bool, quiet: bool, form
         except OSError as error:
             _refuse(f"{path}: {error.strerror}")
         found += read_spec_bytes(content, str(path))[1]
+    if explain:
+        found += cli_layout.explain_specs(paths, form)
     _report(tidy(found), form, color)
     if not quiet:
         click.echo(summary(len(paths), found), err=True)
@@ -237,6 +244,12 @@ def version() -> None:
         click.echo("layoutc (not installed)")
 
 
+main.add_command(cli_layout.show)
+main.add_command(cli_layout.breaking)
+main.add_command(cli_test.new)
+main.add_command(cli_test.test)
+
+
 def _chosen(specs: tuple[Path, ...], folder: Path) -> list[Path]:
     """The spec files that arguments name: files as they are, folders for the YAML files in them."""
     paths: list[Path] = []
@@ -275,7 +288,7 @@ def _drift(state: FileState) -> Diagnostic | None:
 def _report(found: Iterable[Diagnostic], form: str | None, color: str) -> None:
     """Findings for people to stderr, for machines to stdout."""
     form = form or ("full" if sys.stderr.isatty() else "concise")
-    for_machines = form in ("github", "json")
+    for_machines = form in ("github", "json", "sarif")
     auto = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     colored = form == "full" and (color == "always" or (color == "auto" and auto))
     click.echo(render(found, form, colored), err=not for_machines, nl=False, color=colored or None)

@@ -251,6 +251,7 @@ def _master(param: Tensor) -> Tensor:
     sharded = DTensor.from_local(
         values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+    sharded._local_tensor = values  # from_local moves it to the mesh's device, but an offloaded shard stays on the CPU
     return nn.Parameter(sharded)
 
 

@@ -1,0 +1,150 @@
+"""Weights to test with, and comparison of bytes that says where the first difference is."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layoutc.conformance.codes import F32, Array
+from layoutc.conformance.placing import logical
+from layoutc.conformance.registry import Failure
+from layoutc.conformance.subject import Subject
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("plain", "zeros", "huge", "tiny", "nan", "inf", "coarse")
+
+
+def generator(subject: Subject, *what: object) -> np.random.Generator:
+    """Random numbers that depend on the seed and on what they are for, and on nothing else."""
+    return np.random.default_rng([subject.seed, zlib.crc32(repr(what).encode())])
+
+
+def weight(
+    subject: Subject, shape: tuple[int, ...], kind: str = "plain", dtype: torch.dtype = torch.float32, salt: int = 0
+) -> Tensor:
+    """A weight whose blocks have scales that differ; `kind` says what is strange about it."""
+    rng = generator(subject, shape, kind, salt)
+    m, k = prod(shape[:-1]), shape[-1]
+    x = rng.standard_normal((m, k)) * np.exp2(rng.integers(-4, 5, (m, 1))) * np.exp2(rng.integers(-3, 4, (1, k)))
+    if kind == "zeros":
+        x[: (m + 1) // 2, : (k + 1) // 2] = 0
+        x[m // 2 :, k // 2 :] *= -0.0
+    elif kind == "huge":
+        x = np.clip(x * 1e38, -3.3e38, 3.3e38)
+        x.flat[0] = 3.4e38
+    elif kind == "tiny":
+        x *= np.exp2(rng.integers(-149, -120, (m, 1)).astype(float))
+    elif kind == "coarse":
+        x = np.round(x * 4) / 4
+    x = x.astype(F32)
+    if kind in ("nan", "inf"):
+        special = F32(np.nan) if kind == "nan" else F32(np.inf)
+        x[rng.integers(m), rng.integers(k)] = special
+        if kind == "inf":
+            x[rng.integers(m), rng.integers(k)] = -special
+    return torch.from_numpy(x).reshape(shape).to(dtype)
+
+
+def input_max(dtype: torch.dtype) -> float:
+    """The largest finite value of an input's dtype."""
+    return float(torch.finfo(dtype).max)
+
+
+def as_fp32(x: Tensor) -> Array:
+    """(m, k) fp32 values, exactly those of the tensor."""
+    values: Array = x.detach().float().reshape(-1, x.shape[-1]).contiguous().numpy()
+    return values
+
+
+def shared_amax(subject: Subject, x: Tensor) -> dict[str, Tensor]:
+    """The argument that all shards of a weight agree on; nothing where they need not."""
+    if not subject.facts.shares_amax:
+        return {}
+    return {"amax": subject.tensor._shared_amax(x.detach().reshape(-1, x.shape[-1]))}
+
+
+def array(tensor: Tensor) -> Array:
+    """A plain tensor as numpy, in memory order of its dims."""
+    values: Array = tensor.detach().contiguous().cpu().numpy()
+    return values
+
+
+def _canonical(values: Array) -> Array:
+    """Bytes in which all NaNs are one."""
+    if values.dtype == F32:
+        values = np.where(np.isnan(values), F32(np.nan), values)
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def expect_same(
+    subject: Subject,
+    name: str,
+    actual: Tensor | Array,
+    expected: Tensor | Array,
+    matrix: tuple[int, int] | None = None,
+    **details: Any,
+) -> None:
+    """Fails unless both are the same array, byte for byte, where all NaNs count as one."""
+    a = array(actual) if isinstance(actual, Tensor) else np.asarray(actual)
+    b = array(expected) if isinstance(expected, Tensor) else np.asarray(expected)
+    where = {"plane": name, "seed": subject.seed, **details}
+    if matrix is not None:
+        where.setdefault("shape", matrix)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        raise Failure(f"{name} is {a.dtype} {a.shape}, not {b.dtype} {b.shape}", **where)
+    one, other = _canonical(a), _canonical(b)
+    if np.array_equal(one, other):
+        return
+    different = np.flatnonzero(one != other)
+    byte = int(different[0])
+    item = byte // a.itemsize
+    index: Any = logical(name, subject.layout, *matrix, byte) if matrix is not None else None
+    if index is None and a.ndim == 2:
+        index = tuple(int(i) for i in np.unravel_index(item, a.shape))
+    found, wanted = a.reshape(-1)[item], b.reshape(-1)[item]
+    codes = a.dtype == np.uint8
+    raise Failure(
+        f"{name} differs in {len(different)} of {one.size} bytes",
+        **where,
+        byte=byte,
+        index=index,
+        actual=f"0x{int(found):02x}" if codes else repr(float(found)),
+        expected=f"0x{int(wanted):02x}" if codes else repr(float(wanted)),
+    )
+
+
+def expect_same_all(
+    subject: Subject,
+    actual: Mapping[str, Tensor | Array],
+    expected: Mapping[str, Tensor | Array],
+    matrix: tuple[int, int] | None = None,
+    **details: Any,
+) -> None:
+    """Fails unless both hold the same arrays under the same names."""
+    if set(actual) != set(expected):
+        raise Failure(f"there are {', '.join(actual)}, not {', '.join(expected)}", seed=subject.seed, **details)
+    for name in expected:
+        expect_same(subject, name, actual[name], expected[name], matrix, **details)
+
+
+def expect(holds: bool, message: str, **details: Any) -> None:
+    """Fails unless something holds."""
+    if not holds:
+        raise Failure(message, **details)
+
+
+def expect_refused(errors: type[BaseException] | tuple[type[BaseException], ...], call: Any, what: str) -> str:
+    """Fails unless a call raises one of these; its message."""
+    try:
+        call()
+    except errors as error:
+        return str(error)
+    except Exception as error:
+        raise Failure(f"{what}: raised {type(error).__name__}: {error}") from error
+    raise Failure(f"{what}: was not refused")

@@ -1,0 +1,128 @@
+"""The pytest plugin: `pytest --layoutc-spec my.yaml` adds the conformance suite of a spec, one test for each check.
+
+Loaded by every pytest of an environment that has layoutc, so it imports nothing until the option is given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from layoutc.conformance.ranks import Ranks
+    from layoutc.conformance.registry import Check
+    from layoutc.conformance.subject import Subject
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options."""
+    group = parser.getgroup("layoutc", "conformance of layout specs")
+    group.addoption(
+        "--layoutc-spec", action="append", default=[], metavar="SPEC", help="add the conformance suite of this spec"
+    )
+    group.addoption("--layoutc-seed", type=int, default=0, metavar="N", help="seed of the weights (default 0)")
+    group.addoption("--layoutc-thorough", action="store_true", help="try more shapes")
+    group.addoption("--layoutc-no-distributed", action="store_true", help="leave out what starts processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the specs to what is collected."""
+    for spec in config.getoption("--layoutc-spec"):
+        path = Path(spec) if Path(spec).is_absolute() else config.invocation_params.dir / spec
+        if not path.is_file():
+            raise pytest.UsageError(f"--layoutc-spec: {path} does not exist")
+        config.args.append(str(path))
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """The suite of a spec that was named."""
+    named = parent.config.getoption("--layoutc-spec")
+    places = {(parent.config.invocation_params.dir / spec).resolve() for spec in named}
+    if not named or file_path.resolve() not in places:
+        return None
+    suite: Suite = Suite.from_parent(parent, path=file_path)
+    return suite
+
+
+class Suite(pytest.File):
+    """The checks of one spec, which is compiled when the first of them runs."""
+
+    subject: Subject | None = None
+    ranks: Ranks | None = None
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One test for each check."""
+        from layoutc.conformance.registry import all_checks
+
+        for check in all_checks():
+            if not (check.needs_processes and self.config.getoption("--layoutc-no-distributed")):
+                item: CheckItem = CheckItem.from_parent(self, name=check.name, check=check)
+                yield item
+
+    def compiled(self) -> Subject:
+        """The spec's package. Raises BadSpec."""
+        from layoutc.conformance.ranks import Ranks
+        from layoutc.conformance.subject import compile_subject
+
+        if self.subject is None:
+            option = self.config.getoption
+            if not option("--layoutc-no-distributed"):
+                self.ranks = Ranks()
+            self.subject = compile_subject(
+                self.path, seed=option("--layoutc-seed"), thorough=option("--layoutc-thorough"), ranks=self.ranks
+            )
+            self.session.config.add_cleanup(self.close)
+        return self.subject
+
+    def close(self) -> None:
+        """Ends processes and removes the package."""
+        if self.ranks is not None:
+            self.ranks.stop()
+        if self.subject is not None:
+            self.subject.close()
+            self.subject = None
+
+
+class CheckItem(pytest.Item):
+    """One check of one spec."""
+
+    def __init__(self, *, check: Check, **options: Any) -> None:
+        super().__init__(**options)
+        self.check = check
+
+    def runtest(self) -> None:
+        """Runs it; a check that does not apply is skipped with its reason."""
+        from layoutc.conformance.registry import Skipped
+
+        suite = self.parent
+        assert isinstance(suite, Suite)
+        subject = suite.compiled()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.check.run(subject)
+        except Skipped as skipped:
+            pytest.skip(str(skipped))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """What the check found and where, instead of a traceback through the suite."""
+        from layoutc.conformance.registry import Failure
+        from layoutc.conformance.report import explanation
+        from layoutc.conformance.runner import Outcome
+        from layoutc.conformance.subject import BadSpec, Unusable
+
+        if isinstance(excinfo.value, BadSpec | Unusable):
+            return str(excinfo.value)
+        if isinstance(excinfo.value, Failure):
+            failure = excinfo.value
+            outcome = Outcome(self.check.name, self.check.meaning, "fail", 0.0, failure.message, failure.details)
+            return f"{self.check.meaning}: not so\n{explanation(outcome)}"
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """The spec, and the check's name."""
+        return self.path, 0, f"{self.path.name}: {self.check.name}"

@@ -1,0 +1,126 @@
+"""Processes of one gloo group on this machine, which run job after job, so that each imports torch once.
+
+A job is a function at the top of a module, called on every rank with the same arguments. Nothing hangs: a rank that
+fails or is late ends the group, and the next job starts another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0
+
+
+class RankError(Exception):
+    """What went wrong on which ranks."""
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    """A process: joins the group, then runs what comes through the pipe until it is closed."""
+    from datetime import timedelta
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=SECONDS / 2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    pipe.send((True, None))
+    while True:
+        try:
+            job, arguments = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = (True, job(*arguments))
+        except BaseException as error:
+            answer = (False, getattr(error, "told", None) or traceback.format_exc(limit=-4))
+        pipe.send(answer)
+
+
+class Ranks:
+    """A group of `world` processes, started when first used. Use as a context, or call stop()."""
+
+    def __init__(self, world: int = 2) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Every rank's result. Raises RankError with what failing ranks said, and names late ones."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((job, arguments))
+        return self._answers()
+
+    def stop(self) -> None:
+        """Ends the processes that this object has started."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join(5)
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="layoutc-ranks-", ignore_cleanup_errors=True)
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+        self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(answers) < self.world:
+            left = max(deadline - time.monotonic(), 0.0)
+            if any(not fine for fine, _ in answers.values()):  # the others wait for it in a collective
+                left = min(left, 2.0)
+            open_ = {id(pipe): rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait([self._pipes[rank] for rank in open_.values()], left)
+            if not ready:
+                break
+            for pipe in ready:
+                answer: tuple[bool, Any]
+                try:
+                    answer = pipe.recv()  # type: ignore[union-attr, call-arg, assignment]
+                except (EOFError, OSError):
+                    answer = (False, "the process ended")
+                answers[open_[id(pipe)]] = answer
+        failed = {rank: told for rank, (fine, told) in sorted(answers.items()) if not fine}
+        late = [rank for rank in range(self.world) if rank not in answers]
+        if failed or late:
+            self.stop()
+            lines = [f"rank {rank}: {told}" for rank, told in failed.items()]
+            lines += [f"rank {rank}: no answer" for rank in late]
+            raise RankError("\n".join(lines))
+        return [answer for _, answer in (answers[rank] for rank in range(self.world))]

@@ -1,0 +1,69 @@
+"""What a check is, how it says that something is wrong, and the list of all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layoutc.conformance.subject import Subject
+
+
+class Failure(Exception):
+    """What a check found. `details` says where: shape, seed, plane, byte, logical (i, j), found and expected."""
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details: dict[str, Any] = {key: value for key, value in details.items() if value is not None}
+
+    def within(self, **details: Any) -> Failure:
+        """The same failure, knowing more about where it happened; what is known already stays."""
+        self.details = {**{key: value for key, value in details.items() if value is not None}, **self.details}
+        return self
+
+
+class Skipped(Exception):
+    """A check that does not apply, and why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name on the command line, and one sentence that says what passing means."""
+
+    name: str
+    meaning: str
+    run: Callable[[Subject], None]
+    needs_processes: bool = False
+
+
+@dataclass
+class Registry:
+    """All checks, in the order in which they run: the first that fails is the one to read."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    def check(
+        self, name: str, meaning: str, *, needs_processes: bool = False
+    ) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
+        """Decorator: adds a check."""
+
+        def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
+            self.checks.append(Check(name, meaning, function, needs_processes))
+            return function
+
+        return add
+
+
+REGISTRY = Registry()
+check = REGISTRY.check
+
+
+def all_checks() -> list[Check]:
+    """Every check. Imports torch."""
+    from importlib import import_module
+
+    for module in ("codecs", "maps", "reference", "hooks", "dispatch", "products", "state", "processes"):
+        import_module(f"layoutc.conformance.check_{module}")
+    return list(REGISTRY.checks)

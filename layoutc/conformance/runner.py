@@ -1,0 +1,63 @@
+"""Runs checks against subjects, and tells how each went."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from layoutc.conformance.registry import Check, Failure, Skipped, all_checks
+from layoutc.conformance.subject import Subject
+
+Status = Literal["pass", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one check went."""
+
+    check: str
+    meaning: str
+    status: Status
+    seconds: float
+    message: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def one_thread() -> None:
+    """Tensors are small: one thread of torch is faster than several."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def run_check(subject: Subject, one: Check) -> Outcome:
+    """One check. An exception that it did not mean to raise is a failure, with the end of its traceback."""
+    start = time.perf_counter()
+    status: Status = "pass"
+    message, details = "", dict[str, Any]()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one.run(subject)
+    except Skipped as skipped:
+        status, message = "skip", str(skipped)
+    except Failure as failure:
+        status, message, details = "fail", failure.message, failure.details
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
+        status = "fail"
+        message = f"{type(error).__name__}: {error}"
+        details = {"seed": subject.seed, "traceback": "".join(traceback.format_exception(error)[-4:]).rstrip()}
+    return Outcome(one.name, one.meaning, status, time.perf_counter() - start, message, details)
+
+
+def run_checks(subject: Subject, wanted: Callable[[Check], bool] = lambda _: True) -> Iterator[Outcome]:
+    """Every wanted check, one after the other."""
+    for one in all_checks():
+        if wanted(one):
+            yield run_check(subject, one)

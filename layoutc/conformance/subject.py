@@ -1,0 +1,185 @@
+"""A spec under test: compiled into a temporary package of real files, imported, and read by the independent model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import lcm, prod
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from layoutc import compiler, schema
+from layoutc.diagnostics import Diagnostic, has_errors
+from layoutc.layout import Layout, up
+from layoutc.plan import Plan
+from layoutc.renderers import render
+
+if TYPE_CHECKING:
+    from layoutc.conformance.model import Model
+    from layoutc.conformance.ranks import Ranks
+
+Edit = Callable[[Path], None]
+_numbers = itertools.count(1)
+LARGEST = 192  # blocks larger than this are tried in part: a weight may be smaller than a block
+
+
+class BadSpec(Exception):
+    """A spec with errors."""
+
+    def __init__(self, diagnostics: list[Diagnostic]) -> None:
+        super().__init__(render(diagnostics, "concise", False).rstrip())
+        self.diagnostics = diagnostics
+
+
+class Unusable(Exception):
+    """A package that was built and can't be imported."""
+
+
+@dataclass
+class Subject:
+    """What checks are run against."""
+
+    path: Path
+    layout: Layout
+    plan: Plan
+    package: ModuleType
+    folder: Path
+    seed: int = 0
+    thorough: bool = False
+    ranks: Ranks | None = None  # processes for FSDP2 over gloo; None: not asked for
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.layout.name
+
+    @property
+    def facts(self) -> Any:
+        """LAYOUT, as generated."""
+        return self.package.LAYOUT
+
+    @property
+    def tensor(self) -> Any:
+        """The generated tensor class."""
+        return self.package.Tensor
+
+    @property
+    def reference(self) -> Any:
+        """The generated module of references."""
+        return importlib.import_module(f"{self.package.__name__}.reference")
+
+    @property
+    def model(self) -> Model:
+        """The independent reading of the spec."""
+        from layoutc.conformance.model import Model
+
+        return Model(self.layout)
+
+    def close(self) -> None:
+        """Forgets the temporary package."""
+        root = self.package.__name__.partition(".")[0]
+        for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
+            del sys.modules[name]
+        if str(self.folder) in sys.path:
+            sys.path.remove(str(self.folder))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ----------------------------------------------------------------------------------------------------------- shapes
+    @property
+    def units(self) -> tuple[int, int]:
+        """The smallest weight that the recipe takes."""
+        return self.layout.multiple_m, self.layout.multiple_k
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The largest block along each axis, of those that are not the whole axis; 1 where all are."""
+        found = [source.quantization.block for source in self.layout.sources]
+        return max((b.m or 1 for b in found), default=1), max((b.k or 1 for b in found), default=1)
+
+    @property
+    def rows(self) -> int:
+        """Rows at whose multiples a weight can be cut and is a weight again."""
+        return lcm(self.plan.shard_rows, self.layout.multiple_m)
+
+    @property
+    def columns(self) -> int:
+        """The same for columns."""
+        return lcm(self.plan.column_multiple, self.layout.multiple_k)
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Weights that differ in what they exercise: smallest, whole blocks, ragged, wide, tall, leading dims."""
+        (um, uk), (bm, bk) = self.units, (min(size, LARGEST) for size in self.blocks)
+        found: list[tuple[int, ...]] = [
+            (um, uk),
+            (up(2 * bm, um), up(2 * bk, uk)),
+            (up(bm + 1, um), up(2 * bk + 3, uk)),
+            (up(3, um), up(max(3 * bk, 40), uk)),
+            (2, up(bm, um), up(bk + 5, uk)),
+        ]
+        if self.thorough:
+            found += [
+                (up(5 * bm - 1, um), up(bk - 1 or 1, uk)),
+                (up(max(3 * bm, 70), um), up(7, uk)),
+                (3, 2, up(bm, um), up(3 * bk, uk)),
+                (up(130, um), up(260, uk)),
+            ]
+        return list(dict.fromkeys(found))
+
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(m, k)."""
+        return prod(shape[:-1]), shape[-1]
+
+    def whole(self, rows: int = 2, columns: int = 2) -> tuple[int, int]:
+        """A matrix of so many cuttable units, and not too small to hold several values."""
+        m, k = self.rows, self.columns
+        return m * rows * max(1, 4 // m), k * columns * max(1, 8 // k)
+
+
+def compile_subject(
+    path: Path, *, seed: int = 0, thorough: bool = False, ranks: Ranks | None = None, edit: Edit | None = None
+) -> Subject:
+    """Builds a spec into a temporary package and imports it. `edit` may change the package's folder before.
+
+    Raises BadSpec for a spec with errors, OSError for a file that can't be read, Unusable for a package that can't be
+    imported.
+    """
+    data = path.read_bytes()
+    spec, found = schema.read_spec_bytes(data, str(path))
+    if spec is None:
+        raise BadSpec([item for item in found if item.severity == "error"])
+    digest = hashlib.sha256(data + str(path.resolve()).encode()).hexdigest()[:8]
+    root = f"layoutc_conformance_{digest}_{next(_numbers)}"
+    folder = Path(tempfile.mkdtemp(prefix="layoutc-test-"))
+    try:
+        out = folder / root / "somewhere"  # generated code works wherever it stands
+        result = compiler.build([path], out, check=False)
+        if has_errors(result.diagnostics):
+            raise BadSpec(result.diagnostics)
+        (folder / root / "__init__.py").write_text("", encoding="utf-8")
+        if edit is not None:
+            edit(out / spec.name)
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        package = _import(f"{root}.somewhere.{spec.name}")
+    except BaseException:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    plan = compiler.plan_for(spec)
+    return Subject(path, plan.layout, plan, package, folder, seed, thorough, ranks)
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Unusable(f"the generated package can't be imported: {type(error).__name__}: {error}") from error

@@ -1,0 +1,114 @@
+"""`layoutc new`: a starter that builds and passes, a copy of a recipe, and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from layoutc.cli import main
+from layoutc.schema import read_spec
+
+ROOT = Path(__file__).parent.parent
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def test_the_starter_is_sound_short_and_says_what_each_key_is(tmp_path: Path) -> None:
+    result = run("new", "my_format", "--specs", tmp_path)
+    path = tmp_path / "my_format.yaml"
+    assert (result.exit_code, result.stdout) == (0, f"{path}\n")
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert "specs/README.md" in text
+    spec, found = read_spec(text, str(path))
+    assert spec is not None
+    assert found == []
+    assert spec.name == "my_format"
+    for key in ("layoutc:", "name:", "shape:", "block:", "data:", "scale: {layout", "columnwise:"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(key))
+        assert "#" in line, key
+    for key in ("element:", "scale: {format"):
+        lines = text.splitlines()
+        number = next(number for number, line in enumerate(lines) if line.startswith(key))
+        assert lines[number - 1].startswith("#"), key
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_a_copy_is_the_recipe_under_another_name(path: Path, tmp_path: Path) -> None:
+    """Comments included, nothing else changed."""
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+    result = run("new", "copied", "--from", path.stem, "--specs", tmp_path)
+    assert result.exit_code == 0, result.output
+    before, after = path.read_text(encoding="utf-8"), (tmp_path / "copied.yaml").read_text(encoding="utf-8")
+    assert after == before.replace(f"name: {path.stem}\n", "name: copied\n")
+    assert run("check", tmp_path / "copied.yaml").exit_code == 0
+
+
+def test_a_copy_of_a_file_and_of_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run("new", "one", "--from", SPECS[0], "--specs", tmp_path).exit_code == 0
+    assert run("new", "two", "--from", SPECS[0].stem, "--specs", tmp_path / "deep" / "folder").exit_code == 0
+    assert (tmp_path / "deep" / "folder" / "two.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", ["Bad-Name", "2nd", "class", "layoutc", "a" * 41, "../up", "", "mit.punkt"])
+def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
+    result = run("new", name, "--specs", tmp_path)
+    assert result.exit_code == 2
+    assert "can't name a recipe" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_name_is_answered_with_a_good_one(tmp_path: Path) -> None:
+    assert "For instance: bad_name." in run("new", "Bad-Name", "--specs", tmp_path).stderr
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.yml").write_text("mine\n", encoding="utf-8")
+    result = run("new", "mine", "--specs", tmp_path)
+    assert (result.exit_code, "exists" in result.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yml"]
+    assert (tmp_path / "mine.yml").read_text(encoding="utf-8") == "mine\n"
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_bytes(SPECS[0].read_bytes())
+    result = run("new", "mine", "--from", "frist", "--specs", tmp_path)
+    assert (result.exit_code, "Did you mean first?" in result.stderr) == (2, False) or "Did you mean" in result.stderr
+    assert run("new", "mine", "--from", str(tmp_path / "none.yaml"), "--specs", tmp_path).exit_code == 2
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_newcomers_path_takes_under_a_minute(tmp_path: Path) -> None:
+    """new, edit block and format, check, build, test: as commands, in a project of its own."""
+
+    def layoutc(*args: str) -> str:
+        command = [sys.executable, "-m", "layoutc", *args]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, (args, done.stdout, done.stderr)
+        return done.stdout
+
+    start = time.monotonic()
+    layoutc("new", "my_format", "--specs", "mine")
+    path = tmp_path / "mine" / "my_format.yaml"
+    text = path.read_text(encoding="utf-8")
+    edited = text.replace("{format: e4m3}", "{format: e2m1, pack: high-first}").replace("32", "16")
+    assert edited != text
+    path.write_text(edited, encoding="utf-8")
+    layoutc("check", "mine")
+    layoutc("build", "--specs", "mine", "--out", "quant")
+    assert (tmp_path / "quant" / "my_format" / "tensor.py").is_file()
+    report = layoutc("test", "mine/my_format.yaml")
+    assert " failed" not in report
+    assert "  pass  fsdp2 " in report
+    assert time.monotonic() - start < 60
