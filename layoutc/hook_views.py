@@ -51,7 +51,7 @@ def hook_view(plan: Plan, sizes: Sizes) -> View:
             "pre_doc": pre_doc,
         }
     pre = ["sent: list[Tensor] = []"]
-    post = ["gathered: dict[str, Tensor] = {" + " ".join(shared) + "}", "slot = 0"]
+    post = ["gathered: dict[str, Tensor] = {}" if not shared else "gathered = dict(metadata.shared)", "slot = 0"]
     for gather, other in ((plan.forward, "backward"), (plan.backward, "forward")):
         pre += [f'if gathering.which != "{other}":', "    sent += ["]
         pre += [f"        {_wire(plane, sizes)}," for plane in gather.planes] + ["    ]"]

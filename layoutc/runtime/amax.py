@@ -76,8 +76,8 @@ def quantize(
         planes = cls._quantize_matrix(matrix, shared, orientations) | extra
         if out is None:
             return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
-        for name, plane in out._planes.items():
-            plane.copy_(planes[name])
+        for name, plane in planes.items():
+            out._planes[name].copy_(plane)
         out._written()
     return out
 
@@ -148,10 +148,10 @@ def _check_out(
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
-    if out._is_part and alone:
+    if (out._common - layout.shared) or (out._common and alone):
         raise UnsupportedOperator(
-            f"{out._label()} is a part of a weight whose scale covers all rows: quantizing the part by itself would "
-            "change what the others mean; quantize the whole weight, or give its amax"
+            f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
+            "itself would change what the rest means; quantize the whole weight"
         )
     lacking = [name for name in orientations or () if name not in out.orientations]
     if lacking:

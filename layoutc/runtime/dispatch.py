@@ -171,9 +171,9 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """zero_: as quantizing zeros; of a part, every byte but what it shares with other rows. Exact zeros either way."""
+    """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
-    if not tensor._is_part and not tensor._transposed and not tensor.is_meta:
+    if not tensor._common and not tensor._transposed and not tensor.is_meta:
         from layoutc.runtime import amax
 
         zeros = torch.zeros(tensor.shape, device=tensor.device)
@@ -181,7 +181,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
         return tensor
     for name, plane in tensor._planes.items():
-        if name not in tensor.LAYOUT.shared:
+        if name not in tensor._common:
             plane.zero_()
     tensor._written()
     return tensor
@@ -230,21 +230,20 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
         if plane.shape != source._planes[name].shape:
             found = tuple(source._planes[name].shape)
             raise LayoutError(f"copy_: {name} is {tuple(plane.shape)} in the target, {found} in the source")
-    if target._is_part:
-        _check_shared(target, source)
+    _check_common(target, source)
     for name, plane in target._planes.items():
         plane.copy_(source._planes[name])
     target._written()
     return target
 
 
-def _check_shared(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """A part may take the planes of a tensor that shares the same scale, not overwrite what other rows mean."""
-    for name, plane in target._planes.items():
-        if name in target.LAYOUT.shared and not torch.equal(plane, source._planes[name]):
+def _check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """A part may take the planes of a tensor that shares the same scale, not overwrite what the rest means."""
+    for name in target._common & target._planes.keys():
+        if not torch.equal(target._planes[name], source._planes[name]):
             raise LayoutError(
-                f"copy_: {target._label()} is a part of a weight whose {name} covers all rows, and the source has "
-                "another; copy into the whole weight"
+                f"copy_: {target._label()} is a part of a weight whose {name} covers more than the part, and the "
+                "source has another; copy into the whole weight"
             )
 
 

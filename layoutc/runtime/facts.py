@@ -104,6 +104,11 @@ class Layout:
         """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
 
+    @cached_property
+    def shared_along_rows(self) -> frozenset[str]:
+        """Planes whose values cover whole rows: some columns of a weight share them with the others."""
+        return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
+
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
         """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""
         if len(shape) < 2:

@@ -142,7 +142,9 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     if missing:
         raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
     # Copies: a weight that is still gathered when the shard is requantized keeps the scale of the codes that it holds.
-    shared = {name: plane.clone() for name, plane in shard._planes.items() if name in shard.LAYOUT.shared}
+    layout = shard.LAYOUT
+    needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
+    shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
     return Gathering(which, world, rows, shape, shared, slots=_slots(shard, which, rows))
 
 

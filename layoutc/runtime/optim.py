@@ -245,14 +245,11 @@ def _master(param: Tensor) -> Tensor:
     quantized = isinstance(local, QuantizedTensor)
     if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
         return param
-    values = _values(local).clone()
-    if not isinstance(param, DTensor):
-        return nn.Parameter(values)
-    sharded = DTensor.from_local(
-        values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    sharded._local_tensor = values  # from_local moves it to the mesh's device, but an offloaded shard stays on the CPU
-    return nn.Parameter(sharded)
+    with torch.no_grad():
+        # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
+        master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        _local(master).copy_(_values(local))
+    return nn.Parameter(master)
 
 
 def _moved(value: Any, master: Tensor, name: str) -> Any:

@@ -40,7 +40,11 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     piece._home, piece._writes = tensor._home, tensor._writes
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 == 0
-    piece._is_part = tensor.LAYOUT.shares_amax and not tensor._is_new
+    if found.matrix[0] != tensor._matrix[0] and not tensor._is_new:
+        piece._common |= tensor.LAYOUT.shared
+    if found.matrix[1] != tensor._matrix[1]:
+        piece._common |= tensor.LAYOUT.shared_along_rows
+    piece._common |= tensor._common
     piece._is_new = False
     return piece
 

@@ -42,7 +42,7 @@ class QuantizedTensor(torch.Tensor):
     _name: str | None
     _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
-    _is_part: bool  # rows of a larger tensor, with which it shares what covers all rows
+    _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
 
     @staticmethod
@@ -79,7 +79,7 @@ class QuantizedTensor(torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes = [0]
-        self._is_part = self._is_new = False
+        self._common, self._is_new = frozenset(), False
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -94,7 +94,7 @@ class QuantizedTensor(torch.Tensor):
             transposed=self._transposed if transposed is None else transposed,
         )
         other._name, other._home, other._writes = self._name, self._home, self._writes
-        other._is_part, other._is_new = self._is_part, self._is_new
+        other._common, other._is_new = self._common, self._is_new
         return other
 
     def _with_planes(
