@@ -2,22 +2,50 @@
 # Each is imported when first used.
 """Quantized weights, one module a recipe.
 
-fp8_block        E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each
-fp8_current      E4M3 weights under one FP32 scale, taken from the weight's own amax
-fp8_delayed      E4M3 weights under one FP32 scale, taken from a history of amaxes
-mxfp8            E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up
-nvfp4            E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax
+e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
+fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
+fp8_block_1d: E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
+fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax.
+fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
+fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
+fp8_rowwise: E4M3 weights with one FP32 scale for each row , columnwise for each column.
+hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
+int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
+int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
+int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
+mxfp4: E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up.
+mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
+mxfp6_e3m2: E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
+mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
+mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
+mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
+nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
+nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 """
 
 from importlib import import_module
 from types import ModuleType
 
 RECIPES = (
+    "e3m4_block",
     "fp8_block",
+    "fp8_block_1d",
     "fp8_current",
     "fp8_delayed",
+    "fp8_e5m2_current",
+    "fp8_rowwise",
+    "hybrid_fp8",
+    "int4_group32",
+    "int8_block",
+    "int8_rowwise",
+    "mxfp4",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
     "mxfp8",
+    "mxfp8_2d",
+    "mxint8",
     "nvfp4",
+    "nvfp4_1d",
 )
 
 

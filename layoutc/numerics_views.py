@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,9 @@ def numerics_view(plan: Plan) -> View:
     shared = None
     amax_shape, what = "(1,)", "of the whole weight"
     if plan.amax_columns:
-        amax_shape, what = f"(1, k / {plan.amax_columns})", f"of each {plan.amax_columns} columns, over all rows"
+        each = "column" if plan.amax_columns == 1 else f"{plan.amax_columns} columns"
+        amax_shape = "(1, k)" if plan.amax_columns == 1 else f"(1, k / {plan.amax_columns})"
+        what = f"of each {each}, over all rows"
     if plan.shares_amax:
         expression = f"column_amax(x, {plan.amax_columns})" if plan.amax_columns else "tensor_amax(x)"
         shared = {"expression": expression, "doc": f"the amax {what}, {amax_shape} fp32"}
@@ -173,7 +176,11 @@ def _table(values: Iterable[float]) -> str:
             if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
                 return formula
     special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
-    return "(" + ", ".join(special.get(repr(value), repr(value)) for value in items) + ",)"
+    text = ", ".join(special.get(repr(value), repr(value)) for value in items) + ","
+    if len(items) <= 8:
+        return f"({text})"
+    lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)
+    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
 
 
 def _formulas(items: list[float]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -58,6 +59,7 @@ class Rule:
         )
 
 
+@cache
 def names(expression: str) -> frozenset[str]:
     """The names that an expression uses, functions left out."""
     tree = ast.parse(expression, mode="eval")

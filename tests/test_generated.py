@@ -95,11 +95,18 @@ def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_pa
     text = path.read_text(encoding="utf-8")
     spec, _ = schema.read_spec(text, str(path))
     assert spec
-    fmt = formats.BUILTIN[spec.element.format]
-    codes = f"inf: {list(fmt.inf)}, nan: {list(fmt.nan)}" + (f", torch: {fmt.torch}" if fmt.torch else "")
-    numbers = f"sign: {fmt.sign}, exponent: {fmt.exponent}, mantissa: {fmt.mantissa}, bias: {fmt.bias}"
-    own = f"formats:\n  quagga: {{{numbers}, {codes}}}\nelement: {{format: quagga"
-    renamed = text.replace(f"name: {path.stem}", "name: okapi").replace(f"element: {{format: {fmt.name}", own)
+    name = spec.element.format
+    if spec.formats:
+        renamed = re.sub(rf"\b{name}\b", "quagga", text)
+    else:
+        fmt = formats.BUILTIN[name]
+        codes = f"inf: {list(fmt.inf)}, nan: {list(fmt.nan)}" + (f", torch: {fmt.torch}" if fmt.torch else "")
+        numbers = f"sign: {fmt.sign}, exponent: {fmt.exponent}, mantissa: {fmt.mantissa}, bias: {fmt.bias}, {codes}"
+        if fmt.integer:
+            numbers = f"integer: {fmt.integer}, fraction: {fmt.fraction}, symmetric: {str(fmt.symmetric).lower()}"
+        own = f"formats:\n  quagga: {{{numbers}}}\nelement: {{format: quagga"
+        renamed = text.replace(f"element: {{format: {name}", own, 1)
+    renamed = renamed.replace(f"name: {path.stem}", "name: okapi")
     (tmp_path / "okapi.yaml").write_text(renamed, encoding="utf-8")
     result = compiler.build([tmp_path / "okapi.yaml"], tmp_path / "out", check=False)
     assert not result.diagnostics

@@ -35,7 +35,7 @@ def run(*args: object) -> Result:
 def test_text(name: str, golden: Callable[[Path, str], None]) -> None:
     result = run(name, "--shape", "384x512", "--world", "3", "--picture", "rowwise_scale")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert max(map(len, result.stdout.splitlines())) <= 160
+    assert max(map(len, result.stdout.splitlines())) <= 168
     golden(GOLDEN / f"{name}.txt", result.stdout.replace(recipe(name).layout_id, "(layout id)"))
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_shape_is_a_usage_error(shape: str) -> None:
     ("args", "hint"),
     [
         (["nvfp5"], "Did you mean nvfp4?"),
-        (["qqq"], "It has fp8_block"),
+        (["qqq"], "It has e3m4_block"),
         (["nowhere.yaml"], "does not exist"),
         (["no/where"], "does not exist"),
         (["."], "has no recipe"),

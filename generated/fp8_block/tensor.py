@@ -103,7 +103,7 @@ def quantize(
     group: dist.ProcessGroup | None = None,
     out: FP8BlockTensor | None = None,
 ) -> FP8BlockTensor:
-    """(..., k) in fp32, bf16 or fp16 -> FP8BlockTensor of the same shape, which dequantizes to x's dtype by default.
+    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
 
     `amax` must be None, and `group` changes nothing: no scale depends on other shards.
     `out` is overwritten in place and returned.

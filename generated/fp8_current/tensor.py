@@ -107,7 +107,7 @@ def quantize(
     group: dist.ProcessGroup | None = None,
     out: FP8CurrentTensor | None = None,
 ) -> FP8CurrentTensor:
-    """(..., k) in fp32, bf16 or fp16 -> FP8CurrentTensor of the same shape, which dequantizes to x's dtype by default.
+    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
 
     amax: (1,) fp32, where it is known; else that of x, the largest over `group` where one is given.
     `out` is overwritten in place and returned.

@@ -108,7 +108,7 @@ def quantize(
     group: dist.ProcessGroup | None = None,
     out: FP8DelayedTensor | None = None,
 ) -> FP8DelayedTensor:
-    """(..., k) in fp32, bf16 or fp16 -> FP8DelayedTensor of the same shape, which dequantizes to x's dtype by default.
+    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
 
     amax: (1,) fp32, where it is known; else that of x, the largest over `group` where one is given. The scale follows
     the history of `out`; the new amax is put in front of it.

@@ -127,7 +127,7 @@ def quantize(
     group: dist.ProcessGroup | None = None,
     out: MXFP8Tensor | None = None,
 ) -> MXFP8Tensor:
-    """(..., k) in fp32, bf16 or fp16 -> MXFP8Tensor of the same shape, which dequantizes to x's dtype by default.
+    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
 
     `amax` must be None, and `group` changes nothing: no scale depends on other shards.
     `out` is overwritten in place and returned.

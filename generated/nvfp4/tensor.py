@@ -109,7 +109,7 @@ def quantize(
     group: dist.ProcessGroup | None = None,
     out: NVFP4Tensor | None = None,
 ) -> NVFP4Tensor:
-    """(..., k) in fp32, bf16 or fp16 -> NVFP4Tensor of the same shape, which dequantizes to x's dtype by default.
+    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
 
     amax: (1,) fp32, where it is known; else that of x, the largest over `group` where one is given.
     `out` is overwritten in place and returned.

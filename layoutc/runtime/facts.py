@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -52,11 +53,12 @@ class GatherFacts:
     planes: Mapping[str, Facts]
     serves: tuple[str, ...]
     world: int
+    filling: int = 0  # bytes that fill the planes up to those of the other pass
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that a rank contributes, padding of short shards included."""
-        return sum(facts.nbytes for facts in self.planes.values())
+        """Bytes that a rank contributes, padding of short shards and filling included."""
+        return sum(facts.nbytes for facts in self.planes.values()) + self.filling
 
     @property
     def nbytes(self) -> int:
@@ -132,4 +134,19 @@ class Layout:
         self.check_shape((m, k))
         check_alignment(self, (m, k), cdiv(m, world), world=world)
         shard = self.planes(cdiv(m, world), k)
-        return GatherFacts({name: shard[name] for name in self.travels[which]}, self.serves[which], world)
+        sent = {name: shard[name] for name in self.travels[which]}
+        slots = self.slots(which, cdiv(m, world), k)
+        filling = sum(slots) - sum(facts.nbytes for facts in sent.values()) if slots else 0
+        return GatherFacts(sent, self.serves[which], world, filling)
+
+    def slots(self, which: PassName, rows: int, k: int) -> tuple[int, ...]:
+        """The bytes of each slot of a pass's planes, where the two passes differ; else none.
+
+        FSDP2 wants the same sizes in each pass, so a slot holds the larger of the two passes' planes.
+        """
+        if not self.slots_differ or which == "both":
+            return ()
+        facts = self.planes(rows, k)
+        passes: tuple[PassName, ...] = ("forward", "backward")
+        sizes = ([facts[name].nbytes for name in self.travels[one]] for one in passes)
+        return tuple(map(max, zip_longest(*sizes, fillvalue=0)))

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -145,7 +144,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     layout = shard.LAYOUT
     needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
     shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
-    return Gathering(which, world, rows, shape, shared, slots=_slots(shard, which, rows))
+    return Gathering(which, world, rows, shape, shared, slots=layout.slots(which, rows, shard._matrix[1]))
 
 
 def _pass(known: Sharding, group: Any) -> PassName:
@@ -169,17 +168,12 @@ def wire(plane: Tensor, rows: int) -> Tensor:
         full = plane.new_zeros(rows, *plane.shape[1:])
         full[: plane.shape[0]] = plane
         plane = full
-    return plane.contiguous().view(torch.uint8)
+    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    return plane if plane.dtype == torch.uint8 and plane.is_contiguous() else _as_bytes(plane)
 
 
-def _slots(shard: QuantizedTensor, which: PassName, rows: int) -> tuple[int, ...]:
-    """The bytes of each slot of the two passes' planes, where they differ; FSDP2 wants the same sizes in each pass."""
-    layout = shard.LAYOUT
-    if not layout.slots_differ or which == "both":
-        return ()
-    facts = layout.planes(rows, shard._matrix[1])
-    passes: tuple[PassName, ...] = ("forward", "backward")
-    return tuple(map(max, zip_longest(*([facts[n].nbytes for n in layout.travels[p]] for p in passes), fillvalue=0)))
+def _as_bytes(plane: Tensor) -> Tensor:
+    return plane.reshape(-1).view(torch.uint8).view(plane.shape[0], plane.shape[1] * plane.element_size())
 
 
 def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:
