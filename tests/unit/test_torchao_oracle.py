@@ -6,7 +6,9 @@ may differ. Each test says on which inputs they can't, and why.
 
 from __future__ import annotations
 
+import math
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+        from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
         from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 except ImportError as error:
@@ -102,6 +105,61 @@ def test_mxfp8_under_the_smallest_scale_is_not_torchaos() -> None:
     assert (scale == 0).all()
     assert (data == 0).all()
     assert torch.equal(recipe("mxfp8").quantize(x).dequantize(), x)
+
+
+# --------------------------------------------------------------------------------------------------- other MX elements
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes, one to a byte -> little-endian groups of them, by Python's integers."""
+    group = {4: 2, 6: 4}[bits]
+    rows = []
+    for row in codes.tolist():
+        words = [
+            sum(code << bits * place for place, code in enumerate(row[start : start + group]))
+            for start in range(0, len(row), group)
+        ]
+        rows.append(list(b"".join(word.to_bytes(group * bits // 8, "little") for word in words)))
+    return torch.tensor(rows, dtype=torch.uint8)
+
+
+MX_ELEMENTS: list[tuple[str, Any, int]] = [
+    ("mxfp6_e3m2", DTYPE_FP6_E3M2, 6),
+    ("mxfp6_e2m3", DTYPE_FP6_E2M3, 6),
+    ("mxfp4", torch.float4_e2m1fn_x2, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "element", "bits"), MX_ELEMENTS, ids=[name for name, _, _ in MX_ELEMENTS])
+@given(shape=SHAPE, seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0, 100.0]))
+@settings(max_examples=25, deadline=None)
+def test_six_and_four_bit_mx_is_torchaos_byte_for_byte(
+    name: str, element: Any, bits: int, shape: tuple[int, int], seed: int, spread: float
+) -> None:
+    """The largest elements 28, 7.5 and 6 have at most 4 bits, so a bf16 amax over one is a power of two or far off.
+
+    torchao packs codes of 4 bits, and leaves those of 6 one to a byte.
+    """
+    x = bf16_weight(shape, seed, spread)
+    tensor = recipe(name).quantize(x)
+    for orientation, weight in (("rowwise", x), ("columnwise", x.t())):
+        scale, data = to_mx(weight.contiguous(), element, 32, ScaleCalculationMode.RCEIL)
+        scale = scale.view(torch.uint8)
+        assert torch.equal(tensor.planes()[f"{orientation}_scale"], scale if orientation == "rowwise" else scale.t())
+        assert torch.equal(tensor.buffers()[f"{orientation}_data"], data if bits == 4 else packed(data, bits))
+
+
+@given(shape=SHAPE, seed=SEED, spread=st.sampled_from([0.0, 2.0, 20.0]))
+@settings(max_examples=15, deadline=None)
+def test_mxint8_is_the_ocp_definition_in_integers(shape: tuple[int, int], seed: int, spread: float) -> None:
+    """OCP MX v1.0, 6.3: the exponent of the block's amax, and elements in steps of 2^-6, rounded to even, clamped."""
+    x = bf16_weight(shape, seed, spread)
+    planes = recipe("mxint8").quantize(x).planes()
+    for start, column in np.ndindex(shape[0], shape[1] // 32):
+        block = [Fraction(value) for value in x[start, column * 32 : column * 32 + 32].tolist()]
+        amax = max(abs(value) for value in block)
+        exponent = math.frexp(amax)[1] - 1 if amax else -127
+        codes = [max(-127, min(127, round(value / Fraction(2) ** exponent * 64))) for value in block]
+        assert planes["rowwise_scale"][start, column].item() == exponent + 127
+        assert planes["rowwise_data"][start, column * 32 : column * 32 + 32].view(torch.int8).tolist() == codes
 
 
 # ---------------------------------------------------------------------------------------------------------------- nvfp4
