@@ -1,0 +1,154 @@
+"""Specs that nobody wrote, drawn from the language: each is refused with a diagnostic or passes the conformance suite.
+
+The suite's model decides what is right: it reads rules and formats by definition, and shares no text with it.
+LAYOUTC_RANDOM_SPECS sets how many are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hypothesis import HealthCheck, Phase, event, given, note, settings
+from hypothesis import strategies as st
+
+from layoutc.conformance.report import line
+from layoutc.conformance.runner import run_checks
+from layoutc.conformance.subject import BadSpec, compile_subject
+
+COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "20"))
+SIZES = [1, 1, 2, 3, 4, 5, 8, 16, 32, 128, "all"]
+ROUNDING = ("nearest", "up", "down")
+torch.set_num_threads(1)
+
+SCALES: list[dict[str, Any]] = [
+    *({"format": "e8m0", "rule": "power-of-two", "round": rounding} for rounding in ROUNDING),
+    *({"format": "e8m0", "rule": "shared-exponent", "round": rounding} for rounding in ROUNDING),
+    {"format": "e8m0", "rule": "amax-over-max", "power-of-two": True},
+    {"format": "f32", "rule": "amax-over-max"},
+    {"format": "f32", "rule": "amax-over-max", "margin": 3, "overflow": "input-max"},
+    {"format": "f32", "rule": "amax-over-max", "power-of-two": True, "margin": -2, "epsilon": 1.0e-3},
+    {"format": "f32", "rule": "amax-over-max", "history": {"length": 4, "pick": "most-recent"}},
+    {"format": "f32", "rule": "min-max", "zero": "int8"},
+    *({"format": "e4m3", "rule": "two-level", "round": rounding} for rounding in ROUNDING),
+    {"format": "e5m2", "rule": "two-level"},
+    {"format": "ue5m3", "rule": "two-level"},
+    {"format": "e8m0_b100", "rule": "power-of-two", "round": "up"},
+]
+OWN: dict[str, dict[str, Any]] = {
+    "ue5m3": {"sign": 0, "exponent": 5, "mantissa": 3, "bias": 15, "nan": [0xFF]},
+    "e8m0_b100": {"sign": 0, "exponent": 8, "mantissa": 0, "bias": 100, "subnormals": False, "nan": [0xFE, 0xFF]},
+    "e4m3_b11": {"sign": 1, "exponent": 4, "mantissa": 3, "bias": 11, "inf": [0x7E], "nan": [0x7F]},
+    "e1m4": {"sign": 1, "exponent": 1, "mantissa": 4, "bias": 0},
+    "e3m0": {"sign": 1, "exponent": 3, "mantissa": 0, "bias": 3},
+    "i4": {"integer": 4},
+    "i6": {"integer": 6, "symmetric": True},
+    "i8_64ths": {"integer": 8, "fraction": 6, "symmetric": True},
+}
+ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", *(name for name in OWN if not name.startswith(("u", "e8")))]
+BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths")
+SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
+
+
+class Plain(yaml.SafeDumper):
+    """Writes what stands twice twice: specs have no aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Always."""
+        return True
+
+
+@st.composite
+def elements(draw: st.DrawFn) -> dict[str, Any]:
+    """A format, packed where it is smaller than a byte."""
+    name = draw(st.sampled_from(ELEMENTS))
+    return {"format": name} | ({} if name in BYTES else {"pack": draw(st.sampled_from(["low-first", "high-first"]))})
+
+
+@st.composite
+def orientations(draw: st.DrawFn, swizzled: bool) -> dict[str, Any]:
+    """A block, with random axis orders, stored granularity and padding."""
+    block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
+    data: dict[str, Any] = {"layout": " ".join(draw(st.permutations(["m", "k"])))}
+    if draw(st.booleans()):
+        data["pad"] = [draw(st.sampled_from([1, 5, 32])), draw(st.sampled_from([8, 16, 32]))]
+    terms = []
+    for axis in draw(st.permutations([axis for axis in "mk" if block[axis] != "all"])):
+        divisor = draw(st.sampled_from([d for d in range(1, block[axis] + 1) if block[axis] % d == 0]))
+        terms.append(axis if divisor == 1 else f"{axis}/{divisor}")
+    scale: dict[str, Any] = {"layout": " ".join(terms) or "scalar"}
+    if terms and swizzled:
+        scale["pad"] = [128, 4][: len(terms)]
+    elif terms and draw(st.booleans()):
+        scale["pad"] = [draw(st.sampled_from([1, 4, 7, 16])) for _ in terms]
+    return {"block": block, "data": data, "scale": scale}
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """A spec as YAML. Most are sound; what does not go together is drawn as well."""
+    scale = draw(st.sampled_from(SCALES))
+    element = draw(elements())
+    swizzled = draw(st.integers(0, 4)) == 0
+    rowwise = draw(orientations(swizzled))
+    spec: dict[str, Any] = {
+        "layoutc": 1,
+        "name": "made_up",
+        "summary": "made up by a test",
+        "element": element,
+        "scale": scale,
+        "orientations": {"rowwise": rowwise},
+    }
+    if "history" in scale:
+        rowwise |= {"block": {"m": "all", "k": "all"}, "scale": {"layout": "scalar"}}
+    if draw(st.integers(0, 3)):
+        columnwise = draw(orientations(swizzled))
+        if draw(st.booleans()):
+            columnwise |= {key: rowwise[key] for key in ("block", "scale")}
+        if draw(st.integers(0, 4)) == 0:
+            columnwise["quantize"] = {"element": draw(elements())}
+            if draw(st.booleans()):
+                columnwise["quantize"]["scale"] = draw(st.sampled_from(SCALES))
+        spec["orientations"]["columnwise"] = columnwise
+    if draw(st.integers(0, 3)):
+        spec["shape"] = {axis: draw(st.sampled_from([2, 4, 8, 32])) for axis in "mk"}
+    both = [spec, spec["orientations"].get("columnwise", {}).get("quantize", {})]
+    used = {part[key]["format"] for part in both for key in ("element", "scale") if key in part}
+    if used & OWN.keys():
+        spec["formats"] = {name: OWN[name] for name in OWN if name in used}
+    if any(part.get("scale", {}).get("rule") == "two-level" for part in both):
+        spec["tensor"] = {"amax": "f32"}
+    if swizzled:
+        spec["gemm"] = {"scale": SWIZZLE}
+    return yaml.dump(spec, Dumper=Plain, sort_keys=False, width=200)
+
+
+@given(texts(), st.integers(0, 2**16))
+@settings(
+    max_examples=COUNT,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # an example takes seconds: shrinking would take minutes
+    suppress_health_check=list(HealthCheck),
+)
+def test_a_random_spec_is_refused_or_passes_the_conformance_suite(text: str, seed: int) -> None:
+    note(text)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "made_up.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            subject = compile_subject(path, seed=seed)
+        except BadSpec as bad:
+            event("refused: " + " ".join(sorted({one.code for one in bad.diagnostics})))
+            return
+        try:
+            outcomes = list(run_checks(subject, lambda check: not check.needs_processes))
+        finally:
+            subject.close()
+    event("passed")
+    failed = "\n".join(line(outcome) for outcome in outcomes if outcome.status == "fail")
+    assert not failed, f"{failed}\n{text}"
+    assert sum(outcome.status == "pass" for outcome in outcomes) >= 25
