@@ -12,20 +12,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from layoutc import cli_layout, cli_test
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.renderers import FORMS, page, render, summary
+from layoutc.shipped import Command, specs_option
 
 if TYPE_CHECKING:
     from layoutc.files import FileState
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 # What newcomers from other tools type first.
 _KNOWN_ELSEWHERE = {
@@ -83,9 +83,7 @@ def _choosing(command: Command) -> Command:
     """Adds SPEC... and --specs."""
     path = click.Path(path_type=Path)
     specs = click.argument("specs", nargs=-1, metavar="[SPEC]...", type=path)
-    words = "Where specs are looked for when none is named."
-    folder = click.option("--specs", "folder", type=path, default=Path("specs"), show_default=True, help=words)
-    return specs(folder(command))
+    return specs(specs_option("Where specs are looked for when none is named.")(command))
 
 
 @main.command()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from layoutc.diagnostics import Diagnostic, has_errors, nearest, tidy
 from layoutc.renderers import FORMS
+from layoutc.shipped import specs_option
 
 if TYPE_CHECKING:
     from layoutc.describe import Description
@@ -34,18 +35,9 @@ def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return (int(match[1]), int(match[2])) if match else None
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def _folder(words: str) -> Callable[[Command], Command]:
-    """Adds --specs."""
-    place = click.Path(path_type=Path)
-    return click.option("--specs", "folder", type=place, default=Path("specs"), show_default=True, help=words)
-
-
 @click.command()
 @click.argument("recipe", metavar="RECIPE|SPEC")
-@_folder("Where RECIPE is looked up.")
+@specs_option("Where RECIPE is looked up.")
 @click.option(
     "--shape",
     callback=_shape,
@@ -124,7 +116,7 @@ def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
 
 @click.command()
 @click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
-@_folder("The folder of specs, then and now.")
+@specs_option("The folder of specs, then and now.")
 @click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
 @click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
 def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from layoutc.diagnostics import nearest
+from layoutc.shipped import folders, specs_option
 
 if TYPE_CHECKING:
     from layoutc.conformance.registry import Check
@@ -25,19 +26,11 @@ if TYPE_CHECKING:
     from layoutc.conformance.subject import Subject
 
 SUFFIXES = (".yaml", ".yml")
-_folder = click.option(
-    "--specs",
-    "folder",
-    type=click.Path(path_type=Path),
-    default=Path("specs"),
-    show_default=True,
-    help="Where specs are.",
-)
 
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE or SPEC]...")
-@_folder
+@specs_option("Where specs are.")
 @click.option("--check", "only", multiple=True, metavar="NAME", help="Run this check alone; can be repeated.")
 @click.option("--list", "listing", is_flag=True, help="Print the checks and what each means.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the weights.")
@@ -190,7 +183,7 @@ def _recipe(name: str, folder: Path) -> Path:
 @click.command()
 @click.argument("name")
 @click.option("--from", "original", metavar="RECIPE", help="Begin with a copy of this recipe's spec.")
-@_folder
+@specs_option("Where to write it.", click.Path(path_type=Path))
 def new(name: str, original: str | None, folder: Path) -> None:
     """Write a commented spec to begin with.
 
@@ -210,8 +203,9 @@ def new(name: str, original: str | None, folder: Path) -> None:
         _refuse(f"{taken} exists; choose another name, or delete it")
     text = files("layoutc").joinpath("starter.yaml").read_text(encoding="utf-8")
     if original is not None:
-        here = _specs_in(folder) if folder.is_dir() else []
-        near = folder if original in {path.stem for path in here} else Path("specs")
+        places = [folder, Path("specs"), *folders().values()]
+        holding = (p for p in places if p.is_dir() and original in {path.stem for path in _specs_in(p)})
+        near = next(holding, Path("specs"))
         source = Path(original) if original.endswith(SUFFIXES) else _recipe(original, near)
         if not source.is_file():
             _refuse(f"{source} does not exist")

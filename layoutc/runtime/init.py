@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
@@ -22,9 +23,9 @@ Recipe = str | ModuleType
 def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
     """Replaces `weight` of the chosen modules by quantized parameters; returns their names.
 
-    recipe: a name in layoutc.recipes, or a generated module. filter_fn(module, fully qualified name) chooses modules;
-    default: every nn.Linear. Weights keep their dtype as the one that they dequantize to, their device, and ties among
-    chosen modules. Call it before fully_shard.
+    recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
+    filter_fn(module, fully qualified name) chooses modules; default: every nn.Linear. Weights keep their dtype as the
+    one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard.
 
     Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
     take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
@@ -93,13 +94,20 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterat
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
-    """The tensor class of a recipe. Raises ValueError for an unknown name."""
+    """The tensor class of a recipe: one of layoutc's own, or of the entry points of the group `layoutc.recipes`.
+
+    Raises ValueError for an unknown name.
+    """
     if isinstance(recipe, ModuleType):
         return recipe.Tensor  # type: ignore[no-any-return]
     recipes = importlib.import_module("layoutc.recipes")
-    if recipe not in recipes.RECIPES:
-        raise ValueError(f"no recipe {recipe!r} in layoutc.recipes; it has {', '.join(recipes.RECIPES)}")
-    return getattr(recipes, recipe).Tensor  # type: ignore[no-any-return]
+    if recipe in recipes.RECIPES:
+        return getattr(recipes, recipe).Tensor  # type: ignore[no-any-return]
+    shipped = {point.name: point for point in entry_points(group="layoutc.recipes")}
+    if recipe in shipped:
+        return shipped[recipe].load().Tensor  # type: ignore[no-any-return]
+    known = ", ".join([*recipes.RECIPES, *shipped])
+    raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
 
 
 def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> QuantizedTensor:

@@ -1,0 +1,94 @@
+"""Another package ships specs and built recipes by entry points, as one installed beside layoutc would."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+import layoutc
+from layoutc.cli import main
+
+SPECS = Path(__file__).parent.parent / "specs"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with a folder of specs, what is built from them, and the metadata that an installer writes."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    theirs, info = site / "their_package", site / "their_package-1.0.dist-info"
+    for folder in (theirs / "layouts", info, elsewhere):
+        folder.mkdir(parents=True)
+    (theirs / "__init__.py").write_text("")
+    text = (SPECS / "mxfp8.yaml").read_text(encoding="utf-8").replace("name: mxfp8", "name: their_format")
+    (theirs / "layouts" / "their_format.yaml").write_text(text, encoding="utf-8")
+    assert run("build", "--specs", theirs / "layouts", "--out", theirs / "built").exit_code == 0
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[layoutc.specs]\ntheirs = their_package.layouts\ngone = no_such_package.layouts\n"
+        "[layoutc.recipes]\ntheir_format = their_package.built.their_format\n"
+    )
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.chdir(elsewhere)
+    importlib.invalidate_caches()
+    yield theirs
+    for name in [name for name in sys.modules if name.partition(".")[0] == "their_package"]:
+        del sys.modules[name]
+
+
+def test_commands_find_shipped_specs_by_name(installed: Path) -> None:
+    shown = run("show", "their_format", "--specs", "theirs")
+    assert shown.exit_code == 0, shown.output
+    assert "their_format" in shown.output
+    assert run("check", "--specs", "theirs").exit_code == 0
+    assert run("build", "--specs", "theirs", "--out", "mine").exit_code == 0
+    built = (Path("mine") / "their_format" / "tensor.py").read_bytes()
+    assert built == (installed / "built" / "their_format" / "tensor.py").read_bytes()
+    tested = run("test", "their_format", "--specs", "theirs", "--check", "encode")
+    assert tested.exit_code == 0, tested.output
+
+
+def test_a_folder_comes_before_a_shipped_name(installed: Path) -> None:
+    Path("theirs").mkdir()
+    refused = run("check", "--specs", "theirs")
+    assert refused.exit_code == 2
+    assert "theirs holds no YAML file" in refused.output
+
+
+def test_a_name_whose_package_is_gone_is_a_folder_that_does_not_exist(installed: Path) -> None:
+    refused = run("check", "--specs", "gone")
+    assert refused.exit_code == 2
+    assert "gone does not exist" in refused.output
+
+
+def test_new_copies_a_shipped_spec_and_writes_here(installed: Path) -> None:
+    made = run("new", "my_format", "--from", "their_format", "--specs", "mine")
+    assert made.exit_code == 0, made.output
+    assert "name: my_format" in Path("mine/my_format.yaml").read_text(encoding="utf-8")
+    assert run("new", "other", "--specs", "theirs").exit_code == 0  # writes a folder here, never into the package
+    assert Path("theirs/other.yaml").is_file()
+    assert [path.name for path in (installed / "layouts").iterdir()] == ["their_format.yaml"]
+
+
+def test_models_are_quantized_by_a_shipped_recipes_name(installed: Path) -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    models = [nn.Linear(96, 64, bias=False) for _ in range(2)]
+    for model, recipe in zip(models, ("their_format", "mxfp8"), strict=True):
+        model.weight = nn.Parameter(weight.clone())
+        layoutc.quantize_(model, recipe)
+    theirs, ours = (model.weight.data for model in models)
+    assert type(theirs).__module__.startswith("their_package.built.their_format")
+    for name, plane in ours.planes().items():
+        assert torch.equal(plane, theirs.planes()[name]), name
+    with pytest.raises(ValueError, match=r"no recipe 'nobodys'.*their_format"):
+        layoutc.quantize_(nn.Linear(32, 32), "nobodys")
