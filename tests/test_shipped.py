@@ -92,3 +92,11 @@ def test_models_are_quantized_by_a_shipped_recipes_name(installed: Path) -> None
         assert torch.equal(plane, theirs.planes()[name]), name
     with pytest.raises(ValueError, match=r"no recipe 'nobodys'.*their_format"):
         layoutc.quantize_(nn.Linear(32, 32), "nobodys")
+
+
+def test_the_built_in_specs_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("show", "nvfp4", "--specs", "layoutc").exit_code == 0
+    assert run("new", "my_format", "--from", "nvfp4").exit_code == 0
+    ours = (SPECS / "nvfp4.yaml").read_text(encoding="utf-8").replace("name: nvfp4", "name: my_format")
+    assert Path("specs/my_format.yaml").read_text(encoding="utf-8") == ours

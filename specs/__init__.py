@@ -1,0 +1,1 @@
+"""layoutc.specs: the built-in specs, installed beside what is built from them. There is no code here."""
