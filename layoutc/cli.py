@@ -21,7 +21,7 @@ import click
 from layoutc import cli_layout, cli_test
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.renderers import FORMS, page, render, summary
-from layoutc.shipped import Command, specs_option
+from layoutc.shipped import Command, specs_in, specs_option
 
 if TYPE_CHECKING:
     from layoutc.files import FileState
@@ -258,7 +258,7 @@ def _chosen(specs: tuple[Path, ...], folder: Path) -> list[Path]:
                 _refuse(f"{place} does not exist{hint}")
             paths.append(place)
             continue
-        inside = sorted(path for path in place.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
+        inside = specs_in(place)
         if not inside:
             _refuse(f"{place} holds no YAML file")
         paths += inside

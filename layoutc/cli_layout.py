@@ -16,7 +16,7 @@ import click
 
 from layoutc.diagnostics import Diagnostic, has_errors, nearest, tidy
 from layoutc.renderers import FORMS
-from layoutc.shipped import specs_option
+from layoutc.shipped import SUFFIXES, specs_in, specs_option
 
 if TYPE_CHECKING:
     from layoutc.describe import Description
@@ -149,7 +149,7 @@ def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> No
             before[plan.layout.name] = plan
             paths[plan.layout.name] = str(folder / file.name)
     after: dict[str, Plan] = {}
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file()):
+    for path in specs_in(folder):
         plan, problems = _read(_content(path), str(path))
         found += [item for item in problems if plan is None]
         if plan is not None:
@@ -212,13 +212,11 @@ def _proof_data(proof: Proof) -> dict[str, object]:
 def _spec_of(recipe: str, folder: Path) -> Path:
     """The spec that an argument names: a path, or the name of a recipe in the folder."""
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    if path.suffix in SUFFIXES or len(path.parts) > 1:
         if not path.is_file():
             raise click.UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
         return path
-    known = {}
-    if folder.is_dir():
-        known = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".yaml", ".yml")}
+    known = {path.stem: path for path in specs_in(folder)}
     if recipe in known:
         return known[recipe]
     meant = nearest(recipe, known)

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from layoutc.diagnostics import nearest
-from layoutc.shipped import folders, specs_option
+from layoutc.shipped import SUFFIXES, folders, specs_in, specs_option
 
 if TYPE_CHECKING:
     from layoutc.conformance.registry import Check
     from layoutc.conformance.runner import Outcome
     from layoutc.conformance.subject import Subject
-
-SUFFIXES = (".yaml", ".yml")
 
 
 @click.command()
@@ -151,7 +149,7 @@ def chosen(recipes: tuple[str, ...], folder: Path) -> list[Path]:
     for given in recipes or (str(folder),):
         place = Path(given)
         if place.is_dir():
-            inside = _specs_in(place)
+            inside = specs_in(place)
             if not inside:
                 _refuse(f"{place} holds no YAML file")
             paths += inside
@@ -165,13 +163,9 @@ def chosen(recipes: tuple[str, ...], folder: Path) -> list[Path]:
     return list(dict.fromkeys(paths))
 
 
-def _specs_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
-
-
 def _recipe(name: str, folder: Path) -> Path:
     """The spec of a recipe in a folder. Refuses an unknown one with the name that was probably meant."""
-    known = {path.stem: path for path in _specs_in(folder)} if folder.is_dir() else {}
+    known = {path.stem: path for path in specs_in(folder)}
     if name not in known:
         if not known:
             _refuse(f"no recipe is named '{name}': {folder} holds no specs; name a folder with --specs")
@@ -204,7 +198,7 @@ def new(name: str, original: str | None, folder: Path) -> None:
     text = files("layoutc").joinpath("starter.yaml").read_text(encoding="utf-8")
     if original is not None:
         places = [folder, Path("specs"), *folders().values()]
-        holding = (p for p in places if p.is_dir() and original in {path.stem for path in _specs_in(p)})
+        holding = (p for p in places if original in {path.stem for path in specs_in(p)})
         near = next(holding, Path("specs"))
         source = Path(original) if original.endswith(SUFFIXES) else _recipe(original, near)
         if not source.is_file():

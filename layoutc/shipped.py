@@ -1,4 +1,4 @@
-"""Specs that installed packages ship, found by entry points of the group `layoutc.specs`.
+"""Where specs are: folders, and those that installed packages ship, found by entry points of the group `layoutc.specs`.
 
     [project.entry-points."layoutc.specs"]
     their_name = "their_package.specs"      # a package folder that holds YAML files
@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 import click
 
 GROUP = "layoutc.specs"
+SUFFIXES = (".yaml", ".yml")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def specs_in(folder: Path) -> list[Path]:
+    """The specs of a folder, in order of their names; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
 
 
 def folders() -> dict[str, Path]:
