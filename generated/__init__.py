@@ -21,6 +21,7 @@ mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 3
 mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
+nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 """
 
 from importlib import import_module
@@ -46,6 +47,7 @@ RECIPES = (
     "mxint8",
     "nvfp4",
     "nvfp4_1d",
+    "nvfp4_4over6",
 )
 
 

@@ -153,10 +153,10 @@ def facts(layout: Layout) -> dict[str, str]:
 
 def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
     """The scale rule's operations, which its name only labels."""
-    rule = quantization.definition
-    for number, step in enumerate(rule.active_steps(dict(quantization.parameters))):
-        yield f"rule.{number}", f"{step.name} = {step.expression}"
-    yield "rule.decode", rule.decode
+    *steps, (_, decode) = quantization.definition.program(dict(quantization.parameters))
+    for number, (name, expression) in enumerate(steps):
+        yield f"rule.{number}", f"{name} = {expression}"
+    yield "rule.decode", decode
 
 
 def _flat(name: str, value: object, keys: tuple[str, ...] = ()) -> dict[str, str]:

@@ -27,6 +27,7 @@ _IMPORTABLE = {
         "F32_MAX",
         "block_amax",
         "block_range",
+        "block_sum",
         "cast_from_codes",
         "cast_to_codes",
         "column_amax",
@@ -35,6 +36,7 @@ _IMPORTABLE = {
         "from_blocks",
         "from_codes",
         "from_integer_codes",
+        "least",
         "pack",
         "pad_to",
         "per_element",
@@ -106,7 +108,7 @@ def format_files(files: dict[str, str]) -> dict[str, str]:
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        command = [_ruff(), "format", "--isolated", "--no-cache", "--quiet", f"--line-length={LINE_LENGTH}", folder]
+        command = [_ruff(), "format", "--isolated", "--no-cache", f"--line-length={LINE_LENGTH}", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"a template wrote what is not Python; this is a bug in layoutc: {done.stderr.strip()}")

@@ -175,6 +175,40 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
             yield source.find("LC340", message, label, help="write a number of rows")
 
 
+def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Which scale errs least is a sum over the block, which no shard has whole if the block has no size."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        rule = RULES.get((orientation.quantize.scale or spec.scale).rule) if orientation is not None else None
+        if rule is None or not rule.candidates:
+            continue
+        for axis in ("m", "k"):
+            if getattr(orientation.block, axis) == "all":
+                label = source.value(("orientations", name, "block", axis), "a block without a size")
+                used = source.value(
+                    ("scale", "rule")
+                    if orientation.quantize.scale is None
+                    else ("orientations", name, "quantize", "scale", "rule"),
+                    "tries several scales for each block",
+                )
+                message = f"{rule.name} adds up the errors of a block, and this one runs over all of {axis}"
+                yield source.find("LC341", message, label, used, help="write a number, for instance 16")
+
+
+def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What a rule takes for the largest scale is one that the scale's format has."""
+    rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
+    bound = spec.scale.parameters.get("bound")
+    if rule is None or fmt is None or not holds_scales(fmt) or "bound" not in rule.parameters:
+        return
+    if isinstance(bound, float) and bound > fmt.max:
+        given = "bound" in source.data["scale"]
+        label = source.value(("scale", "bound" if given else "rule"), "" if given else f"bound: {bound:g}")
+        used = source.value(("scale", "format"), f"holds up to {fmt.max:g}")
+        help = f"write `bound: {fmt.max:g}`, or less"
+        yield source.find("LC322", f"the largest scale of {fmt.name} is below `scale.bound`", label, used, help=help)
+
+
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
@@ -224,6 +258,7 @@ CROSS_CHECKS = (
     history_is_for_whole_tensors,
     shards_share_one_amax,
     zero_points_need_whole_blocks,
+    candidates_need_blocks,
 )
 
 # Asked of the recipe's element and scale, and of each orientation's own.
@@ -236,6 +271,7 @@ CHECKS = (
     scale_format_fits_rule,
     nan_survives,
     zero_points_fit,
+    bound_fits_scale,
 )
 
 
@@ -302,6 +338,8 @@ def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:
     if parameter.type == "integer":
         return "" if abs(value) <= _INTEGER_RANGE else f"a whole number from -{_INTEGER_RANGE} to {_INTEGER_RANGE}"
     fits = math.isfinite(value) and (value == 0 or 2.0**-126 <= value <= formats.F32_MAX)
+    if parameter.positive:
+        return "" if fits and value else "a positive number that fp32 can hold"
     return "" if fits else "zero, or a positive number that fp32 can hold"
 
 

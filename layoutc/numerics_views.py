@@ -79,6 +79,7 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
     arguments = "lowest: Tensor, highest: Tensor" if "lowest" in used else "amax: Tensor"
     arguments += ", tensor_amax: Tensor" if "tensor_amax" in used else ""
     arguments += ", input_max: float" if "input_max" in used else ""
+    arguments += f", {rule.candidate}: float" if rule.candidates else ""
     made = "(scale as stored, zero point as stored, multiplier of the elements)"
     return {
         "suffix": suffix,
@@ -96,7 +97,23 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
             "arguments": arguments,
             "summary": rule.summary[0].upper() + rule.summary[1:],
             "steps": rule_text.steps(quantization, suffix),
+            "candidates": _candidates(quantization, suffix),
         },
+    }
+
+
+def _candidates(quantization: Quantization, suffix: str) -> View | None:
+    """How the scales of a rule that tries several are chosen."""
+    rule = quantization.definition
+    if not rule.candidates:
+        return None
+    shared = ", tensor_amax" if rule.needs_tensor_amax else ""
+    return {
+        "name": rule.candidate,
+        "tried": ", ".join(rule_text.candidates(quantization, suffix)),
+        "error": rule_text.error_steps(quantization, suffix),
+        "arguments": ", tensor_amax: Tensor" if shared else "",
+        "passed": shared,
     }
 
 
@@ -153,8 +170,12 @@ def _constants(quantization: Quantization, suffix: str) -> list[View]:
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
     power = 2.0 ** math.floor(math.log2(element.max))
     lowest = math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max
+    bound, below = float(parameters.get("bound", 1)), element.magnitudes[-2]
     inverse = {
         "ELEMENT_MIN": (lowest, ""),
+        "ELEMENT_STEP": (f32(element.max / below), f"{element.max:g} / {below:g}"),
+        "BOUNDED_RANGE": (f32(bound * element.max), f"{bound:g} * {element.max:g}"),
+        "INVERSE_BOUNDED_RANGE": (f32(1 / (bound * element.max)), f"fp32(1 / ({element.max:g} * {bound:g}))"),
         "INVERSE_ELEMENT_SPAN": (f32(1 / (element.max - lowest)), f"fp32(1 / {element.max - lowest:g})"),
         "INVERSE_ELEMENT_MAX": (f32(1 / element.max), f"fp32(1 / {element.max:g})"),
         "INVERSE_ELEMENT_POWER": (1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"),
@@ -212,7 +233,10 @@ def _source_view(source: Source, layout: Layout, suffix: str) -> View:
     else:
         amax = "amax" if source.scale.per_m is None else "block_amax(blocks)"
         amax = "*block_range(blocks)" if "lowest" in used else amax
-        lines = [f"blocks = to_blocks(x, {block.m}, {block.k})", f"{results} = scales{suffix}({amax}{extra})"]
+        chosen = f"scales{suffix}({amax}{extra})"
+        if source.quantization.definition.candidates:
+            chosen = f'best_scales{suffix}(blocks{extra}, "{_contracted(source.name)}")'
+        lines = [f"blocks = to_blocks(x, {block.m}, {block.k})", f"{results} = {chosen}"]
     if codes_per_group(source.data.bits) > 1:
         codes = f"pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
@@ -271,6 +295,11 @@ def swizzle_view(layout: Layout) -> View | None:
         "body": body,
         "free_text": "m for rowwise, k for columnwise",
     }
+
+
+def _contracted(orientation: str) -> str:
+    """The axis that a product with this operand sums over."""
+    return "k" if orientation == "rowwise" else "m"
 
 
 def _free(orientation: str) -> str:

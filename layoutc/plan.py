@@ -240,9 +240,7 @@ def layout_id(layout: Layout) -> str:
 
 def _program(source: Source) -> list[list[str]]:
     quantization = source.quantization
-    rule = quantization.definition
-    steps = rule.active_steps(dict(quantization.parameters))
-    return [[step.name, step.expression] for step in steps] + [["decode", rule.decode]]
+    return [list(step) for step in quantization.definition.program(dict(quantization.parameters))]
 
 
 def _quantization_facts(source: Source) -> dict[str, object]:

@@ -22,6 +22,9 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     parameters, prefix = dict(quantization.parameters), prefix_of(suffix)
     own = (
         "element_min",
+        "element_step",
+        "bounded_range",
+        "inverse_bounded_range",
         "inverse_element_span",
         "element_max",
         "inverse_element_max",
@@ -44,6 +47,18 @@ def steps(quantization: Quantization, suffix: str) -> list[str]:
     return [f"{step.name} = {expression(step.expression, quantization, {}, suffix)}" for step in active]
 
 
+def error_steps(quantization: Quantization, suffix: str) -> list[str]:
+    """What an element misses of x, as assignments, in order."""
+    active = quantization.definition.active_error(dict(quantization.parameters))
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix)}" for step in active]
+
+
+def candidates(quantization: Quantization, suffix: str) -> list[str]:
+    """The values that the rule tries."""
+    spelled = (expression(value, quantization, {}, suffix) for value in quantization.definition.candidates)
+    return [f"{value}.0" if value.isdigit() else value for value in spelled]
+
+
 def decode(quantization: Quantization, scale: str, suffix: str) -> str:
     """What a decoded element is multiplied by, from the stored scale plane `scale`."""
     known = {"scale": scale, "tensor_amax": 'planes["amax"]'}
@@ -52,8 +67,8 @@ def decode(quantization: Quantization, scale: str, suffix: str) -> str:
 
 def uses(quantization: Quantization) -> frozenset[str]:
     """Names that the active steps and the decode use, parameters replaced by the constants that they stand for."""
-    active = quantization.definition.active_steps(dict(quantization.parameters))
-    found = frozenset().union(*(names(step.expression) for step in active), names(quantization.definition.decode))
+    program = quantization.definition.program(dict(quantization.parameters))
+    found = frozenset().union(*(names(expression) for _, expression in program))
     spelled = constant_names(quantization, "")
     return frozenset(spelled.get(name, name) for name in found)
 
@@ -84,16 +99,14 @@ def expression(text: str, quantization: Quantization, known: Mapping[str, str], 
             case "maximum":
                 return f"{arguments[0]}.clamp(min={arguments[1]})"
             case "minimum":
-                first = node.args[0]
-                plain = not isinstance(first, ast.BinOp) or isinstance(
-                    first.op, ast.Div
-                )  # a division is printed as a call
-                return f"{arguments[0] if plain else f'({arguments[0]})'}.clamp(max={arguments[1]})"
+                first = f"({arguments[0]})" if _is_operation(node.args[0]) else arguments[0]
+                return f"{first}.clamp(max={arguments[1]})"
             case "where":
                 values = [f"{a}.0" if a.isdigit() else a for a in arguments[1:]]
                 return f"torch.where({arguments[0]}, {', '.join(values)})"
-            case "isinf" | "isnan":
-                return f"{arguments[0]}.{node.func.id}()"
+            case "isinf" | "isnan" | "abs":
+                inner = f"({arguments[0]})" if _is_operation(node.args[0]) else arguments[0]
+                return f"{inner}.{node.func.id}()"
             case name:
                 return f"{name}({', '.join(arguments)})"
 
@@ -125,6 +138,9 @@ def _needs_parentheses(inner: ast.expr, outer: ast.BinOp, *, right: bool) -> boo
     """True where an operand must be parenthesised to keep the order of operations. A division is printed as a call."""
     if isinstance(inner, ast.Compare):
         return True
-    if not isinstance(inner, ast.BinOp) or isinstance(inner.op, ast.Div):
-        return False
-    return right or type(inner.op) is not type(outer.op)
+    return isinstance(inner, ast.BinOp) and _is_operation(inner) and (right or type(inner.op) is not type(outer.op))
+
+
+def _is_operation(node: ast.expr) -> bool:
+    """True for what is printed with an operator in it. A division is printed as a call."""
+    return isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div)

@@ -18,6 +18,7 @@ class Parameter:
     default: float | int | bool | str
     doc: str
     choices: tuple[str, ...] = ()
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Rule:
-    """A scale rule: steps that end in `scale` and `multiplier`, and what a decoded element is multiplied by."""
+    """A scale rule: steps that end in `scale` and `multiplier`, and what a decoded element is multiplied by.
+
+    A rule that tries several values of one name has them as `candidates`, and `error` says which one a block keeps.
+    """
 
     name: str
     summary: str
     parameters: dict[str, Parameter]
     steps: tuple[Step, ...]
     decode: str
+    candidate: str = ""
+    candidates: tuple[str, ...] = ()
+    error: tuple[Step, ...] = ()
 
     @property
     def needs_tensor_amax(self) -> bool:
@@ -52,11 +59,25 @@ class Rule:
 
     def active_steps(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
         """The steps that these parameters leave in."""
-        return tuple(
-            step
-            for step in self.steps
-            if (step.when is None or parameters[step.when]) and (step.unless is None or not parameters[step.unless])
-        )
+        return _active(self.steps, parameters)
+
+    def active_error(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+        """The steps of the error that these parameters leave in."""
+        return _active(self.error, parameters)
+
+    def program(self, parameters: dict[str, float | int | bool | str]) -> list[tuple[str, str]]:
+        """Every (name, expression) that decides stored bytes and decoded values, in order."""
+        tried = [(self.candidate, value) for value in self.candidates]
+        steps = (*self.active_steps(parameters), *self.active_error(parameters))
+        return [*tried, *((step.name, step.expression) for step in steps), ("decode", self.decode)]
+
+
+def _active(steps: tuple[Step, ...], parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+    return tuple(
+        step
+        for step in steps
+        if (step.when is None or parameters[step.when]) and (step.unless is None or not parameters[step.unless])
+    )
 
 
 @cache
@@ -69,14 +90,18 @@ def names(expression: str) -> frozenset[str]:
 
 def _make(name: str, entry: dict[str, object]) -> Rule:
     parameters = {
-        key: Parameter(value["type"], value["default"], value["doc"], tuple(value.get("choices", ())))
+        key: Parameter(**{**value, "choices": tuple(value.get("choices", ()))})
         for key, value in (entry.get("parameters") or {}).items()  # type: ignore[attr-defined]
     }
-    steps = []
-    for item in entry["steps"]:  # type: ignore[attr-defined]
-        ((target, expression),) = ((key, value) for key, value in item.items() if key not in ("when", "unless"))
-        steps.append(Step(target, str(expression), item.get("when"), item.get("unless")))
-    return Rule(name, str(entry["summary"]), parameters, tuple(steps), str(entry["decode"]))
+    steps, error = (tuple(map(_step, entry.get(key) or ())) for key in ("steps", "error"))  # type: ignore[call-overload]
+    ((candidate, values),) = (entry.get("candidates") or {"": ()}).items()  # type: ignore[attr-defined]
+    candidates = tuple(map(str, values))
+    return Rule(name, str(entry["summary"]), parameters, steps, str(entry["decode"]), candidate, candidates, error)
+
+
+def _step(item: dict[str, str]) -> Step:
+    ((target, expression),) = ((key, value) for key, value in item.items() if key not in ("when", "unless"))
+    return Step(target, str(expression), item.get("when"), item.get("unless"))
 
 
 def _load() -> dict[str, Rule]:

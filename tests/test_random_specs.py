@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from layoutc.conformance.report import line
 from layoutc.conformance.runner import run_checks
 from layoutc.conformance.subject import BadSpec, compile_subject
+from layoutc.rules import RULES
 
 COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "20"))
 SIZES = [1, 1, 2, 3, 4, 5, 8, 16, 32, 128, "all"]
@@ -37,8 +38,11 @@ SCALES: list[dict[str, Any]] = [
     *({"format": "e4m3", "rule": "two-level", "round": rounding} for rounding in ROUNDING),
     {"format": "e5m2", "rule": "two-level"},
     {"format": "ue5m3", "rule": "two-level"},
+    {"format": "e4m3", "rule": "four-over-six"},
+    {"format": "e4m3", "rule": "four-over-six", "bound": 448, "squared": True, "round": "up"},
     {"format": "e8m0_b100", "rule": "power-of-two", "round": "up"},
 ]
+TWO_LEVEL = {scale["rule"] for scale in SCALES if RULES[scale["rule"]].needs_tensor_amax}
 OWN: dict[str, dict[str, Any]] = {
     "ue5m3": {"sign": 0, "exponent": 5, "mantissa": 3, "bias": 15, "nan": [0xFF]},
     "e8m0_b100": {"sign": 0, "exponent": 8, "mantissa": 0, "bias": 100, "subnormals": False, "nan": [0xFE, 0xFF]},
@@ -120,7 +124,7 @@ def texts(draw: st.DrawFn) -> str:
     used = {part[key]["format"] for part in both for key in ("element", "scale") if key in part}
     if used & OWN.keys():
         spec["formats"] = {name: OWN[name] for name in OWN if name in used}
-    if any(part.get("scale", {}).get("rule") == "two-level" for part in both):
+    if any(part.get("scale", {}).get("rule") in TWO_LEVEL for part in both):
         spec["tensor"] = {"amax": "f32"}
     if swizzled:
         spec["gemm"] = {"scale": SWIZZLE}

@@ -62,10 +62,21 @@ def _power_below(value: Fraction) -> Fraction:
     return power
 
 
+def _below_largest(q: Quantization) -> Fraction:
+    return sorted(set(codes_of(q.element).finite.values()))[-2]
+
+
+def _bound(q: Quantization) -> Fraction:
+    return Fraction(float(dict(q.parameters)["bound"]))
+
+
 CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
     "element_max": _largest,
     "inverse_element_max": lambda q: 1 / _largest(q),
     "element_min": _smallest,
+    "element_step": lambda q: _largest(q) / _below_largest(q),
+    "bounded_range": lambda q: _bound(q) * _largest(q),
+    "inverse_bounded_range": lambda q: 1 / (_bound(q) * _largest(q)),
     "inverse_element_span": lambda q: 1 / (_largest(q) - _smallest(q)),
     "inverse_element_power": lambda q: 1 / _power_below(_largest(q)),
     "scale_max": _largest_scale,
@@ -183,6 +194,23 @@ def spread(values: Array, bm: int, bk: int, m: int, k: int) -> Array:
     return found
 
 
+def block_sum(values: Array, bm: int, bk: int, rowwise: bool) -> Array:
+    """Sums of blocks as rules.yaml orders them: one by one along the contracted axis, then by halves."""
+    if not rowwise:
+        return block_sum(values.T, bk, bm, True).T
+    rows, columns = -(-values.shape[0] // bm), -(-values.shape[1] // bk)
+    found = np.zeros((rows, columns), F32)
+    for i, j in np.ndindex(rows, columns):
+        block = values[i * bm : (i + 1) * bm, j * bk : (j + 1) * bk]
+        lines = [F32(np.add.accumulate(line, dtype=F32)[-1]) for line in block]
+        lines += [F32(0)] * ((1 << (bm - 1).bit_length()) - len(lines))
+        while len(lines) > 1:
+            half = len(lines) // 2
+            lines = [low + high for low, high in zip(lines[:half], lines[half:], strict=True)]
+        found[i, j] = lines[0]
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------ the whole spec
 @dataclass(frozen=True)
 class Model:
@@ -227,15 +255,43 @@ class Model:
             "highest": block_reduce(np.maximum, x, bm, bk),
             "tensor_amax": np.max(np.abs(x)).reshape(1) if amax is None else np.asarray(amax, F32).reshape(-1),
         }
+        tried = programs()[q.rule].get("candidates")
+        if tried is None:
+            return self.computed(q, names, "steps", input_max)
+        ((candidate, values),) = tried.items()
+        given = (Evaluator(q, names, input_max).value(str(value)) for value in values)
+        found = [self.computed(q, names | {candidate: value}, "steps", input_max) for value in given]
+        errors = [self.error(source, x, one) for one in found]
+        best = np.zeros(errors[0].shape, int)
+        for number, error in enumerate(errors):
+            best = np.where(error < np.choose(best, errors), number, best)
+        return {name: np.choose(best, [one[name] for one in found]) for name in ("scale", "multiplier")}
+
+    def error(self, source: Source, x: Array, names: dict[str, Array]) -> Array:
+        """What a candidate's elements miss of x, summed over each block."""
+        q, (m, k) = source.quantization, x.shape
+        bm, bk = q.block.m or max(m, 1), q.block.k or k
+        scale, multiplier = (spread(names[name], bm, bk, m, k) for name in ("scale", "multiplier"))
+        with np.errstate(all="ignore"):
+            element = codes_of(q.element).decode(codes_of(q.element).encode(x * multiplier, "nearest"))
+        known = {"x": x, "element": element, "scale": scale, "tensor_amax": names["tensor_amax"]}
+        with np.errstate(all="ignore"):
+            return block_sum(self.computed(q, known, "error")["error"], bm, bk, source.name == "rowwise")
+
+    def computed(
+        self, q: Quantization, names: dict[str, Array], part: str, input_max: float = float(FLT_MAX)
+    ) -> dict[str, Array]:
+        """`names` and what a part of the rule's program gives, in order."""
+        names = dict(names)
         evaluator = Evaluator(q, names, input_max)
-        for name, expression in self.steps(q):
+        for name, expression in self.steps(q, part):
             names[name] = evaluator.value(expression)
         return names
 
-    def steps(self, q: Quantization) -> list[tuple[str, str]]:
+    def steps(self, q: Quantization, part: str) -> list[tuple[str, str]]:
         """The rule's steps that the parameters leave in."""
         parameters, found = dict(q.parameters), []
-        for entry in programs()[q.rule]["steps"]:
+        for entry in programs()[q.rule][part]:
             on, off = entry.get("when"), entry.get("unless")
             if (on is None or parameters[on]) and not (off is not None and parameters[off]):
                 found += [(key, str(text)) for key, text in entry.items() if key not in ("when", "unless")]

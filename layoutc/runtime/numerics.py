@@ -58,9 +58,13 @@ def cast_from_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.view(dtype).float()
 
 
-def divide(a: Tensor | float, b: Tensor) -> Tensor:
-    """a / b, rounded once. `float / tensor` would multiply by a rounded reciprocal instead."""
-    return (a if isinstance(a, Tensor) else torch.full_like(b, a)) / b
+def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b, rounded once; one of them at least a tensor. With a plain number, torch may multiply by a rounded
+    reciprocal instead."""
+    if isinstance(b, Tensor):
+        return (a if isinstance(a, Tensor) else torch.full_like(b, a)) / b
+    assert isinstance(a, Tensor)
+    return a / torch.full_like(a, b)
 
 
 def floor_power_of_two(x: Tensor) -> Tensor:
@@ -127,6 +131,33 @@ def block_amax(blocks: Tensor) -> Tensor:
 def block_range(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each block, each (m blocks, k blocks). NaN propagates."""
     return blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
+
+
+def block_sum(blocks: Tensor, first: str) -> Tensor:
+    """Sum of each block, (m blocks, k blocks), in a fixed order: along the axis `first` one by one, then by halves.
+
+    Halves of the other axis: entry i and entry i + half, where half is the power of two that leaves at most as many.
+    """
+    blocks = blocks if first == "k" else blocks.transpose(1, 3).transpose(0, 2)
+    total = blocks[..., 0]
+    for entry in range(1, blocks.shape[3]):
+        total = total + blocks[..., entry]
+    while (size := total.shape[1]) > 1:
+        half = 1 << (size - 1).bit_length() - 1
+        low, high = total[:, :half], total[:, half:]
+        total = torch.cat([low[:, : size - half] + high, low[:, size - half :]], dim=1)
+    return (total[:, 0] if first == "k" else total[:, 0].t()).contiguous()
+
+
+def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Entry by entry, the values of the candidate with the smallest error; of equals, and where one is NaN, the
+    first."""
+    best, smallest = candidates[0], errors[0]
+    for values, error in zip(candidates[1:], errors[1:], strict=True):
+        better = error < smallest
+        best = tuple(torch.where(better, new, old) for new, old in zip(values, best, strict=True))
+        smallest = torch.where(better, error, smallest)
+    return best
 
 
 def column_amax(x: Tensor, block_k: int) -> Tensor:

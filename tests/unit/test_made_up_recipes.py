@@ -36,6 +36,8 @@ RULES = [
     {"format": "f32", "rule": "amax-over-max", "epsilon": 0.25},
     {"format": "f32", "rule": "amax-over-max", "power-of-two": True, "margin": -2, "epsilon": 1.0e-3},
     *({"format": "e4m3", "rule": "two-level", "round": rounding} for rounding in ("nearest", "up", "down")),
+    {"format": "e4m3", "rule": "four-over-six"},
+    {"format": "e4m3", "rule": "four-over-six", "bound": 100.5, "squared": True},
     {"format": "e5m2", "rule": "two-level"},
     {"format": "ue5m3", "rule": "two-level"},
     {"format": "e8m0_b100", "rule": "power-of-two", "round": "up"},
@@ -84,7 +86,7 @@ def specs(draw: st.DrawFn) -> Spec:
     }
     if element not in BYTES:
         text["element"]["pack"] = draw(st.sampled_from(["low-first", "high-first"]))
-    if scale["rule"] == "two-level":
+    if scale["rule"] in ("two-level", "four-over-six"):
         text["tensor"] = {"amax": "f32"}
     if not text["formats"]:
         del text["formats"]

@@ -1,7 +1,7 @@
 """Parity with Transformer Engine in layout and arithmetic, one statement a test; docstrings give its number.
 
-Statements 10 (1D FP8 blocks) and 15 (4over6) are about recipes that layoutc does not ship. Deliberate differences: NaN
-always reaches the scale, padding is zero, a scale is stored once and repeated in buffers.
+Statement 15 is in test_four_over_six.py. Deliberate differences: NaN always reaches the scale, padding is zero, a scale
+is stored once and repeated in buffers.
 """
 
 from __future__ import annotations
