@@ -1,10 +1,13 @@
 """Two sets of recipes compared by layout id: which changed their bytes, and in what. Pure functions over plans.
 
-Both sides are resolved by this version of layoutc, so what is compared is what the specs say.
+Both sides are resolved by this version of layoutc, so what is compared is what the specs say. Where the code that was
+generated then is at hand, its layout id counts: layoutc's own rules and formats may have changed since.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
@@ -42,12 +45,15 @@ class Change:
     differences: tuple[Difference, ...] = ()
 
 
-def compare(before: Mapping[str, Plan], after: Mapping[str, Plan]) -> list[Change]:
-    """What became of each recipe, sorted by name."""
-    changes = [_same_name(name, before[name], after[name]) for name in before.keys() & after.keys()]
+def compare(
+    before: Mapping[str, Plan], after: Mapping[str, Plan], recorded: Mapping[str, str] | None = None
+) -> list[Change]:
+    """What became of each recipe, sorted by name. `recorded`: layout ids in code that was generated before."""
+    ids = recorded or {}
+    changes = [_same_name(name, before[name], after[name], ids.get(name)) for name in before.keys() & after.keys()]
     new = {name: after[name].layout_id for name in sorted(after.keys() - before.keys())}
     for name in sorted(before.keys() - after.keys()):
-        old = before[name].layout_id
+        old = ids.get(name, before[name].layout_id)
         now = next((other for other, found in new.items() if found == old), None)
         if now is None:
             changes.append(Change(name, "removed", old, None))
@@ -92,10 +98,22 @@ def unreadable(path: str, revision: str, found: list[Diagnostic]) -> Diagnostic:
     return Diagnostic("LC604", message, path, why=why, help="compare with a revision that it reads")
 
 
-def _same_name(name: str, old: Plan, new: Plan) -> Change:
-    if old.layout_id == new.layout_id:
-        return Change(name, "unchanged", old.layout_id, new.layout_id)
-    return Change(name, "changed", old.layout_id, new.layout_id, None, differences(old.layout, new.layout))
+def _same_name(name: str, old: Plan, new: Plan, recorded: str | None) -> Change:
+    before = recorded or old.layout_id
+    if before == new.layout_id:
+        return Change(name, "unchanged", before, new.layout_id)
+    found = differences(old.layout, new.layout)
+    if before != old.layout_id:
+        found = (Difference("layoutc's rules and formats", "as they were", "as they are"), *found)
+    return Change(name, "changed", before, new.layout_id, None, found)
+
+
+def recorded_id(code: str, spec: bytes) -> str | None:
+    """The layout id in a generated layout.py; None where that was generated from another spec than this."""
+    made_from = re.search(r'^    spec_sha256="([0-9a-f]{64})",$', code, re.MULTILINE)
+    written = re.search(r"^# Layout id ([0-9a-f]{12}):", code, re.MULTILINE)
+    same = made_from is not None and made_from.group(1) == hashlib.sha256(spec).hexdigest()
+    return written.group(1) if written is not None and same else None
 
 
 # --------------------------------------------------------------------------------------------------------------- facts

@@ -117,9 +117,16 @@ def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
 @click.command()
 @click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
 @specs_option("The folder of specs, then and now.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Where code was built: its layout ids of then count.",
+)
 @click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
 @click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
-def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> None:
+def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: bool) -> None:
     """Find recipes whose bytes have changed since a git revision.
 
     \b
@@ -127,7 +134,8 @@ def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> No
     layoutc breaking --against v1.2 --specs mine
     layoutc breaking --against HEAD~1 --json | jq '.[] | select(.status == "changed")'
 
-    Both sides are read by this version of layoutc. Exit code 1 when bytes changed, or a recipe is gone.
+    Both sides are read by this version of layoutc; code that was built and committed then tells whether layoutc itself
+    has changed a recipe since. Exit code 1 when bytes changed, or a recipe is gone.
     """
     from layoutc import breaking, revisions
     from layoutc.describe import as_data
@@ -141,6 +149,7 @@ def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> No
     paths: dict[str, str] = {}
     found: list[Diagnostic] = []
     before: dict[str, Plan] = {}
+    recorded: dict[str, str] = {}
     for file in old_files:
         plan, problems = _read(file.content, str(folder / file.name))
         if plan is None:
@@ -148,6 +157,9 @@ def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> No
         else:
             before[plan.layout.name] = plan
             paths[plan.layout.name] = str(folder / file.name)
+            code = revisions.text_at(revision, out, f"{plan.layout.name}/layout.py")
+            if code and (layout_id := breaking.recorded_id(code, file.content)):
+                recorded[plan.layout.name] = layout_id
     after: dict[str, Plan] = {}
     for path in specs_in(folder):
         plan, problems = _read(_content(path), str(path))
@@ -156,8 +168,8 @@ def breaking(revision: str, folder: Path, form: str | None, as_json: bool) -> No
             after[plan.layout.name] = plan
             paths[plan.layout.name] = str(path)
     broken = {Path(item.path).stem for item in found}  # of these one side is unknown, which is said already
-    both = ({name: plan for name, plan in side.items() if name not in broken} for side in (before, after))
-    changes = breaking.compare(*both)
+    then, now = ({name: plan for name, plan in side.items() if name not in broken} for side in (before, after))
+    changes = breaking.compare(then, now, recorded)
     found = tidy([*found, *breaking.findings(changes, revision, paths)])
     if as_json:
         click.echo(json.dumps(as_data(changes)))

@@ -24,12 +24,7 @@ def specs_at(revision: str, folder: Path) -> list[SpecFile]:
 
     Raises RevisionError when there is no git, no repository or no such revision.
     """
-    _git(
-        folder, "rev-parse", "--show-prefix", failed=f"{folder} is not in a git repository, so nothing to compare with"
-    )
-    spelled = f"{revision}^{{commit}}"
-    hint = f"{revision} is not a revision of this repository; a shallow clone must fetch it first: git fetch origin"
-    commit = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint).decode().strip()
+    commit = _commit(revision, folder)
     listed = _git(folder, "ls-tree", "-z", "--name-only", commit, "--", "./", failed=f"git can't list {revision}")
     names = sorted(name for name in listed.decode("utf-8", "surrogateescape").split("\0") if name)
     return [
@@ -37,6 +32,27 @@ def specs_at(revision: str, folder: Path) -> list[SpecFile]:
         for name in names
         if name.endswith((".yaml", ".yml"))
     ]
+
+
+def text_at(revision: str, folder: Path, name: str) -> str | None:
+    """A text file below `folder` at `revision`; None where it did not exist, or `folder` does not now."""
+    if not folder.is_dir():
+        return None
+    try:
+        content = _git(folder, "show", f"{_commit(revision, folder)}:./{name}", failed=f"no {name} at {revision}")
+        return content.decode("utf-8")
+    except (RevisionError, UnicodeDecodeError):
+        return None
+
+
+def _commit(revision: str, folder: Path) -> str:
+    _git(
+        folder, "rev-parse", "--show-prefix", failed=f"{folder} is not in a git repository, so nothing to compare with"
+    )
+    spelled = f"{revision}^{{commit}}"
+    hint = f"{revision} is not a revision of this repository; a shallow clone must fetch it first: git fetch origin"
+    found = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint)
+    return found.decode().strip()
 
 
 def _git(folder: Path, *arguments: str, failed: str) -> bytes:

@@ -95,6 +95,24 @@ def test_changed_bytes(repo: Path) -> None:
     assert {"fact": "rowwise.block.k", "before": "32", "after": "16"} in item["differences"]
 
 
+def test_a_rule_that_changed_in_layoutc_itself_is_seen_in_the_code_built_then(repo: Path) -> None:
+    """The spec is the same, and reads the same on both sides; the id in the committed code is another."""
+    assert CliRunner().invoke(main, ["build", "-q"]).exit_code == 0
+    code = repo / "generated" / "nvfp4" / "layout.py"
+    now = recipe("nvfp4").layout_id
+    code.write_text(code.read_text(encoding="utf-8").replace(now, "0123456789ab"), encoding="utf-8")
+    git(repo, "add", ".")
+    git(repo, "commit", "-q", "-m", "built by another version")
+    assert statuses() == {"mxfp8": "unchanged", "nvfp4": "changed"}
+    result = breaking("main", "--format", "full")
+    assert result.exit_code == 1
+    assert f"0123456789ab -> {now}" in result.stderr
+    assert "layoutc's rules and formats: as they were -> as they are" in result.stderr
+    (repo / "specs" / "nvfp4.yaml").write_text(text_of("nvfp4") + "# a comment\n", encoding="utf-8")
+    git(repo, "commit", "-q", "-am", "the code was not built again, so it says nothing of this spec")
+    assert statuses() == {"mxfp8": "unchanged", "nvfp4": "unchanged"}
+
+
 def test_added_removed_and_renamed(repo: Path) -> None:
     specs = repo / "specs"
     (specs / "mxfp8.yaml").unlink()
