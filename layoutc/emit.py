@@ -14,14 +14,53 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from layoutc.kernel_views import gap, kernels_view
 from layoutc.plan import Plan
 from layoutc.views import recipe_view
 
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
+KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
 # Names that templates may use from the runtime; each file imports those that its text mentions.
 _IMPORTABLE = {
+    "codes": (
+        "F32_MAX",
+        "cast_from_codes",
+        "cast_to_codes",
+        "divide",
+        "floor_power_of_two",
+        "from_codes",
+        "from_exponents",
+        "from_integer_codes",
+        "isinf",
+        "isnan",
+        "like",
+        "maximum",
+        "minimum",
+        "over_exponents",
+        "pack",
+        "to_codes",
+        "to_exponents",
+        "to_integer_codes",
+        "to_nibbles",
+        "to_small_codes",
+        "unpack",
+    ),
+    "tiles": (
+        "block_amax",
+        "block_highest",
+        "block_lowest",
+        "from_blocks",
+        "load",
+        "load_words",
+        "store",
+        "store_words",
+        "tile_of",
+        "to_blocks",
+        "to_dtype",
+        "to_float",
+    ),
     "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
     "numerics": (
         "F32_MAX",
@@ -73,8 +112,12 @@ def _wrap(text: str, indent: int = 0) -> str:
 
 def emit(plan: Plan, sha256: str) -> dict[str, str]:
     """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
-    view = recipe_view(plan, sha256)
-    return {name: _render(f"{name}.j2", view) for name in FILES}
+    has_kernels = gap(plan) is None
+    view = {**recipe_view(plan, sha256), "has_kernels": has_kernels}
+    found = {name: _render(f"{name}.j2", view) for name in FILES}
+    if has_kernels:
+        found[KERNELS] = _render(f"{KERNELS}.j2", {**view, **kernels_view(plan)})
+    return found
 
 
 def emit_index(recipes: list[tuple[str, str]]) -> str:
@@ -86,11 +129,12 @@ def _render(template: str, view: dict[str, Any]) -> str:
     """Renders twice: the first text tells which imports the second needs."""
     loaded = _environment().get_template(template)
     body = loaded.render(**view, imports=dict.fromkeys((*_IMPORTABLE, "torch"), ""), facts_imports="")
+    code = _code(body)
+    words = set(re.findall(r"(?<!\.)\b\w+\b(?!\.py)", code))
     imports: dict[str, Any] = {
-        module: ", ".join(name for name in names if re.search(rf"\b{name}\b(?!\.py)", _code(body)))
-        for module, names in _IMPORTABLE.items()
+        module: ", ".join(name for name in names if name in words) for module, names in _IMPORTABLE.items()
     }
-    imports["torch"] = "torch." in _code(body)
+    imports["torch"] = "torch." in code
     return loaded.render(**view, imports=imports, facts_imports=imports["facts"])
 
 

@@ -57,6 +57,11 @@ class Format:
         return self.bits == 32
 
     @property
+    def is_exponent(self) -> bool:
+        """True where codes are exponents alone: powers of two, without a sign, a zero or infinities."""
+        return not (self.integer or self.sign or self.mantissa or self.subnormals or self.inf)
+
+    @property
     def magnitudes(self) -> tuple[float, ...]:
         """The finite values by code, without sign, ascending: code c means magnitudes[c]. Up to 8 bits only.
 

@@ -22,11 +22,11 @@ def numerics_view(plan: Plan) -> View:
     Where orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
     """
     layout = plan.layout
-    suffixes = _suffixes(layout)
+    suffixes = suffixes_of(layout)
     used = frozenset().union(*(rule_text.uses(source.quantization) for source in layout.sources))
     prologue = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in layout.sources) else []
     prologue += ["input_max = torch.finfo(x.dtype).max"] if "input_max" in used else []
-    prologue += ["x = x.float()"]
+    prologue += ["x = x.float().contiguous()"]
     shared = None
     amax_shape, what = "(1,)", "of the whole weight"
     if plan.amax_columns:
@@ -35,7 +35,11 @@ def numerics_view(plan: Plan) -> View:
         what = f"of each {each}, over all rows"
     if plan.shares_amax:
         expression = f"column_amax(x, {plan.amax_columns})" if plan.amax_columns else "tensor_amax(x)"
-        shared = {"expression": expression, "doc": f"the amax {what}, {amax_shape} fp32"}
+        shared = {
+            "expression": expression,
+            "kernel": f"launch.matrix_amax(x, {plan.amax_columns})",
+            "doc": f"the amax {what}, {amax_shape} fp32",
+        }
         prologue += ["if amax is None:", f"    amax = {expression}"]
     amax_doc = (
         f"amax: {amax_shape} fp32, the largest magnitude {what}; taken from x when not given."
@@ -56,7 +60,7 @@ def numerics_view(plan: Plan) -> View:
         "decode_texts": [
             f"{'(element - zero)' if q.zero else 'element'} * ({q.definition.decode})" for q in kinds.values()
         ],
-        "constants": [constant for suffix, q in kinds.items() for constant in _constants(q, suffix)],
+        "constants": [constant for suffix, q in kinds.items() for constant in constants_view(q, suffix)],
         "sources": [_source_view(source, layout, suffixes[source.name]) for source in layout.sources],
         "quantize": {"prologue": prologue},
         "dequantize": {"body": _dequantize(layout, suffixes)},
@@ -66,7 +70,7 @@ def numerics_view(plan: Plan) -> View:
     }
 
 
-def _suffixes(layout: Layout) -> dict[str, str]:
+def suffixes_of(layout: Layout) -> dict[str, str]:
     """What the functions of a source end with: nothing where all sources share them, else the source's name."""
     same = {replace(source.quantization, block=Block(None, None), low_first=True) for source in layout.sources}
     return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
@@ -128,7 +132,7 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> View:
     if fmt.is_f32:
         return view
     # A format without NaN saturates: the largest magnitude, positive, is as far from a silent number as it has.
-    view["nan_text"] = f"0x{_nan_code(fmt):02x}"
+    view["nan_text"] = f"0x{nan_code(fmt):02x}"
     if fmt.integer:
         view["encode"] = f"to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN)"
         view["decode"] = f"from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"
@@ -143,11 +147,13 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> View:
     return view
 
 
-def _nan_code(fmt: Format) -> int:
+def nan_code(fmt: Format) -> int:
+    """What NaN is encoded as: the format's first NaN, or the largest magnitude where it has none."""
     return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
 
 
-def _constants(quantization: Quantization, suffix: str) -> list[View]:
+def constants_view(quantization: Quantization, suffix: str) -> list[View]:
+    """The constants of one quantization's codecs and rule: name, value as text, and what it is."""
     element, scale, parameters = quantization.element, quantization.scale, dict(quantization.parameters)
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
     found: list[View] = []
@@ -164,7 +170,7 @@ def _constants(quantization: Quantization, suffix: str) -> list[View]:
         if native or f"{kind}_MAX" in used:
             add(f"{kind}_MAX", repr(fmt.max))
         doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
-        add(f"{kind}_NAN", f"0x{_nan_code(fmt):02X}", doc)
+        add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
         if not native and not fmt.integer:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")

@@ -1,9 +1,10 @@
-"""Scale rules printed as torch code: the one place where a rule's program becomes text."""
+"""Scale rules printed as torch or Triton code: the one place where a rule's program becomes text."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from layoutc.layout import Quantization
 from layoutc.rules import names
@@ -41,10 +42,11 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     return spelled
 
 
-def steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The rule's active steps as assignments, in order."""
+def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
+    """The rule's active steps as assignments, in order; in torch where no dialect is given."""
     active = quantization.definition.active_steps(dict(quantization.parameters))
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix)}" for step in active]
+    spoken = dialect or TORCH
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, spoken)}" for step in active]
 
 
 def error_steps(quantization: Quantization, suffix: str) -> list[str]:
@@ -73,8 +75,52 @@ def uses(quantization: Quantization) -> frozenset[str]:
     return frozenset(spelled.get(name, name) for name in found)
 
 
-def expression(text: str, quantization: Quantization, known: Mapping[str, str], suffix: str) -> str:
-    """One expression of a rule as torch code. Division is spelled so that it is rounded once."""
+@dataclass(frozen=True)
+class Dialect:
+    """How the functions of the rules' language are spelled in one kind of generated code."""
+
+    codec: str  # what a call of a codec passes beside the value
+    methods: dict[str, str]  # function -> text with {0}, {1}, ...
+    divide: str
+    constant: str  # a number in the shape of the other operand {0}
+    over_exponent: str = ""  # 1 / a scale whose codes are exponents alone, where that is not a division
+
+
+TORCH = Dialect(
+    codec="",
+    methods={
+        "maximum": "{0}.clamp(min={1})",
+        "minimum": "{0}.clamp(max={1})",
+        "where": "torch.where({0}, {1}, {2})",
+        "isinf": "{0}.isinf()",
+        "isnan": "{0}.isnan()",
+        "abs": "{0}.abs()",
+        "floor_power_of_two": "floor_power_of_two({0})",
+    },
+    divide="divide({0}, {1})",
+    constant="{1}",
+)
+TRITON = Dialect(
+    codec=", HARDWARE",
+    methods={
+        "maximum": "maximum({0}, {1})",
+        "minimum": "minimum({0}, {1})",
+        "where": "tl.where({0}, {1}, {2})",
+        "isinf": "isinf({0})",
+        "isnan": "isnan({0})",
+        "abs": "tl.abs({0})",
+        "floor_power_of_two": "floor_power_of_two({0})",
+    },
+    divide="divide({0}, {1})",
+    constant="like({0}, {1})",
+    over_exponent="over_scale{0}({1})",
+)
+
+
+def expression(
+    text: str, quantization: Quantization, known: Mapping[str, str], suffix: str, dialect: Dialect = TORCH
+) -> str:
+    """One expression of a rule as code. Division is spelled so that it is rounded once."""
     constants = constant_names(quantization, suffix)
     spelled = {**constants, **known}
     coded = not quantization.scale.is_f32
@@ -91,24 +137,31 @@ def expression(text: str, quantization: Quantization, known: Mapping[str, str], 
         arguments = [show(argument) for argument in node.args]
         match node.func.id:
             case "to_scale":
-                return f"encode_scale{suffix}({arguments[0]})" if coded else arguments[0]
+                return f"encode_scale{suffix}({arguments[0]}{dialect.codec})" if coded else arguments[0]
             case "from_scale":
-                return f"decode_scale{suffix}({arguments[0]})" if coded else arguments[0]
+                return f"decode_scale{suffix}({arguments[0]}{dialect.codec})" if coded else arguments[0]
             case "to_zero":
-                return f"encode_zero{suffix}({arguments[0]})"
-            case "maximum":
-                return f"{arguments[0]}.clamp(min={arguments[1]})"
-            case "minimum":
-                first = f"({arguments[0]})" if _is_operation(node.args[0]) else arguments[0]
-                return f"{first}.clamp(max={arguments[1]})"
-            case "where":
-                values = [f"{a}.0" if a.isdigit() else a for a in arguments[1:]]
-                return f"torch.where({arguments[0]}, {', '.join(values)})"
-            case "isinf" | "isnan" | "abs":
-                inner = f"({arguments[0]})" if _is_operation(node.args[0]) else arguments[0]
-                return f"{inner}.{node.func.id}()"
+                return f"encode_zero{suffix}({arguments[0]}{dialect.codec})"
             case name:
-                return f"{name}({', '.join(arguments)})"
+                if name == "where":
+                    arguments[1:] = [f"{a}.0" if a.isdigit() else a for a in arguments[1:]]
+                elif dialect.methods[name].startswith("{0}.") and _is_operation(node.args[0]):
+                    arguments[0] = f"({arguments[0]})"
+                return dialect.methods[name].format(*arguments)
+
+    def divided(node: ast.BinOp) -> str:
+        scale = node.right
+        if isinstance(scale, ast.Call) and isinstance(scale.func, ast.Name) and scale.func.id == "from_scale":
+            one = isinstance(node.left, ast.Constant) and node.left.value == 1
+            if one and dialect.over_exponent and quantization.scale.is_exponent:
+                return dialect.over_exponent.format(suffix, show(scale.args[0]))
+        left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
+        right = show(node.right)
+        if is_constant(node.left):
+            left = dialect.constant.format(right, left)
+        elif is_constant(node.right):
+            right = dialect.constant.format(left, right)
+        return dialect.divide.format(left, right)
 
     def show(node: ast.expr) -> str:
         match node:
@@ -121,8 +174,7 @@ def expression(text: str, quantization: Quantization, known: Mapping[str, str], 
             case ast.Compare():
                 return f"{show(node.left)} {_COMPARE[type(node.ops[0])]} {show(node.comparators[0])}"
             case ast.BinOp(op=ast.Div()):
-                left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
-                return f"divide({left}, {show(node.right)})"
+                return divided(node)
             case ast.BinOp():
                 left = f"({show(node.left)})" if _needs_parentheses(node.left, node, right=False) else show(node.left)
                 right = (

@@ -62,7 +62,7 @@ def quantize_reference(
     """
     m, k = x.shape
     input_max = torch.finfo(x.dtype).max
-    x = x.float()
+    x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
         blocks = to_blocks(x, 128, 128)

@@ -48,7 +48,7 @@ def quantize_reference(
 
     amax: (1,) fp32, the largest magnitude of the whole weight; taken from x when not given.
     """
-    x = x.float()
+    x = x.float().contiguous()
     if amax is None:
         amax = tensor_amax(x)
     planes = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp
+from layoutc.runtime import fsdp, launch
 from layoutc.runtime.numerics import tensor_amax
 from layoutc.runtime.tensor import QuantizedTensor, register
 
@@ -80,15 +80,25 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod
     def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
+        if launch.usable(x):
+            from . import kernels  # which need Triton
+
+            return kernels.quantize(x, amax, tuple(orientations))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
         """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
+        if launch.usable(x):
+            return launch.matrix_amax(x, None)
         return tensor_amax(x)
 
-    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
-        return dequantize_reference(planes, *self._matrix, orientation)
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str, dtype: torch.dtype) -> Tensor:
+        if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
+            from . import kernels
+
+            return kernels.dequantize(planes, *self._matrix, orientation, dtype)
+        return dequantize_reference(planes, *self._matrix, orientation).to(dtype)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:

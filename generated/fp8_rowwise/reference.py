@@ -59,7 +59,7 @@ def quantize_reference(
     amax: (1, k) fp32, the largest magnitude of each column, over all rows; taken from x when not given.
     """
     m, k = x.shape
-    x = x.float()
+    x = x.float().contiguous()
     if amax is None:
         amax = column_amax(x, 1)
     planes = {}

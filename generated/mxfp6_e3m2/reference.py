@@ -89,7 +89,7 @@ def quantize_reference(
     amax must be None: no scale depends on anything outside its block.
     """
     m, k = x.shape
-    x = x.float()
+    x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
         blocks = to_blocks(x, 1, 32)

@@ -80,7 +80,7 @@ def quantize_reference(
     amax must be None: no scale depends on anything outside its block.
     """
     m, k = x.shape
-    x = x.float()
+    x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
         blocks = to_blocks(x, 32, 32)

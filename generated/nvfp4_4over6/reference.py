@@ -120,7 +120,7 @@ def quantize_reference(
     amax: (1,) fp32, the largest magnitude of the whole weight; taken from x when not given.
     """
     m, k = x.shape
-    x = x.float()
+    x = x.float().contiguous()
     if amax is None:
         amax = tensor_amax(x)
     planes = {}

@@ -89,8 +89,8 @@ class NVFP44OVER6Tensor(QuantizedTensor):
         """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
         return tensor_amax(x)
 
-    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
-        return dequantize_reference(planes, *self._matrix, orientation)
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str, dtype: torch.dtype) -> Tensor:
+        return dequantize_reference(planes, *self._matrix, orientation).to(dtype)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:

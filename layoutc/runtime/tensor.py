@@ -169,7 +169,7 @@ class QuantizedTensor(torch.Tensor):
         if orientation not in self.LAYOUT.orientations:
             orientation = self.LAYOUT.orientations[0]
         planes = self._planes if orientation in self.orientations else self._fetch(orientation)
-        matrix = self._matrix_values(planes, orientation).to(dtype)
+        matrix = self._matrix_values(planes, orientation, dtype)
         if not self._transposed:
             return matrix.view(self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -197,8 +197,8 @@ class QuantizedTensor(torch.Tensor):
         return fsdp.fetch(shard, orientation, self._matrix, self.device)
 
     # Generated for each recipe:
-    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str) -> Tensor:
-        """The fp32 (m, k) values of an orientation, from planes."""
+    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str, dtype: torch.dtype) -> Tensor:
+        """The (m, k) values of an orientation, from planes: computed in fp32, rounded once to `dtype`."""
         raise NotImplementedError
 
     @classmethod

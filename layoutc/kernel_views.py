@@ -1,0 +1,248 @@
+"""What the templates print of kernels: codecs and scale rules in Triton, tiles, and which recipes have no kernels."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from math import gcd
+from typing import Any
+
+from layoutc import rule_text
+from layoutc.formats import Format
+from layoutc.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.numerics_views import constants_view, suffixes_of
+from layoutc.plan import Plan
+
+View = dict[str, Any]
+
+# Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
+_CASTS = {"float8_e4m3fn": ("tl.float8e4nv", 0x7F), "float8_e5m2": ("tl.float8e5", 0x7F)}
+_LARGEST_BLOCK = 16384  # elements that one program can hold
+
+
+def gap(plan: Plan) -> str | None:
+    """Why a recipe has no kernels; None where it has. The reference serves it on every device."""
+    for source in plan.layout.sources:
+        q = source.quantization
+        sizes = [size for size in (q.block.m, q.block.k) if size is not None]
+        if any(size & (size - 1) for size in sizes):
+            return f"a program holds blocks of powers of two, and {source.name} has {q.block.m} x {q.block.k}"
+        if len(sizes) == 2 and sizes[0] * sizes[1] > _LARGEST_BLOCK:
+            return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {q.block.m} x {q.block.k}"
+        if q.definition.candidates:
+            return f"{q.rule} tries several scales for each block"
+        if q.definition.makes_zero and q.block.k is None:
+            return "the range of a block of whole rows would need a pass of its own"
+        for fmt in (q.element, q.scale):
+            if not fmt.is_f32 and _decode(fmt, "X") is None:
+                return f"codes of {fmt.name} have no short decoding"
+    return None
+
+
+def kernels_view(plan: Plan) -> View:
+    """Everything that the kernels' template uses."""
+    layout = plan.layout
+    names = suffixes_of(layout)
+    kinds = {names[source.name]: source.quantization for source in layout.sources}
+    arithmetics = [_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()]
+    sources = [_source(source, layout, names[source.name]) for source in layout.sources]
+    text = repr([arithmetics, sources])
+    constants = [c for suffix, q in kinds.items() for c in constants_view(q, suffix)]
+    return {
+        "constants": [c for c in constants if re.search(rf"\b{c['name']}\b", text)],
+        "arithmetics": arithmetics,
+        "sources": sources,
+        "plane_union": [plane for source in sources for plane in source["planes"]],
+        "uses_input_max": any("input_max" in rule_text.uses(q) for q in kinds.values()),
+        "uses_amax": plan.shares_amax,
+        "tensor_amax": layout.tensor_amax,
+        "amax_call": f"launch.matrix_amax(x, {plan.amax_columns})" if plan.shares_amax else None,
+        "tiles": _tiles(layout),
+        "dequantize_tiles": [(f'"{o}"', tile([layout.source(o)], 2, reading=True)) for o in layout.orientations],
+        "quantize_bytes": _bytes_text(layout),
+    }
+
+
+def _bytes_text(layout: Layout) -> str:
+    parts = [f"{float(bytes_of(source)):.6g} for {source.name}" for source in layout.sources]
+    return f"Bytes an element: those of x in; out {' and '.join(parts)}."
+
+
+def bytes_of(source: Source) -> Fraction:
+    """Bytes of a source's planes for each element, where blocks are whole and the weight is large."""
+    found = Fraction(0)
+    for plane in source.planes:
+        if plane.per_m is not None and plane.per_k is not None:
+            found += Fraction(plane.bits, 8) / (plane.per_m * plane.per_k)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- tiles
+def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program whose tile holds whole blocks of all sources; x has `itemsize` bytes a value.
+
+    What was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md). Blocks along rows want long rows; blocks of
+    several rows want all of them in one warp, since a reduction across warps goes through shared memory, and as many
+    elements in a thread as its registers hold: 128 of two bytes, 64 of four, half of that for two sources.
+    """
+    sources = list(sources)
+    block_m = max(source.quantization.block.m or 1 for source in sources)
+    block_k = max(source.quantization.block.k or 1 for source in sources)
+    if block_m == 1:
+        small = min(source.data.bits for source in sources) <= 4 and itemsize == 2
+        rows, columns, warps = (2, 1024, 1) if small else (4, 1024, 4)
+        return (rows, columns, warps) if block_k <= columns else (1, block_k, max(4, block_k // 2048))
+    if block_m >= 64 or block_k >= 64:
+        columns = max(block_k, 64)
+        return block_m, columns, max(2, block_m * columns // 4096)
+    if reading:
+        return block_m, max(block_k, 4096 // block_m), 2
+    bits = min(source.data.bits for source in sources)
+    if len(sources) > 1:
+        columns = max(block_k, (itemsize if bits == 8 else 2) * 1024 // block_m)
+        return block_m, columns, 2 if bits == 6 else 1
+    columns = max(block_k, 4096 // block_m)
+    return (
+        (block_m, columns, 2 if bits == 6 else 1)
+        if itemsize == 2
+        else (block_m, max(block_k, columns // (1 + (block_k > 1))), 2)
+    )
+
+
+def _tiles(layout: Layout) -> list[tuple[int, list[tuple[tuple[bool, ...], tuple[int, int, int]]]]]:
+    """The tile of every choice of sources, for inputs of two and of four bytes."""
+    choices = [choice for choice in itertools.product((True, False), repeat=len(layout.sources)) if any(choice)]
+    chosen = [(choice, list(itertools.compress(layout.sources, choice))) for choice in choices]
+    return [(size, [(choice, tile(sources, size)) for choice, sources in chosen]) for size in (2, 4)]
+
+
+# --------------------------------------------------------------------------------------------------------------- codecs
+def _arithmetic(quantization: Quantization, suffix: str) -> View:
+    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
+    ranged = "lowest" in used
+    arguments = (["lowest", "highest"] if ranged else ["amax"]) + (["tensor_amax"] if "tensor_amax" in used else [])
+    arguments += ["input_max"] if "input_max" in used else []
+    codecs = [("", quantization.element, "ELEMENT", "nearest")]
+    codecs += [] if quantization.scale.is_f32 else [("_scale", quantization.scale, "SCALE", quantization.rounding)]
+    codecs += [("_zero", quantization.zero, "ZERO", "nearest")] if quantization.zero else []
+    return {
+        "suffix": suffix,
+        "over_scale": _over_scale(quantization),
+        "codecs": [
+            {
+                "what": what,
+                "format": fmt.name,
+                "rounding": rounding,
+                "encode": _encode(fmt, f"{prefix}{kind}", rounding),
+                "decode": _decode(fmt, f"{prefix}{kind}"),
+            }
+            for what, fmt, kind, rounding in codecs
+        ],
+        "arguments": ", ".join(arguments),
+        "from": " and ".join(arguments[:2] if ranged else arguments[:1]),
+        "steps": rule_text.steps(quantization, suffix, rule_text.TRITON),
+        "results": "scale, zero, multiplier" if quantization.zero else "scale, multiplier",
+    }
+
+
+def _encode(fmt: Format, prefix: str, rounding: str) -> View:
+    """{hardware: expression or None, software: expression}."""
+    nan = f"{prefix}_NAN"
+    if fmt.integer:
+        text = f"to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {nan})"
+        return {"hardware": None, "software": text}
+    last = len(fmt.magnitudes) - 1
+    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
+    hardware = None
+    if fmt.torch in _CASTS and rounding == "nearest":
+        dtype, canonical = _CASTS[fmt.torch]
+        hardware = f"cast_to_codes(x, {dtype}, {nan}, 0x{canonical:02X})"
+    if _is_small(fmt) and rounding == "nearest":
+        rest = f"{fmt.max!r}, {last}, {nan}, HARDWARE"
+        return {"hardware": hardware, "software": f"to_small_codes(x, {fmt.mantissa}, {fmt.bias}, {sign_bit}, {rest})"}
+    if fmt.is_exponent:
+        return {"hardware": hardware, "software": f'to_exponents(x, {fmt.bias}, {last}, {nan}, "{rounding}")'}
+    rest = f'{fmt.subnormals}, {sign_bit}, {last}, {nan}, "{rounding}"'
+    return {"hardware": hardware, "software": f"to_codes(x, {fmt.mantissa}, {fmt.bias}, {rest})"}
+
+
+def _over_scale(quantization: Quantization) -> str | None:
+    """1 / a decoded scale, where that needs no division and the rule asks for it."""
+    fmt = quantization.scale
+    asked = any(
+        "1 / from_scale" in expression
+        for _, expression in quantization.definition.program(dict(quantization.parameters))
+    )
+    return f"over_exponents(codes, {fmt.bias}, {len(fmt.magnitudes)})" if asked and fmt.is_exponent else None
+
+
+def _is_small(fmt: Format) -> bool:
+    """Well inside fp32's range, so that adding 1.5 * 2^(23 - mantissa bits) binades keeps inside it."""
+    lowest = 1 - fmt.bias
+    return bool(fmt.sign and fmt.subnormals and fmt.mantissa and fmt.max < 2.0**60 and lowest > -60)
+
+
+def _decode(fmt: Format, prefix: str) -> View | None:
+    if fmt.integer:
+        return {"hardware": None, "software": f"from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"}
+    size = fmt.exponent + fmt.mantissa
+    if not fmt.subnormals:
+        if not fmt.is_exponent:
+            return None
+        return {"hardware": None, "software": f"from_exponents(codes, {fmt.bias}, {len(fmt.magnitudes)})"}
+    inf_from, nan_from = len(fmt.magnitudes), len(fmt.magnitudes) + len(fmt.inf)
+    if abs(127 - fmt.bias) > 126 or list(fmt.inf) != list(range(inf_from, nan_from)):
+        return None
+    hardware = f"cast_from_codes(codes, {_CASTS[fmt.torch][0]})" if fmt.torch in _CASTS else None
+    text = f"from_codes(codes, {fmt.mantissa}, {fmt.bias}, {size}, {inf_from}, {nan_from})"
+    return {"hardware": hardware, "software": text}
+
+
+def _nibbles(quantization: Quantization, layout: Layout) -> str | None:
+    """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits."""
+    fmt, text = quantization.element, None
+    if fmt.bits == 4 and not fmt.integer and _is_small(fmt) and not fmt.nan and layout.multiple_k % 8 == 0:
+        text = f"to_nibbles(scaled, {fmt.mantissa}, {fmt.bias}, {fmt.max!r}, {quantization.low_first})"
+    return text
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
+def _source(source: Source, layout: Layout, suffix: str) -> View:
+    q, data, scale, zero = source.quantization, source.data, source.scale, source.zero
+    used = rule_text.uses(q)
+    bits, group = data.bits, codes_per_group(data.bits)
+    nbytes = bits // gcd(bits, 8) if group > 1 else 1
+    served = [orientation for orientation, name in layout.source_of if name == source.name]
+    known = {"scale": "scale", "tensor_amax": "tensor_amax"}
+    given = "block" if q.block.m and q.block.k else "shared" if q.block.k or not q.block.m else "rows"
+    if q.block.m is None and q.block.k is None:
+        given = "scalar"
+    extra = (["tensor_amax"] if "tensor_amax" in used else []) + (["input_max"] if "input_max" in used else [])
+    return {
+        "name": source.name,
+        "flag": source.name.upper(),
+        "suffix": suffix,
+        "served": tuple(served),
+        "condition": " or ".join(f'"{orientation}" in orientations' for orientation in served),
+        "coded": not q.scale.is_f32,
+        "data": data.name,
+        "scale": scale.name,
+        "zero": zero.name if zero else None,
+        "planes": [plane.name for plane in source.planes],
+        "bits": bits,
+        "group": group,
+        "nbytes": nbytes,
+        "span": 1 << (nbytes - 1).bit_length(),
+        "wide": group * bits >= 32,
+        "low_first": q.low_first,
+        "block_m": q.block.m,
+        "block_k": q.block.k,
+        "nibbles": _nibbles(q, layout),
+        "given": given,  # where the amax is from: the block, the weight, its column blocks, or a pass over rows
+        "ranged": "lowest" in used,
+        "extra": "".join(f", {name}" for name in extra),
+        "results": "scale, zero, multiplier" if zero else "scale, multiplier",
+        "factor": rule_text.expression(q.definition.decode, q, known, suffix, rule_text.TRITON),
+    }

@@ -1,0 +1,98 @@
+"""Host side of generated kernels: when they can run, what they write into, how many programs there are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.facts import Layout, cdiv
+
+Out = Mapping[str, Tensor] | None
+AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
+
+    What torch.compile traces is no plain tensor: it sees the reference, and fuses it. dtype: of values to write.
+    """
+    plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
+    return plain and x.numel() > 0 and _has_triton()
+
+
+@cache
+def hardware(device: torch.device) -> bool:
+    """True where the card converts to fp8 by itself: compute capability 8.9 and up."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def planes(
+    layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
+) -> dict[str, Tensor]:
+    """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
+    wanted = {name for orientation in orientations for name in layout.sources[orientation]}
+    facts = {name: fact for name, fact in layout.planes(m, k).items() if name in wanted and name != "amax"}
+    if out is None:
+        return {name: torch.empty(fact.shape, dtype=fact.dtype, device=device) for name, fact in facts.items()}
+    for name, fact in facts.items():
+        given = out[name]
+        if tuple(given.shape) != fact.shape or given.dtype != fact.dtype or not given.is_contiguous():
+            raise ValueError(f"{layout.name}: {name} must be contiguous {fact.dtype} of shape {fact.shape}")
+    return {name: out[name] for name in facts}
+
+
+def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
+    """The grid: one program for each tile."""
+    return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+
+
+def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
+    """The largest magnitude of (m, k) values, (1,), or of each block of columns over all rows, (1, blocks); fp32."""
+    from layoutc.runtime import triton_tiles
+
+    m, k = x.shape
+    columns = 1 if block_k is None else cdiv(k, block_k)
+    amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
+    if x.numel():
+        tile_m, tile_k, warps = AMAX_TILE if block_k is None else (64, max(128, block_k), 8)
+        grid = programs(m, k, tile_m, tile_k)
+        triton_tiles.amax_kernel[grid](
+            x,
+            amax,
+            m,
+            k,
+            x.stride(0),
+            x.stride(1),
+            columns,
+            tile_k if block_k is None else block_k,
+            tile_m,
+            tile_k,
+            block_k is None,
+            m % tile_m == 0 and k % tile_k == 0,
+            hardware(x.device),
+            num_warps=warps,
+        )
+    return amax.view(torch.float32)
+
+
+def row_amax(x: Tensor, block_m: int) -> Tensor:
+    """The largest magnitude of each block of rows over all columns, (blocks, 1) fp32."""
+    from layoutc.runtime import triton_tiles
+
+    m, k = x.shape
+    amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)
+    if m:
+        triton_tiles.row_amax_kernel[(cdiv(m, block_m),)](
+            x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), hardware(x.device)
+        )
+    return amax

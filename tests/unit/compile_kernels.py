@@ -1,0 +1,104 @@
+"""Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
+
+Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, and instructions for
+each element. A process of its own, since the interpreter that other tests start can't be turned off again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import layoutc.recipes
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], tuple[int, int, int], str]]:
+    """(name, kernel, flags of its sources, tile, dtype of the input or output)."""
+    for (size, *flags), tile in kernels.TILES.items():
+        label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
+        dtype = "bf16" if size == 2 else "fp32"
+        yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
+    for orientation, tile in kernels.DEQUANTIZE_TILES.items():
+        flags = [orientation == name for name in layout.orientations]
+        yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, tile, "bf16"
+
+
+def compiled(
+    kernel: Any, layout: Any, flags: list[bool], tile: tuple[int, int, int], dtype: str, capability: int
+) -> Any:
+    """The kernel as it is launched for a large contiguous weight of whole tiles."""
+    facts = layout.planes(1024, 1024)
+    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in fixed or name.isupper():
+            signature[name] = "constexpr"
+            constants[(index,)] = fixed[name] if name in fixed else flags.pop(0)
+            continue
+        if name == "input_max":
+            signature[name] = "fp32"
+            continue
+        is_code = name in facts and facts[name].dtype == torch.uint8
+        pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32"
+        signature[name] = "i32" if name in ("m", "k", "stride_m") else pointer
+        attributes[(index,)] = ALIGNED
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": tile[2], "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def figures(kernel: Any, tile: tuple[int, int, int]) -> dict[str, Any]:
+    """What the machine code shows."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        code, usage = (
+            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-sass", "-res-usage")
+        )
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
+    real = [one for one in operations if not one.startswith("NOP")]
+    return {
+        "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
+        "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "spills": sum(one.startswith(("LDL", "STL")) for one in real),
+        "accesses": sorted({one for one in real if one.startswith(("LDG", "STG"))}),
+        "per_element": round(len(real) * tile[2] * 32 / (tile[0] * tile[1]), 2),
+        "converts": sorted({one for one in real if one.startswith("F2FP")}),
+    }
+
+
+def main() -> None:
+    """Prints one JSON object for each kernel."""
+    capability = int(sys.argv[1])
+    folder = Path(layoutc.recipes.__file__).parent
+    chosen = sys.argv[2:] or sorted(path.parent.name for path in folder.glob("*/kernels.py"))
+    for recipe in chosen:
+        kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
+        layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
+        for name, kernel, flags, tile, dtype in variants(kernels, layout):
+            found = figures(compiled(kernel, layout, flags, tile, dtype, capability), tile)
+            print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Every kernel of every recipe, compiled for Hopper and Blackwell without a card: spills, widths, instructions.
+
+The instruction counts are guards: a change that makes a kernel longer than it was on the H200 of tests/bench/RESULTS.md
+shows here first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, whose wheel carries the assemblers")
+pytestmark = pytest.mark.slow
+PROGRAM = Path(__file__).parent / "compile_kernels.py"
+
+# Instructions an element on sm_90 that a kernel may take, everything in it counted.
+BUDGETS = {
+    ("mxfp8", "quantize rowwise bf16"): 10,
+    ("mxfp8", "quantize columnwise bf16"): 10,
+    ("mxfp8", "quantize rowwise+columnwise bf16"): 18,
+    ("fp8_block", "quantize all bf16"): 8,
+    ("fp8_block_1d", "quantize rowwise bf16"): 15,
+    ("fp8_current", "quantize all bf16"): 11,
+    ("nvfp4", "quantize all bf16"): 16,
+    ("mxfp4", "quantize rowwise bf16"): 18,
+    ("mxfp8", "dequantize rowwise bf16"): 8,
+    ("nvfp4", "dequantize rowwise bf16"): 10,
+}
+# Kernels that spill on sm_100, whose tiles were chosen on sm_90 and have not run there.
+SPILLS = {100: {("fp8_block_1d", "quantize rowwise+columnwise fp32")}}
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_compile_without_spills(capability: int) -> None:
+    """About a minute each: 120 kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(PROGRAM), str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {(one["recipe"], one["kernel"]): one for one in found}
+    assert len(names) == len(found) > 100
+    assert {name for name, one in names.items() if one["spills"] or one["stack"]} == SPILLS.get(capability, set())
+    narrow = [
+        name
+        for name, one in names.items()
+        if not any(a in one["accesses"] for a in ("LDG.E.128", "LDG.E.64", "LDG.E.ENL2.256"))
+        and not any(a in one["accesses"] for a in ("STG.E.128", "STG.E.64"))
+    ]
+    assert not narrow, "neither reads nor writes 8 bytes at a time"
+    for name in BUDGETS:
+        assert "LDG.E.128" in names[name]["accesses"] or "dequantize" in name[1], name
+    if capability == 90:
+        over = {name: names[name]["per_element"] for name, most in BUDGETS.items() if names[name]["per_element"] > most}
+        assert not over

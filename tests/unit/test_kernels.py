@@ -1,0 +1,121 @@
+"""Kernels of every recipe under Triton's interpreter: the bytes of the reference, at small and ragged shapes.
+
+The interpreter casts by integer arithmetic, as cards do that have no fp8 of their own; tests/bench/kernels.py compares
+the card's casts. conftest.py starts the interpreter where there is no card.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy_models import all_bf16, recipe, reference
+from test_numerics_models import SPECIAL, values
+
+import layoutc.recipes
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+
+FOLDER = Path(layoutc.recipes.__file__).parent
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/kernels.py"))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def kernels(name: str) -> ModuleType:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+
+
+def shapes(name: str) -> list[tuple[int, int]]:
+    """One that is whole tiles in no dim, one of several tiles along k, where the recipe takes them."""
+    layout = recipe(name).LAYOUT
+    um, uk = layout.multiple_m, layout.multiple_k
+    return [(3 * um if um > 1 else 5, uk if uk > 1 else 7), (um, (1056 // uk) * uk)]
+
+
+def weight(m: int, k: int, seed: int) -> torch.Tensor:
+    """Values of many kinds, and every special one."""
+    rng = np.random.default_rng(seed)
+    x = np.choose(rng.integers(0, 3, (m, k)), [values(kind, (m, k), rng) for kind in ("normal", "heavy", "bits")])
+    for special in SPECIAL:
+        x[rng.integers(0, m), rng.integers(0, k)] = special
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """What is compared: bytes, where all NaN are one."""
+    if not values.is_floating_point():
+        return values
+    return values.masked_fill(values.isnan(), float("nan")).contiguous().view(torch.uint8)
+
+
+def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
+    layout, (m, k) = recipe(name).LAYOUT, tuple(x.shape)
+    amax: Any = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    expected = reference(name).quantize_reference(x, amax=amax, orientations=orientations)
+    made = kernels(name).quantize(x, amax, orientations)
+    assert made.keys() == expected.keys()
+    for plane, stored in expected.items():
+        assert torch.equal(bits(stored), bits(made[plane])), plane
+    planes = expected if amax is None else {**expected, "amax": amax}
+    for orientation in orientations:
+        values_ = reference(name).dequantize_reference(planes, m, k, orientation)
+        for dtype in (torch.float32, torch.bfloat16):
+            found = kernels(name).dequantize(planes, m, k, orientation, dtype)
+            assert torch.equal(bits(values_.to(dtype)), bits(found)), (orientation, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_quantize_and_dequantize_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    """All orientations at once, then each by itself."""
+    layout = recipe(name).LAYOUT
+    for seed, (m, k) in enumerate(shapes(name)[: 2 if dtype == torch.bfloat16 else 1]):
+        compare(name, weight(m, k, seed).to(dtype), layout.orientations)
+    for orientation in layout.orientations if dtype == torch.float32 else ():
+        compare(name, weight(*shapes(name)[0], 7), (orientation,))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transposed_weight_and_given_planes(name: str) -> None:
+    """Strides are followed; planes to write into are filled whole, whatever they held, and must be contiguous."""
+    layout, (m, k) = recipe(name).LAYOUT, shapes(name)[0]
+    x = weight(k, m, 3).t()
+    amax = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    expected = reference(name).quantize_reference(x, amax=amax)
+    out = {plane: torch.full(stored.shape, 0x5A, dtype=stored.dtype) for plane, stored in expected.items()}
+    kernels(name).quantize(x, amax, layout.orientations, out)
+    for plane, stored in expected.items():
+        assert torch.equal(bits(stored), bits(out[plane])), plane
+    first = next(iter(expected))
+    bad = {**out, first: out[first].repeat_interleave(2, -1)[..., ::2]}
+    if not bad[first].is_contiguous():
+        with pytest.raises(ValueError, match=f"{layout.name}: {first} must be contiguous"):
+            kernels(name).quantize(x, amax, layout.orientations, bad)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_1d", "mxfp6_e3m2", "e3m4_block", "mxint8"])
+def test_all_bf16_inputs(name: str) -> None:
+    """65,536 inputs, each in a block with others of its kind."""
+    x = torch.from_numpy(all_bf16()).to(torch.bfloat16).view(64, 1024)
+    compare(name, x, recipe(name).LAYOUT.orientations[:1])
+
+
+@pytest.mark.parametrize("block_k", [None, 1, 16])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 300)])
+def test_amax_of_columns_and_of_all(shape: tuple[int, int], block_k: int | None) -> None:
+    """With a NaN and an infinity in the weight, and without."""
+    from layoutc.runtime import launch, numerics
+
+    x = weight(*shape, 1)
+    for each in (x, x.nan_to_num(1.0, 2.0, -3.0)):
+        expected = numerics.tensor_amax(each) if block_k is None else numerics.column_amax(each, block_k)
+        assert torch.equal(bits(expected), bits(launch.matrix_amax(each, block_k)))
