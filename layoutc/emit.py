@@ -61,6 +61,7 @@ _IMPORTABLE = {
         "to_dtype",
         "to_float",
     ),
+    "turns": ("move_codes", "move_scales", "turn_bytes", "turn_nibbles"),
     "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
     "numerics": (
         "F32_MAX",

@@ -12,6 +12,7 @@ from typing import Any
 from layoutc import rule_text
 from layoutc.formats import Format
 from layoutc.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.move_views import moves_view
 from layoutc.numerics_views import constants_view, suffixes_of
 from layoutc.plan import Plan
 
@@ -62,6 +63,7 @@ def kernels_view(plan: Plan) -> View:
         "tiles": _tiles(layout),
         "dequantize_tiles": [(f'"{o}"', tile([layout.source(o)], 2, reading=True)) for o in layout.orientations],
         "quantize_bytes": _bytes_text(layout),
+        **moves_view(layout),
     }
 
 
@@ -80,38 +82,41 @@ def bytes_of(source: Source) -> Fraction:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
-def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program whose tile holds whole blocks of all sources; x has `itemsize` bytes a value.
+Tile = tuple[int, int, int, int | None]
 
-    What was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md). Blocks along rows want long rows; blocks of
-    several rows want all of them in one warp, since a reduction across warps goes through shared memory, and as many
-    elements in a thread as its registers hold: 128 of two bytes, 64 of four, half of that for two sources.
+
+def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> Tile:
+    """(rows, columns, warps, most registers of a thread) of a program whose tile holds whole blocks of all sources.
+
+    x has `itemsize` bytes a value. What was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md). Blocks along
+    rows want long rows; blocks of several rows want all of them in one warp, since a reduction across warps goes
+    through shared memory, and as many elements in a thread as its registers hold. A cap on registers lets more programs
+    run beside each other, where that is worth more.
     """
     sources = list(sources)
     block_m = max(source.quantization.block.m or 1 for source in sources)
     block_k = max(source.quantization.block.k or 1 for source in sources)
+    bits = min(source.data.bits for source in sources)
+    wide = itemsize == 4
     if block_m == 1:
-        small = min(source.data.bits for source in sources) <= 4 and itemsize == 2
-        rows, columns, warps = (2, 1024, 1) if small else (4, 1024, 4)
-        return (rows, columns, warps) if block_k <= columns else (1, block_k, max(4, block_k // 2048))
+        rows, columns, warps = (2, 1024, 1) if bits <= 4 and not wide else (4, 1024, 4)
+        return (rows, columns, warps, None) if block_k <= columns else (1, block_k, max(4, block_k // 2048), None)
     if block_m >= 64 or block_k >= 64:
         columns = max(block_k, 64)
-        return block_m, columns, max(2, block_m * columns // 4096)
+        square = all(source.quantization.block.m == source.quantization.block.k for source in sources)
+        cap = None if square or wide or reading else 168
+        return block_m, columns, max(2, block_m * columns // 4096), cap
     if reading:
-        return block_m, max(block_k, 4096 // block_m), 2
-    bits = min(source.data.bits for source in sources)
+        return block_m, max(block_k, 4096 // block_m), 2, None
     if len(sources) > 1:
-        columns = max(block_k, (itemsize if bits == 8 else 2) * 1024 // block_m)
-        return block_m, columns, 2 if bits == 6 else 1
-    columns = max(block_k, 4096 // block_m)
-    return (
-        (block_m, columns, 2 if bits == 6 else 1)
-        if itemsize == 2
-        else (block_m, max(block_k, columns // (1 + (block_k > 1))), 2)
-    )
+        columns = max(block_k, (4096 if bits == 8 else 2048) // block_m)
+        return block_m, columns, 2 if bits == 6 else 1, 168 if bits == 8 and not wide else None
+    if wide:
+        return block_m, max(block_k, (4096 if block_k == 1 else 2048) // block_m), 2, None
+    return block_m, max(block_k, 4096 // block_m), 2 if bits == 6 else 1, None
 
 
-def _tiles(layout: Layout) -> list[tuple[int, list[tuple[tuple[bool, ...], tuple[int, int, int]]]]]:
+def _tiles(layout: Layout) -> list[tuple[int, list[tuple[tuple[bool, ...], Tile]]]]:
     """The tile of every choice of sources, for inputs of two and of four bytes."""
     choices = [choice for choice in itertools.product((True, False), repeat=len(layout.sources)) if any(choice)]
     chosen = [(choice, list(itertools.compress(layout.sources, choice))) for choice in choices]

@@ -44,6 +44,10 @@ class FP8CurrentTensor(QuantizedTensor):
 
     def buffers(self) -> dict[str, Tensor]:
         """Name -> plain tensor as a GEMM reads it, for each of `orientations`; what equals a plane is that plane."""
+        if self.orientations and launch.usable(next(iter(self._planes.values()))):
+            from . import kernels  # which need Triton
+
+            return kernels.lay_out(self._planes, *self._matrix, self.orientations)
         return lay_out(self._planes, *self._matrix, self.orientations)
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather

@@ -23,6 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
 )
 from layoutc.runtime.triton_tiles import block_amax, from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
+from layoutc.runtime.triton_turns import move_scales
 
 from .layout import LAYOUT
 
@@ -30,16 +31,18 @@ ELEMENT_NAN = tl.constexpr(0x7F)
 SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 
-# Rows, columns and warps of a program, by the bytes of a value of x and the sources written (rowwise).
+# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# rowwise.
 TILES = {
-    (2, True): (32, 128, 1),
-    (4, True): (32, 64, 2),
+    (2, True): (32, 128, 1, None),
+    (4, True): (32, 64, 2, None),
 }
 # The same for reading a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (32, 128, 2),
-    "columnwise": (32, 128, 2),
+    "rowwise": (32, 128, 2, None),
+    "columnwise": (32, 128, 2, None),
 }
+LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -105,7 +108,7 @@ def quantize_kernel(
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile, HARDWARE)
+    tile = to_float(tile)
     if ROWWISE:
         blocks = to_blocks(tile, 32, 32)
         scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
@@ -153,6 +156,71 @@ def dequantize_kernel(
     store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
 
 
+@triton.jit
+def lay_out_kernel(
+    rowwise_scale,
+    to_rowwise_scale,
+    to_columnwise_scale,
+    m,
+    k,
+    cover_m,
+    cover_k,
+    rowwise_scale_m,
+    rowwise_scale_k,
+    columnwise_scale_m,
+    columnwise_scale_k,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
+
+    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
+    can be moved in whole words of 32 bits.
+    """
+    row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
+    if to_rowwise_scale is not None:
+        move_scales(
+            rowwise_scale,
+            to_rowwise_scale,
+            row,
+            column,
+            m,
+            k,
+            rowwise_scale_m,
+            rowwise_scale_k,
+            rowwise_scale_k,
+            1,
+            tl.cdiv(k, 32),
+            1,
+            32,
+            32,
+            32,
+            TILE_M,
+            TILE_K,
+        )
+    if to_columnwise_scale is not None:
+        move_scales(
+            rowwise_scale,
+            to_columnwise_scale,
+            row,
+            column,
+            m,
+            k,
+            columnwise_scale_m,
+            columnwise_scale_k,
+            columnwise_scale_k,
+            1,
+            tl.cdiv(k, 32),
+            32,
+            1,
+            32,
+            32,
+            TILE_M,
+            TILE_K,
+        )
+
+
 def quantize(
     x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -163,7 +231,7 @@ def quantize(
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, warps = TILES[x.element_size(), rowwise]
+    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -179,6 +247,7 @@ def quantize(
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
+            maxnreg=launch.registers(x.device, registers),
             enable_fp_fusion=False,
         )
     return planes
@@ -188,7 +257,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes, contiguous -> (m, k) values of an orientation in a dtype."""
     planes = {name: plane.contiguous() for name, plane in planes.items()}
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -201,6 +270,51 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
+            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out
+
+
+def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+    planes = {name: plane.contiguous() for name, plane in planes.items()}
+    facts = LAYOUT.buffers(m, k)
+    wanted = [name for name in ("rowwise_scale", "columnwise_scale") if name.split("_")[0] in orientations]
+    made = {
+        name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device=next(iter(planes.values())).device)
+        for name in wanted
+    }
+    sizes = {
+        "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 32), 4)),
+        "columnwise_scale": (launch.up(launch.cdiv(m, 32), 4), launch.up(k, 128)),
+    }
+    cover_m, cover_k = (
+        max(m, sizes["columnwise_scale"][0] * 32, sizes["rowwise_scale"][0]),
+        max(k, sizes["columnwise_scale"][1], sizes["rowwise_scale"][1] * 32),
+    )
+    tile_m, tile_k, warps = LAY_OUT_TILE
+    if made and m and k:
+        lay_out_kernel[launch.programs(cover_m, cover_k, tile_m, tile_k)](
+            planes.get("rowwise_scale"),
+            made.get("rowwise_scale"),
+            made.get("columnwise_scale"),
+            m,
+            k,
+            cover_m,
+            cover_k,
+            *sizes["rowwise_scale"],
+            *sizes["columnwise_scale"],
+            tile_m,
+            tile_k,
+            m % 1 == 0 and k % 1 == 0,
+            num_warps=warps,
+        )
+    buffers = {}
+    if "rowwise" in orientations:
+        buffers["rowwise_data"] = planes["rowwise_data"]
+        buffers["rowwise_scale"] = made["rowwise_scale"]
+    if "columnwise" in orientations:
+        buffers["columnwise_data"] = planes["rowwise_data"]
+        buffers["columnwise_scale"] = made["columnwise_scale"]
+    return buffers

@@ -9,11 +9,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from layoutc.runtime.facts import Layout, cdiv
+from layoutc.runtime.facts import Layout, cdiv, up
 
 Out = Mapping[str, Tensor] | None
 AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+__all__ = ["cdiv", "hardware", "matrix_amax", "planes", "programs", "registers", "row_amax", "up", "usable"]
 
 
 @cache
@@ -34,6 +37,12 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 def hardware(device: torch.device) -> bool:
     """True where the card converts to fp8 by itself: compute capability 8.9 and up."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def registers(device: torch.device, most: int | None) -> int | None:
+    """A cap on a thread's registers, on the cards where it was found to pay: compute capability 9.0."""
+    return most if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
 def planes(

@@ -103,6 +103,14 @@ def check() -> int:
                                     pair = [(value[tuple(i)].item(), found[plane][tuple(i)].item()) for i in where]
                                     print("DIFFERS", which, name, shape, kind, dtype, orientations, plane, where, pair)
                         planes = {**expected, "amax": amax} if amax is not None else expected
+                        if not layout.history:
+                            moved = {n: p.cuda() for n, p in planes.items()}
+                            laid = reference.lay_out(planes, m, k, orientations)
+                            found = kernels.lay_out(moved, m, k, orientations)
+                            for buffer, entries in laid.items():
+                                if not same(entries, found[buffer].cpu()):
+                                    bad += 1
+                                    print("DIFFERS lay_out", name, shape, kind, orientations, buffer)
                         for orientation in orientations:
                             values = reference.dequantize_reference(planes, m, k, orientation)
                             for to in DTYPES:
@@ -154,6 +162,13 @@ def measure(name: str, shape: tuple[int, int], dtype: torch.dtype, copied: float
         )
     planes = kernels.quantize(x, amax, layout.orientations)
     planes |= {"amax": amax} if "amax" in layout.stored else {}
+    if dtype == torch.bfloat16 and not layout.history:
+        laid = kernels.lay_out(planes, m, k, layout.orientations)
+        held = {p.data_ptr() for p in planes.values()}
+        made = [b for b in laid.values() if b.data_ptr() not in held]
+        if made:
+            nbytes = sum(p.numel() * p.element_size() for p in (*planes.values(), *made))
+            note("lay_out", nbytes, lambda: kernels.lay_out(planes, m, k, layout.orientations))
     for orientation in layout.orientations:
         used = [planes[n] for n in layout.sources[orientation]]
         nbytes = x.numel() * 2 + sum(p.numel() * p.element_size() for p in used)

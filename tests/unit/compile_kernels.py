@@ -25,26 +25,27 @@ from triton.compiler import ASTSource
 import layoutc.recipes
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+Tile = tuple[int, int, int, int | None]
 ALIGNED = [["tt.divisibility", 16]]
 
 
-def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], tuple[int, int, int], str]]:
+def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], Tile, str]]:
     """(name, kernel, flags of its sources, tile, dtype of the input or output)."""
     for (size, *flags), tile in kernels.TILES.items():
         label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
+    if hasattr(kernels, "LAY_OUT_TILE"):
+        yield "lay_out", kernels.lay_out_kernel, [], (*kernels.LAY_OUT_TILE, None), "bf16"
     for orientation, tile in kernels.DEQUANTIZE_TILES.items():
         flags = [orientation == name for name in layout.orientations]
         yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, tile, "bf16"
 
 
-def compiled(
-    kernel: Any, layout: Any, flags: list[bool], tile: tuple[int, int, int], dtype: str, capability: int
-) -> Any:
+def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str, capability: int) -> Any:
     """The kernel as it is launched for a large contiguous weight of whole tiles."""
     facts = layout.planes(1024, 1024)
-    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1}
+    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -57,16 +58,18 @@ def compiled(
         if name == "input_max":
             signature[name] = "fp32"
             continue
-        is_code = name in facts and facts[name].dtype == torch.uint8
+        stored = {**facts, **{f"to_{buffer}": fact for buffer, fact in layout.buffers(1024, 1024).items()}}
+        is_code = name in stored and stored[name].dtype == torch.uint8
         pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32"
-        signature[name] = "i32" if name in ("m", "k", "stride_m") else pointer
+        is_size = name in ("m", "k", "stride_m") or name.startswith("cover_") or name.endswith(("_m", "_k"))
+        signature[name] = "i32" if is_size else pointer
         attributes[(index,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tile[2], "enable_fp_fusion": False}
+    options = {"num_warps": tile[2], "maxnreg": tile[3] if capability == 90 else None, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def figures(kernel: Any, tile: tuple[int, int, int]) -> dict[str, Any]:
+def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
     """What the machine code shows."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

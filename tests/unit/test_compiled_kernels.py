@@ -31,9 +31,19 @@ BUDGETS = {
     ("mxfp4", "quantize rowwise bf16"): 18,
     ("mxfp8", "dequantize rowwise bf16"): 8,
     ("nvfp4", "dequantize rowwise bf16"): 10,
+    ("fp8_current", "lay_out"): 6,
+    ("nvfp4", "lay_out"): 5,
 }
-# Kernels that spill on sm_100, whose tiles were chosen on sm_90 and have not run there.
-SPILLS = {100: {("fp8_block_1d", "quantize rowwise+columnwise fp32")}}
+# Instructions that spill registers. Tiles were chosen on an H200, where these few are worth the programs that run beside
+# each other under a cap on registers; on sm_100, which has no cap, nothing has run.
+SPILLS = {
+    90: {
+        ("fp8_block_1d", "quantize columnwise bf16"): 8,
+        ("fp8_block_1d", "quantize rowwise+columnwise bf16"): 56,
+        ("mxint8", "quantize rowwise+columnwise bf16"): 16,
+    },
+    100: {("fp8_block_1d", "quantize rowwise+columnwise fp32"): 24},
+}
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -46,16 +56,20 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     names = {(one["recipe"], one["kernel"]): one for one in found}
     assert len(names) == len(found) > 100
-    assert {name for name, one in names.items() if one["spills"] or one["stack"]} == SPILLS.get(capability, set())
+    spills = {name: one["spills"] for name, one in names.items() if one["spills"] or one["stack"]}
+    assert {name: count for name, count in spills.items() if count > SPILLS[capability].get(name, 0)} == {}
     narrow = [
         name
         for name, one in names.items()
-        if not any(a in one["accesses"] for a in ("LDG.E.128", "LDG.E.64", "LDG.E.ENL2.256"))
+        if name[1] != "lay_out"
+        and not any(a in one["accesses"] for a in ("LDG.E.128", "LDG.E.64", "LDG.E.ENL2.256"))
         and not any(a in one["accesses"] for a in ("STG.E.128", "STG.E.64"))
     ]
     assert not narrow, "neither reads nor writes 8 bytes at a time"
+    for recipe in ("fp8_block", "fp8_current", "nvfp4", "int8_block"):
+        assert {"STG.E.128", "STG.E.64"} & set(names[recipe, "lay_out"]["accesses"]), recipe
     for name in BUDGETS:
-        assert "LDG.E.128" in names[name]["accesses"] or "dequantize" in name[1], name
+        assert "LDG.E.128" in names[name]["accesses"] or name[1].startswith(("dequantize", "lay_out")), name
     if capability == 90:
         over = {name: names[name]["per_element"] for name, most in BUDGETS.items() if names[name]["per_element"] > most}
         assert not over

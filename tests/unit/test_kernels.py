@@ -63,6 +63,11 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     for plane, stored in expected.items():
         assert torch.equal(bits(stored), bits(made[plane])), plane
     planes = expected if amax is None else {**expected, "amax": amax}
+    if not layout.history:
+        laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
+        assert list(laid_out) == list(moved)
+        for buffer, entries in laid_out.items():
+            assert torch.equal(bits(entries), bits(moved[buffer])), buffer
     for orientation in orientations:
         values_ = reference(name).dequantize_reference(planes, m, k, orientation)
         for dtype in (torch.float32, torch.bfloat16):
