@@ -35,7 +35,7 @@ def _tile(moved: list[Buffer]) -> tuple[int, int, int]:
 
 
 def _dim(buffer: Buffer, axis: str) -> int | None:
-    return buffer.axes.index(axis) if axis in buffer.axes else None  # type: ignore[arg-type]
+    return buffer.axes.index(axis) if axis in buffer.axes else None
 
 
 def _size(buffer: Buffer, axis: str) -> str:

@@ -83,11 +83,17 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
 
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod
-    def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
+    def _quantize_matrix(
+        cls,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: Sequence[str],
+        out: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         if launch.usable(x):
             from . import kernels  # which need Triton
 
-            return kernels.quantize(x, amax, tuple(orientations))
+            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod

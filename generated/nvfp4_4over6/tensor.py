@@ -81,7 +81,13 @@ class NVFP44OVER6Tensor(QuantizedTensor):
 
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod
-    def _quantize_matrix(cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str]) -> dict[str, Tensor]:
+    def _quantize_matrix(
+        cls,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: Sequence[str],
+        out: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod

@@ -73,11 +73,13 @@ def quantize(
             current = reduce_max(cls._shared_amax(matrix), group, tag) if amax is None else _given(cls, amax, matrix)
             before = None if out is None or restart else out._planes.get("amax")
             shared, extra = _with_history(layout, current, before)
-        planes = cls._quantize_matrix(matrix, shared, orientations) | extra
+        held = None if out is None else out._planes
+        planes = cls._quantize_matrix(matrix, shared, orientations, held) | extra
         if out is None:
             return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
         for name, plane in planes.items():
-            out._planes[name].copy_(plane)
+            if plane is not out._planes[name]:
+                out._planes[name].copy_(plane)
         out._written()
     return out
 

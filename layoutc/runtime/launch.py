@@ -16,7 +16,7 @@ AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-__all__ = ["cdiv", "hardware", "matrix_amax", "planes", "programs", "registers", "row_amax", "up", "usable"]
+__all__ = ["cdiv", "hardware", "matrix_amax", "planes", "programs", "registers", "row_amax", "up", "usable", "writable"]
 
 
 @cache
@@ -37,6 +37,12 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 def hardware(device: torch.device) -> bool:
     """True where the card converts to fp8 by itself: compute capability 8.9 and up."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def writable(out: Out, device: torch.device) -> Out:
+    """`out` where kernels can write into its planes; None where they are views, or lie elsewhere."""
+    fits = out is not None and all(plane.is_contiguous() and plane.device == device for plane in out.values())
+    return out if fits else None
 
 
 @cache

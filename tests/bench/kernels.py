@@ -2,6 +2,8 @@
 
     python tests/bench/kernels.py check            every recipe, ragged shapes, special values, all dtypes
     python tests/bench/kernels.py time [RECIPE...] medians in us and share of the bandwidth of a copy of the same size
+    python tests/bench/kernels.py time-all         the same at every shape
+    python tests/bench/kernels.py peers            the reference under torch.compile, and torchao's kernels for this card
 
 A share counts the fewest bytes that the work can move (x in, planes out) over the time, against those of a bf16 copy of
 the same shape over its own. L2 is flushed before every run, and outputs are allocated beforehand.
@@ -187,12 +189,72 @@ def copy_rate(shape: tuple[int, int]) -> float:
     return 2 * x.numel() * x.element_size() / median(lambda: y.copy_(x))
 
 
+def compiled(name: str, shape: tuple[int, int], copied: float) -> None:
+    """A recipe's kernel beside its reference under torch.compile, which may differ in bytes."""
+    kernels, reference, layout = module(name, "kernels"), module(name, "reference"), module(name, "layout").LAYOUT
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+    amax = importlib.import_module(f"layoutc.recipes.{name}").Tensor._shared_amax(x) if layout.shares_amax else None
+    for orientations in (layout.orientations[:1], layout.orientations):
+        planes = kernels.quantize(x, amax, orientations)
+        nbytes = x.numel() * 2 + sum(plane.numel() * plane.element_size() for plane in planes.values())
+        works: dict[str, Callable[[], object]] = {"kernel": lambda: kernels.quantize(x, amax, orientations, planes)}  # noqa: B023
+        for mode in ("default", "max-autotune-no-cudagraphs"):
+            torch._dynamo.reset()
+            function = torch.compile(reference.quantize_reference, mode=mode, dynamic=False)
+            found = function(x, amax=amax, orientations=orientations)
+            equal = all(same(planes[plane], found[plane]) for plane in planes)
+            label = f"torch.compile {mode.split('-no')[0]}{'' if equal else ' (other bytes)'}"
+            works[label] = lambda f=function: f(x, amax=amax, orientations=orientations)  # noqa: B023
+        for label, work in works.items():
+            took = median(work)
+            print(
+                f"  {name} {'+'.join(orientations):20} {label:44} {took:9.1f} us {nbytes / took / copied:6.3f}",
+                flush=True,
+            )
+
+
+def torchao_kernels(shape: tuple[int, int], copied: float) -> None:
+    """torchao's Triton kernels that run on this card, beside the recipe of the same blocks."""
+    from torchao.prototype.blockwise_fp8_training import kernels as ao
+
+    m, k = shape
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+    for label, function, scales in (
+        ("1x128", ao.triton_fp8_blockwise_act_quant_lhs, m * k // 128),
+        ("128x1", ao.triton_fp8_blockwise_act_quant_rhs, m * k // 128),
+        ("128x1 transposed", ao.triton_fp8_blockwise_act_quant_transposed_lhs, m * k // 128),
+        ("128x128", ao.triton_fp8_blockwise_weight_quant_rhs, m * k // 16384),
+        ("128x128 transposed", ao.triton_fp8_blockwise_weight_quant_transposed_rhs, m * k // 16384),
+    ):
+        took = median(lambda f=function: f(x))
+        nbytes = 3 * m * k + 4 * scales
+        print(f"  torchao {label:20} {took:9.1f} us {nbytes / took / copied:6.3f}", flush=True)
+
+
+def peers(chosen: list[str]) -> None:
+    """Others at the first two shapes."""
+    for shape in SHAPES[:2]:
+        copied = copy_rate(shape)
+        print(f"copy {shape}: {copied / 1e6:.3f} TB/s", flush=True)
+        for name in chosen or ["fp8_current", "fp8_block", "mxfp8", "nvfp4"]:
+            compiled(name, shape, copied)
+        try:
+            torchao_kernels(shape, copied)
+        except ImportError as error:
+            print("  torchao:", error)
+        x = torch.randint(0, 255, shape, dtype=torch.uint8, device="cuda")
+        took = median(lambda x=x: x.t().contiguous())
+        print(f"  torch, bytes transposed {took:9.1f} us {2 * x.numel() / took / copied:6.3f}", flush=True)
+
+
 def main() -> None:
     """See the module's docstring."""
     command, *chosen = sys.argv[1:] or ["check"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     if command == "check":
         sys.exit(1 if check() else 0)
+    if command == "peers":
+        return peers(chosen)
     shapes = SHAPES if command == "time-all" else SHAPES[:1]
     rows: list[dict[str, object]] = []
     for shape in shapes:

@@ -34,8 +34,8 @@ BUDGETS = {
     ("fp8_current", "lay_out"): 6,
     ("nvfp4", "lay_out"): 5,
 }
-# Instructions that spill registers. Tiles were chosen on an H200, where these few are worth the programs that run beside
-# each other under a cap on registers; on sm_100, which has no cap, nothing has run.
+# Instructions that spill registers. Tiles were chosen on an H200, where these few are worth the programs that run
+# beside each other under a cap on registers. On sm_100, which has no cap, nothing has run.
 SPILLS = {
     90: {
         ("fp8_block_1d", "quantize columnwise bf16"): 8,

@@ -1,0 +1,98 @@
+"""Kernels on a card against the references: every fp32 value through every cast, ragged shapes, planes in place."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import layoutc.recipes
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+import triton.language as tl  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
+# One recipe for each element format, and for each scale format and rounding.
+ELEMENTS = ["mxfp8", "fp8_e5m2_current", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "e3m4_block", "int8_block", "mxint8"]
+SCALES = ["mxfp8", "nvfp4", "mxfp4"]
+CHUNK = 1 << 26
+
+
+def part(name: str, module: str) -> ModuleType:
+    return importlib.import_module(f"layoutc.recipes.{name}.{module}")
+
+
+@triton.jit
+def apply_kernel(x, one, out, FUNCTION: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr):
+    """FUNCTION of x * 1, one code in a byte; as in a kernel, what it is given comes out of an operation."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    values = tl.load(x + i) * tl.load(one)
+    tl.store(out + i, FUNCTION(values, HARDWARE).to(tl.uint8))
+
+
+def every_fp32(function: object, reference: object, hardware: bool, signs: int) -> None:
+    """All bit patterns, or all without a sign."""
+    one, out = torch.ones(1, device="cuda"), torch.empty(CHUNK, dtype=torch.uint8, device="cuda")
+    steps = torch.arange(CHUNK, dtype=torch.int32, device="cuda")
+    for start in range(0, signs << 31, CHUNK):
+        x = (steps + (start - (1 << 32) if start >= 1 << 31 else start)).view(torch.float32)
+        out.fill_(0x5A)
+        apply_kernel[(CHUNK // 1024,)](x, one, out, function, hardware, 1024, enable_fp_fusion=False)
+        wrong = (out != reference(x)).nonzero()  # type: ignore[operator]
+        assert not len(wrong), (hex(start), x[wrong[:4, 0]].tolist(), out[wrong[:4, 0]].tolist())
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_fp32_value_through_the_element_cast(name: str, hardware: bool) -> None:
+    """2^32 values; NaN of every payload and sign gives the one code."""
+    every_fp32(part(name, "kernels").encode, part(name, "reference").encode, hardware, 2)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_every_magnitude_through_the_scale_cast(name: str) -> None:
+    """2^31 values: scales are not negative."""
+    every_fp32(part(name, "kernels").encode_scale, part(name, "reference").encode_scale, True, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizing_into_a_tensor_writes_its_planes(name: str) -> None:
+    """No copy is made: the planes stay where they are, and hold the bytes of the reference."""
+    recipe = importlib.import_module(f"layoutc.recipes.{name}")
+    first, second = (torch.randn(256, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    made = recipe.quantize(first)
+    addresses = {plane: tensor.data_ptr() for plane, tensor in made.planes().items()}
+    before = made.planes()["amax"].clone() if recipe.LAYOUT.history else None
+    recipe.quantize(second, out=made)
+    assert {plane: tensor.data_ptr() for plane, tensor in made.planes().items()} == addresses
+    amax = None if not recipe.LAYOUT.shares_amax else recipe.Tensor._shared_amax(second.cpu())
+    if before is not None:
+        amax = before[:1].cpu()  # the scale follows the step before
+    expected = recipe.quantize_reference(second.cpu(), amax=amax)
+    for plane, stored in expected.items():
+        assert torch.equal(stored, made.planes()[plane].cpu()), plane
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_current"])
+def test_more_than_two_to_the_31_elements(name: str) -> None:
+    """The last rows of a weight of 2^31 + 2^20 elements, against the reference of those rows."""
+    recipe = importlib.import_module(f"layoutc.recipes.{name}")
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of GPU memory")
+    x = torch.randn(64, 1 << 15, device="cuda", dtype=torch.bfloat16).repeat((1 << 16) // 64 + 1, 1)[: (1 << 16) + 32]
+    made = recipe.quantize(x)
+    tail = x[-64:].contiguous()
+    amax = recipe.Tensor._shared_amax(x) if recipe.LAYOUT.shares_amax else None
+    expected = recipe.quantize_reference(tail, amax=amax)
+    for plane, stored in expected.items():
+        found = made.planes()[plane]
+        assert torch.equal(stored, found[-stored.shape[0] :]), plane
+    assert torch.equal(made.dequantize()[-64:], recipe.quantize(tail, amax=amax).dequantize())
