@@ -27,7 +27,10 @@ def moves_view(layout: Layout) -> View:
 
 
 def _tile(moved: list[Buffer]) -> tuple[int, int, int]:
-    """(rows, columns, warps): square, so that both sides of a transpose have runs of whole sectors."""
+    """(rows, columns, warps): square, so that both sides of a transpose have runs of whole sectors; long rows where
+    scales alone move, which are few and narrow."""
+    if all(buffer.kind != "data" for buffer in moved):
+        return max([128, *(dim.per for buffer in moved for dim in buffer.dims)]), 2048, 8
     bits = min((buffer.plane.bits for buffer in moved if buffer.kind == "data"), default=8)
     per = [1, *(dim.per for buffer in moved for dim in buffer.dims)]
     side = max(256 if bits == 4 else 128, *per)

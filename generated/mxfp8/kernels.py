@@ -46,7 +46,7 @@ DEQUANTIZE_TILES = {
     "rowwise": (4, 1024, 4, None),
     "columnwise": (32, 128, 2, None),
 }
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 2048, 8)  # rows, columns and warps
 
 
 @triton.jit

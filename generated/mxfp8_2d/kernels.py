@@ -42,7 +42,7 @@ DEQUANTIZE_TILES = {
     "rowwise": (32, 128, 2, None),
     "columnwise": (32, 128, 2, None),
 }
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 2048, 8)  # rows, columns and warps
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     python tests/bench/kernels.py check            every recipe, ragged shapes, special values, all dtypes
     python tests/bench/kernels.py time [RECIPE...] medians in us and share of the bandwidth of a copy of the same size
     python tests/bench/kernels.py time-all         the same at every shape
-    python tests/bench/kernels.py peers            the reference under torch.compile, and torchao's kernels for this card
+    python tests/bench/kernels.py peers            the reference under torch.compile, and torchao's kernels
 
 A share counts the fewest bytes that the work can move (x in, planes out) over the time, against those of a bf16 copy of
 the same shape over its own. L2 is flushed before every run, and outputs are allocated beforehand.
@@ -169,8 +169,8 @@ def measure(name: str, shape: tuple[int, int], dtype: torch.dtype, copied: float
         held = {p.data_ptr() for p in planes.values()}
         made = [b for b in laid.values() if b.data_ptr() not in held]
         if made:
-            nbytes = sum(p.numel() * p.element_size() for p in (*planes.values(), *made))
-            note("lay_out", nbytes, lambda: kernels.lay_out(planes, m, k, layout.orientations))
+            read, written = (sum(p.numel() * p.element_size() for p in some) for some in (planes.values(), made))
+            note("lay_out", min(read, written) + written, lambda: kernels.lay_out(planes, m, k, layout.orientations))
     for orientation in layout.orientations:
         used = [planes[n] for n in layout.sources[orientation]]
         nbytes = x.numel() * 2 + sum(p.numel() * p.element_size() for p in used)
