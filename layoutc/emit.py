@@ -51,6 +51,7 @@ _IMPORTABLE = {
         "block_amax",
         "block_highest",
         "block_lowest",
+        "block_sum",
         "from_blocks",
         "load",
         "load_words",

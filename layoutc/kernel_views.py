@@ -11,7 +11,7 @@ from typing import Any
 
 from layoutc import rule_text
 from layoutc.formats import Format
-from layoutc.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.layout import ORIENTATIONS, Layout, Quantization, Source, codes_per_group
 from layoutc.move_views import moves_view
 from layoutc.numerics_views import constants_view, suffixes_of
 from layoutc.plan import Plan
@@ -32,8 +32,9 @@ def gap(plan: Plan) -> str | None:
             return f"a program holds blocks of powers of two, and {source.name} has {q.block.m} x {q.block.k}"
         if len(sizes) == 2 and sizes[0] * sizes[1] > _LARGEST_BLOCK:
             return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {q.block.m} x {q.block.k}"
-        if q.definition.candidates:
-            return f"{q.rule} tries several scales for each block"
+        contracted = q.block.k if source.name == ORIENTATIONS[0] else q.block.m
+        if q.definition.candidates and (contracted or 0) > 32:
+            return f"errors are added up along 32 elements at most, and blocks of {source.name} have {contracted}"
         if q.definition.makes_zero and q.block.k is None:
             return "the range of a block of whole rows would need a pass of its own"
         for fmt in (q.element, q.scale):
@@ -108,6 +109,8 @@ def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> Til
         return block_m, columns, max(2, block_m * columns // 4096), cap
     if reading:
         return block_m, max(block_k, 4096 // block_m), 2, None
+    if any(source.quantization.definition.candidates for source in sources):  # the elements of every candidate
+        return block_m, max(block_k, 1024 // block_m), 2 if wide else 1, None
     if len(sources) > 1:
         columns = max(block_k, (4096 if bits == 8 else 2048) // block_m)
         return block_m, columns, 2 if bits == 6 else 1, 168 if bits == 8 and not wide else None
@@ -129,6 +132,7 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
     ranged = "lowest" in used
     arguments = (["lowest", "highest"] if ranged else ["amax"]) + (["tensor_amax"] if "tensor_amax" in used else [])
     arguments += ["input_max"] if "input_max" in used else []
+    arguments += [quantization.definition.candidate] if quantization.definition.candidates else []
     codecs = [("", quantization.element, "ELEMENT", "nearest")]
     codecs += [] if quantization.scale.is_f32 else [("_scale", quantization.scale, "SCALE", quantization.rounding)]
     codecs += [("_zero", quantization.zero, "ZERO", "nearest")] if quantization.zero else []
@@ -149,6 +153,9 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
         "from": " and ".join(arguments[:2] if ranged else arguments[:1]),
         "steps": rule_text.steps(quantization, suffix, rule_text.TRITON),
         "results": "scale, zero, multiplier" if quantization.zero else "scale, multiplier",
+        "candidate": quantization.definition.candidate,
+        "error": rule_text.error_steps(quantization, suffix, rule_text.TRITON),
+        "error_arguments": ", tensor_amax" if quantization.definition.needs_tensor_amax else "",
     }
 
 
@@ -247,6 +254,8 @@ def _source(source: Source, layout: Layout, suffix: str) -> View:
         "nibbles": _nibbles(q, layout),
         "given": given,  # where the amax is from: the block, the weight, its column blocks, or a pass over rows
         "ranged": "lowest" in used,
+        "candidates": rule_text.candidates(q, suffix),
+        "contracts_k": source.name == ORIENTATIONS[0],
         "extra": "".join(f", {name}" for name in extra),
         "results": "scale, zero, multiplier" if zero else "scale, multiplier",
         "factor": rule_text.expression(q.definition.decode, q, known, suffix, rule_text.TRITON),

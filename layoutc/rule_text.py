@@ -49,10 +49,11 @@ def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = Non
     return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, spoken)}" for step in active]
 
 
-def error_steps(quantization: Quantization, suffix: str) -> list[str]:
-    """What an element misses of x, as assignments, in order."""
+def error_steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
+    """What an element misses of x, as assignments, in order; in torch where no dialect is given."""
     active = quantization.definition.active_error(dict(quantization.parameters))
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix)}" for step in active]
+    spoken = dialect or TORCH
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, spoken)}" for step in active]
 
 
 def candidates(quantization: Quantization, suffix: str) -> list[str]:

@@ -84,11 +84,7 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod
     def _quantize_matrix(
-        cls,
-        x: Tensor,
-        amax: Tensor | None,
-        orientations: Sequence[str],
-        out: Mapping[str, Tensor] | None = None,
+        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
             from . import kernels  # which need Triton

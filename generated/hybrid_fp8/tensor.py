@@ -110,11 +110,7 @@ class HybridFP8Tensor(QuantizedTensor):
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod
     def _quantize_matrix(
-        cls,
-        x: Tensor,
-        amax: Tensor | None,
-        orientations: Sequence[str],
-        out: Mapping[str, Tensor] | None = None,
+        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
             from . import kernels  # which need Triton

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import layoutc
 from layoutc.conformance.check_dispatch import make
 from layoutc.conformance.material import array, expect, expect_same, weight
-from layoutc.conformance.registry import Skipped, check
+from layoutc.conformance.registry import check
 from layoutc.conformance.subject import Subject
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -104,22 +104,3 @@ def master_weights(subject: Subject) -> None:
         subject.package.quantize(master, out=twin)
         for name, plane in master_of(linear).planes().items():
             expect_same(subject, name, plane, twin.planes()[name], shape, step=step)
-
-
-@check("kernels", "kernels give the bytes of the reference")
-def kernels(subject: Subject) -> None:
-    """Where the recipe has kernels and this machine can run them."""
-    from importlib.util import find_spec
-
-    if find_spec(f"{subject.package.__name__}.kernels") is None:
-        raise Skipped("the recipe has no kernels: the reference serves it on every device")
-    if not torch.cuda.is_available():
-        raise Skipped("no GPU on this machine")
-    for shape in subject.shapes():
-        for kind in ("plain", "zeros", "huge", "tiny", "nan", "inf"):
-            x = weight(subject, shape, kind, torch.bfloat16)
-            expected = subject.package.quantize(x)
-            actual = subject.package.quantize(x.cuda())
-            for name, plane in expected.planes().items():
-                expect_same(subject, name, actual.planes()[name].cpu(), plane, subject.matrix(shape), kind=kind)
-            expect_same(subject, "values", actual.dequantize().float().cpu(), expected.dequantize().float())

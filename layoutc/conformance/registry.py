@@ -64,6 +64,6 @@ def all_checks() -> list[Check]:
     """Every check. Imports torch."""
     from importlib import import_module
 
-    for module in ("codecs", "maps", "reference", "hooks", "dispatch", "products", "state", "processes"):
+    for module in ("codecs", "maps", "reference", "hooks", "dispatch", "products", "kernels", "state", "processes"):
         import_module(f"layoutc.conformance.check_{module}")
     return list(REGISTRY.checks)

@@ -203,11 +203,7 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def _quantize_matrix(
-        cls,
-        x: Tensor,
-        amax: Tensor | None,
-        orientations: Sequence[str],
-        out: Mapping[str, Tensor] | None = None,
+        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones."""
         raise NotImplementedError

@@ -51,6 +51,94 @@ def block_highest(blocks):
     return tl.where(block_has_nan(blocks), float("nan"), tl.max(tl.max(blocks, 3), 1))
 
 
+@triton.jit
+def _halves(x):
+    """(a, b, c, n) -> the first and the second half of the last dim."""
+    both = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, x.shape[3] // 2))
+    return tl.split(tl.permute(both, (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def _add_1(total, x):
+    """total and x's only entry of the last dim."""
+    return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
+
+
+@triton.jit
+def _add_2(total, x):
+    """total, and the 2 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_1(_add_1(total, first), second)
+
+
+@triton.jit
+def _add_4(total, x):
+    """total, and the 4 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_2(_add_2(total, first), second)
+
+
+@triton.jit
+def _add_8(total, x):
+    """total, and the 8 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_4(_add_4(total, first), second)
+
+
+@triton.jit
+def _add_16(total, x):
+    """total, and the 16 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_8(_add_8(total, first), second)
+
+
+@triton.jit
+def _add_32(total, x):
+    """total, and the 32 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_16(_add_16(total, first), second)
+
+
+@triton.jit
+def _sum_in_order(x):
+    """(a, b, c, n) -> (a, b, c): from the first entry of the last dim to the last; n up to 32."""
+    total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
+    if x.shape[3] == 1:
+        return _add_1(total, x)
+    elif x.shape[3] == 2:
+        return _add_2(total, x)
+    elif x.shape[3] == 4:
+        return _add_4(total, x)
+    elif x.shape[3] == 8:
+        return _add_8(total, x)
+    elif x.shape[3] == 16:
+        return _add_16(total, x)
+    else:
+        tl.static_assert(x.shape[3] == 32)
+        return _add_32(total, x)
+
+
+@triton.jit
+def _sum_by_halves(x):
+    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one is left; n up to 256."""
+    x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
+    for _ in tl.static_range(8):
+        if x.shape[3] > 1:
+            first, second = _halves(x)
+            x = first + second
+    return tl.reshape(x, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def block_sum(blocks, CONTRACTS_K: tl.constexpr):
+    """Sum of each block, (m blocks, k blocks), in the order of numerics.block_sum; magnitudes, so that 0 + x is x."""
+    if CONTRACTS_K:
+        rows = _sum_in_order(blocks)  # (m blocks, rows, k blocks)
+        return _sum_by_halves(tl.permute(rows, (0, 2, 1)))
+    columns = _sum_in_order(tl.permute(blocks, (2, 3, 0, 1)))  # (k blocks, columns, m blocks)
+    return tl.trans(_sum_by_halves(tl.permute(columns, (0, 2, 1))))
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 @triton.jit
 def tile_of(m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):

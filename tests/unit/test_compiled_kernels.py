@@ -41,8 +41,12 @@ SPILLS = {
         ("fp8_block_1d", "quantize columnwise bf16"): 8,
         ("fp8_block_1d", "quantize rowwise+columnwise bf16"): 56,
         ("mxint8", "quantize rowwise+columnwise bf16"): 16,
+        ("nvfp4_4over6", "quantize all fp32"): 6,
     },
-    100: {("fp8_block_1d", "quantize rowwise+columnwise fp32"): 24},
+    100: {
+        ("fp8_block_1d", "quantize rowwise+columnwise fp32"): 24,
+        ("nvfp4_4over6", "quantize all fp32"): 15,
+    },
 }
 
 

@@ -1,0 +1,58 @@
+"""Kernels against the reference: on a card, or under Triton's interpreter where TRITON_INTERPRET=1 asks for it."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.conformance.material import expect_same, weight
+from layoutc.conformance.registry import Skipped, check
+from layoutc.conformance.subject import Subject
+
+
+@check("kernels", "kernels give the bytes of the reference: quantize, dequantize, lay out")
+def kernels(subject: Subject) -> None:
+    """All orientations at once and each by itself; under the interpreter, which is slow, at the smallest shapes."""
+    name = f"{subject.package.__name__}.kernels"
+    if find_spec(name) is None:
+        raise Skipped("the recipe has no kernels: the reference serves it on every device")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not _interpreting():
+        raise Skipped("no GPU on this machine")
+    module = importlib.import_module(name)
+    for shape in subject.shapes() if device == "cuda" else subject.shapes()[::3]:
+        for kind in ("plain", "zeros", "huge", "tiny", "nan", "inf") if device == "cuda" else ("plain", "nan"):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = weight(subject, shape, kind, dtype).reshape(subject.matrix(shape))
+                _compare(subject, module, x, device, shape=shape, kind=kind, dtype=str(dtype))
+
+
+def _interpreting() -> bool:
+    if find_spec("triton") is None:
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _compare(subject: Subject, module: Any, x: Tensor, device: str, **details: Any) -> None:
+    (m, k), layout = x.shape, subject.layout
+    amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
+    moved = None if amax is None else amax.to(device)
+    for orientations in dict.fromkeys((layout.orientations, *((one,) for one in layout.orientations))):
+        expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations)
+        found = module.quantize(x.to(device), moved, orientations)
+        for name, plane in expected.items():
+            expect_same(subject, name, found[name].cpu(), plane, (m, k), **details)
+        planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
+        held = {name: plane.to(device) for name, plane in planes.items()}
+        if not layout.history:
+            laid_out = module.lay_out(held, m, k, orientations)
+            for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
+                expect_same(subject, name, laid_out[name].cpu(), buffer, (m, k), **details)
+        for orientation in orientations:
+            values = subject.reference.dequantize_reference(planes, m, k, orientation)
+            out = module.dequantize(held, m, k, orientation, torch.float32)
+            expect_same(subject, f"{orientation} values", out.cpu(), values, (m, k), **details)
