@@ -14,6 +14,7 @@ from math import lcm, prod
 from layoutc.chain import Chain, Index, Shape, cdiv, up
 from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.diagnostics import Diagnostic
+from layoutc.kernel_views import gap
 from layoutc.layout import Buffer, Layout, Plane, codes_per_group, swizzle_chain
 from layoutc.plan import Gather, Plan
 
@@ -101,7 +102,10 @@ class View:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything about one recipe and one weight of (m, k), sharded over `world` ranks."""
+    """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
+
+    `no_kernels`: why the recipe has none, and the reference serves it on every device.
+    """
 
     name: str
     summary: str
@@ -109,6 +113,7 @@ class Description:
     m: int
     k: int
     accepts: tuple[int, int]
+    no_kernels: str | None
     planes: tuple[PlaneFacts, ...]
     buffers: tuple[BufferFacts, ...]
     swizzle: str | None
@@ -158,6 +163,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         m=m,
         k=k,
         accepts=(layout.multiple_m, layout.multiple_k),
+        no_kernels=gap(plan),
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
         buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
         swizzle=_swizzle(layout),

@@ -212,6 +212,19 @@ def _decode(fmt: Format, prefix: str) -> View | None:
     return {"hardware": hardware, "software": text}
 
 
+def _places(axis: str, first: str, size: int | None) -> View:
+    """Where a tile's blocks begin along an axis, how many the weight has, and how many a tile has; None: one block."""
+    tile = f"TILE_{axis.upper()}"
+    if size == 1:
+        return {f"at_{axis}": first, f"count_{axis}": axis, f"span_{axis}": tile}
+    block = size or tile
+    return {
+        f"at_{axis}": f"{first} // {block}",
+        f"count_{axis}": f"tl.cdiv({axis}, {block})",
+        f"span_{axis}": f"{tile} // {block}" if size else "1",
+    }
+
+
 def _nibbles(quantization: Quantization, layout: Layout) -> str | None:
     """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits."""
     fmt, text = quantization.element, None
@@ -251,6 +264,8 @@ def _source(source: Source, layout: Layout, suffix: str) -> View:
         "low_first": q.low_first,
         "block_m": q.block.m,
         "block_k": q.block.k,
+        **_places("m", "row", q.block.m),
+        **_places("k", "column", q.block.k),
         "nibbles": _nibbles(q, layout),
         "given": given,  # where the amax is from: the block, the weight, its column blocks, or a pass over rows
         "ranged": "lowest" in used,

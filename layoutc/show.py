@@ -28,6 +28,8 @@ def _head(facts: Description) -> Table:
         if multiple > 1
     )
     rows.append(("takes", multiples or "any number of rows and columns"))
+    reason = f"none, so the reference serves every device: {facts.no_kernels}"
+    rows.append(("kernels", reason if facts.no_kernels else "quantize, dequantize, lay out"))
     return Table(f"{facts.name}: {facts.summary}", (), tuple(rows))
 
 

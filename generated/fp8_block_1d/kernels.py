@@ -109,14 +109,14 @@ def quantize_kernel(
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row // 1, column // 128, tl.cdiv(m, 1), tl.cdiv(k, 128), EVEN)
+        store(rowwise_scale, scale, row, column // 128, m, tl.cdiv(k, 128), EVEN)
     if COLUMNWISE:
         blocks = to_blocks(tile, 128, 1)
         scale, multiplier = scales(block_amax(blocks, HARDWARE), input_max, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row // 128, column // 1, tl.cdiv(m, 128), tl.cdiv(k, 1), EVEN)
+        store(columnwise_scale, scale, row // 128, column, tl.cdiv(m, 128), k, EVEN)
 
 
 @triton.jit
@@ -145,13 +145,13 @@ def dequantize_kernel(
         element = decode(codes, HARDWARE)
         scale = load(
             rowwise_scale,
-            row // 1,
+            row,
             column // 128,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 128),
             tl.cdiv(k, 128),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 128,
             EVEN,
         )
@@ -165,13 +165,13 @@ def dequantize_kernel(
         scale = load(
             columnwise_scale,
             row // 128,
-            column // 1,
+            column,
             tl.cdiv(m, 128),
-            tl.cdiv(k, 1),
-            tl.cdiv(k, 1),
+            k,
+            k,
             1,
             TILE_M // 128,
-            TILE_K // 1,
+            TILE_K,
             EVEN,
         )
         factor = scale

@@ -155,7 +155,7 @@ def quantize_kernel(
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(rowwise_data, encode_rowwise(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row // 1, column // 32, tl.cdiv(m, 1), tl.cdiv(k, 32), EVEN)
+        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
     if COLUMNWISE:
         blocks = to_blocks(tile, 128, 128)
         scale, multiplier = scales_columnwise(block_amax(blocks, HARDWARE), HARDWARE)
@@ -191,13 +191,13 @@ def dequantize_kernel(
         element = decode_rowwise(codes, HARDWARE)
         scale = load(
             rowwise_scale,
-            row // 1,
+            row,
             column // 32,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 32),
             tl.cdiv(k, 32),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 32,
             EVEN,
         )

@@ -146,8 +146,8 @@ def quantize_kernel(
             1,
             True,
         )
-        store(rowwise_scale, scale, row // 1, column // 32, tl.cdiv(m, 1), tl.cdiv(k, 32), EVEN)
-        store(rowwise_zero, zero, row // 1, column // 32, tl.cdiv(m, 1), tl.cdiv(k, 32), EVEN)
+        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+        store(rowwise_zero, zero, row, column // 32, m, tl.cdiv(k, 32), EVEN)
     if COLUMNWISE:
         blocks = to_blocks(tile, 32, 1)
         found = block_lowest(blocks), block_highest(blocks)
@@ -168,8 +168,8 @@ def quantize_kernel(
             1,
             True,
         )
-        store(columnwise_scale, scale, row // 32, column // 1, tl.cdiv(m, 32), tl.cdiv(k, 1), EVEN)
-        store(columnwise_zero, zero, row // 32, column // 1, tl.cdiv(m, 32), tl.cdiv(k, 1), EVEN)
+        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+        store(columnwise_zero, zero, row // 32, column, tl.cdiv(m, 32), k, EVEN)
 
 
 @triton.jit
@@ -213,25 +213,25 @@ def dequantize_kernel(
         element = decode(codes, HARDWARE)
         scale = load(
             rowwise_scale,
-            row // 1,
+            row,
             column // 32,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 32),
             tl.cdiv(k, 32),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 32,
             EVEN,
         )
         zero = load(
             rowwise_zero,
-            row // 1,
+            row,
             column // 32,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 32),
             tl.cdiv(k, 32),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 32,
             EVEN,
         )
@@ -259,25 +259,25 @@ def dequantize_kernel(
         scale = load(
             columnwise_scale,
             row // 32,
-            column // 1,
+            column,
             tl.cdiv(m, 32),
-            tl.cdiv(k, 1),
-            tl.cdiv(k, 1),
+            k,
+            k,
             1,
             TILE_M // 32,
-            TILE_K // 1,
+            TILE_K,
             EVEN,
         )
         zero = load(
             columnwise_zero,
             row // 32,
-            column // 1,
+            column,
             tl.cdiv(m, 32),
-            tl.cdiv(k, 1),
-            tl.cdiv(k, 1),
+            k,
+            k,
             1,
             TILE_M // 32,
-            TILE_K // 1,
+            TILE_K,
             EVEN,
         )
         factor = scale

@@ -91,20 +91,20 @@ def quantize_kernel(
     tile = to_float(tile)
     if ROWWISE:
         blocks = to_blocks(tile, 1, TILE_K)
-        found = load(rowwise_amax, row // 1, 0, tl.cdiv(m, 1), 1, 1, 0, TILE_M // 1, 1, False)
+        found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row // 1, column, tl.cdiv(m, 1), 1, False)
+        store(rowwise_scale, scale, row, column, m, 1, False)
     if COLUMNWISE:
         blocks = to_blocks(tile, TILE_M, 1)
-        found = load(amax, 0, column // 1, 1, tl.cdiv(k, 1), 0, 1, 1, TILE_K // 1, False)
+        found = load(amax, 0, column, 1, k, 0, 1, 1, TILE_K, False)
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row, column // 1, 1, tl.cdiv(k, 1), False)
+        store(columnwise_scale, scale, row, column, 1, k, False)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def dequantize_kernel(
     if ROWWISE:
         codes = load(rowwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
         element = decode(codes, HARDWARE)
-        scale = load(rowwise_scale, row // 1, 0, tl.cdiv(m, 1), 1, 1, 0, TILE_M // 1, 1, False)
+        scale = load(rowwise_scale, row, 0, m, 1, 1, 0, TILE_M, 1, False)
         factor = scale
         blocks = to_blocks(element, 1, TILE_K)
         values = from_blocks(blocks * factor[:, None, :, None])
@@ -139,7 +139,7 @@ def dequantize_kernel(
     if COLUMNWISE:
         codes = load(columnwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
         element = decode(codes, HARDWARE)
-        scale = load(columnwise_scale, 0, column // 1, 1, tl.cdiv(k, 1), 0, 1, 1, TILE_K // 1, False)
+        scale = load(columnwise_scale, 0, column, 1, k, 0, 1, 1, TILE_K, False)
         factor = scale
         blocks = to_blocks(element, TILE_M, 1)
         values = from_blocks(blocks * factor[:, None, :, None])

@@ -135,7 +135,7 @@ def quantize_kernel(
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
             store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(rowwise_scale, scale, row // 1, column // 32, tl.cdiv(m, 1), tl.cdiv(k, 32), EVEN)
+        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
     if COLUMNWISE:
         blocks = to_blocks(tile, 32, 1)
         scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
@@ -148,7 +148,7 @@ def quantize_kernel(
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
             store(columnwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(columnwise_scale, scale, row // 32, column // 1, tl.cdiv(m, 32), tl.cdiv(k, 1), EVEN)
+        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
 
 
 @triton.jit
@@ -190,13 +190,13 @@ def dequantize_kernel(
         element = decode(codes, HARDWARE)
         scale = load(
             rowwise_scale,
-            row // 1,
+            row,
             column // 32,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 32),
             tl.cdiv(k, 32),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 32,
             EVEN,
         )
@@ -224,13 +224,13 @@ def dequantize_kernel(
         scale = load(
             columnwise_scale,
             row // 32,
-            column // 1,
+            column,
             tl.cdiv(m, 32),
-            tl.cdiv(k, 1),
-            tl.cdiv(k, 1),
+            k,
+            k,
             1,
             TILE_M // 32,
-            TILE_K // 1,
+            TILE_K,
             EVEN,
         )
         scale = scale.to(tl.int32)

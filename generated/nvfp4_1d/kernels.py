@@ -149,7 +149,7 @@ def quantize_kernel(
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
             store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(rowwise_scale, scale, row // 1, column // 16, tl.cdiv(m, 1), tl.cdiv(k, 16), EVEN)
+        store(rowwise_scale, scale, row, column // 16, m, tl.cdiv(k, 16), EVEN)
     if COLUMNWISE:
         blocks = to_blocks(tile, 16, 1)
         scale, multiplier = scales(block_amax(blocks, HARDWARE), tensor_amax, HARDWARE)
@@ -162,7 +162,7 @@ def quantize_kernel(
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
             store(columnwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(columnwise_scale, scale, row // 16, column // 1, tl.cdiv(m, 16), tl.cdiv(k, 1), EVEN)
+        store(columnwise_scale, scale, row // 16, column, tl.cdiv(m, 16), k, EVEN)
 
 
 @triton.jit
@@ -206,13 +206,13 @@ def dequantize_kernel(
         element = decode(codes, HARDWARE)
         scale = load(
             rowwise_scale,
-            row // 1,
+            row,
             column // 16,
-            tl.cdiv(m, 1),
+            m,
             tl.cdiv(k, 16),
             tl.cdiv(k, 16),
             1,
-            TILE_M // 1,
+            TILE_M,
             TILE_K // 16,
             EVEN,
         )
@@ -240,13 +240,13 @@ def dequantize_kernel(
         scale = load(
             columnwise_scale,
             row // 16,
-            column // 1,
+            column,
             tl.cdiv(m, 16),
-            tl.cdiv(k, 1),
-            tl.cdiv(k, 1),
+            k,
+            k,
             1,
             TILE_M // 16,
-            TILE_K // 1,
+            TILE_K,
             EVEN,
         )
         scale = scale.to(tl.int32)

@@ -22,7 +22,7 @@ def kernels(subject: Subject) -> None:
         raise Skipped("the recipe has no kernels: the reference serves it on every device")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not _interpreting():
-        raise Skipped("no GPU on this machine")
+        raise Skipped("no GPU on this machine; TRITON_INTERPRET=1 runs them without one")
     module = importlib.import_module(name)
     for shape in subject.shapes() if device == "cuda" else subject.shapes()[::3]:
         for kind in ("plain", "zeros", "huge", "tiny", "nan", "inf") if device == "cuda" else ("plain", "nan"):
