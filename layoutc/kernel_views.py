@@ -12,7 +12,7 @@ from typing import Any
 from layoutc import rule_text
 from layoutc.formats import Format
 from layoutc.layout import ORIENTATIONS, Layout, Quantization, Source, codes_per_group
-from layoutc.move_views import moves_view
+from layoutc.move_views import moves_view, widest
 from layoutc.numerics_views import constants_view, suffixes_of
 from layoutc.plan import Plan
 
@@ -21,10 +21,18 @@ View = dict[str, Any]
 # Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
 _CASTS = {"float8_e4m3fn": ("tl.float8e4nv", 0x7F), "float8_e5m2": ("tl.float8e5", 0x7F)}
 _LARGEST_BLOCK = 16384  # elements that one program can hold
+_LARGEST_TILE = 65536  # the same where blocks of two sources must fit into one tile, which they share
+_WIDEST_MOVE = 256  # rows or columns of a tile that is laid out
 
 
 def gap(plan: Plan) -> str | None:
     """Why a recipe has no kernels; None where it has. The reference serves it on every device."""
+    blocks = [source.quantization.block for source in plan.layout.sources]
+    rows, columns = max(block.m or 1 for block in blocks), max(block.k or 1 for block in blocks)
+    if rows * columns > _LARGEST_TILE:
+        return f"a program holds blocks of all sources, which would take {rows} x {columns}"
+    if (span := widest(plan.layout)) > _WIDEST_MOVE:
+        return f"a program lays out {_WIDEST_MOVE} rows or columns, and a scale stands for {span}"
     for source in plan.layout.sources:
         q = source.quantization
         sizes = [size for size in (q.block.m, q.block.k) if size is not None]

@@ -12,11 +12,11 @@ View = dict[str, Any]
 
 def moves_view(layout: Layout) -> View:
     """Everything that the lay_out kernel's part of the template uses."""
-    moved = [buffer for buffer in layout.buffers if buffer.dims and not buffer.is_plane]
+    moved = _moved(layout)
     bits = {buffer.plane.bits for buffer in moved if buffer.kind == "data"}
     tile = _tile(moved)
     return {
-        "moves": [{"name": buffer.name, "body": _body(buffer, layout)} for buffer in moved],
+        "moves": [{"name": buffer.name, "body": _body(buffer)} for buffer in moved],
         "move_names": tuple(buffer.name for buffer in moved),
         "moved_planes": list(dict.fromkeys(buffer.plane.name for buffer in moved)),
         "move_sizes": "{" + ", ".join(f'"{b.name}": ({_size(b, "m")}, {_size(b, "k")})' for b in moved) + "}",
@@ -24,6 +24,15 @@ def moves_view(layout: Layout) -> View:
         "move_tile": ", ".join(map(str, tile)),
         "word": 32 // min(bits, default=32) if bits <= {4, 8} else 1,
     }
+
+
+def widest(layout: Layout) -> int:
+    """The most rows or columns that one entry of a buffer stands for, of the buffers that are moved."""
+    return max([1, *(dim.per for buffer in _moved(layout) for dim in buffer.dims)])
+
+
+def _moved(layout: Layout) -> list[Buffer]:
+    return [buffer for buffer in layout.buffers if buffer.dims and not buffer.is_plane]
 
 
 def _tile(moved: list[Buffer]) -> tuple[int, int, int]:
@@ -62,7 +71,7 @@ def _cover(moved: list[Buffer], axis: str) -> str:
     return f"max({', '.join(sorted(found))})" if len(found) > 1 else axis
 
 
-def _body(buffer: Buffer, layout: Layout) -> list[str]:
+def _body(buffer: Buffer) -> list[str]:
     return _codes(buffer) if buffer.kind == "data" else _scales(buffer)
 
 

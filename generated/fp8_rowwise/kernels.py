@@ -247,8 +247,8 @@ def quantize(
 
 
 def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes, contiguous -> (m, k) values of an orientation in a dtype."""
-    planes = {name: plane.contiguous() for name, plane in planes.items()}
+    """Planes -> (m, k) values of an orientation in a dtype."""
+    planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
     tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
     if m and k:
@@ -275,7 +275,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
-    planes = {name: plane.contiguous() for name, plane in planes.items()}
+    planes = launch.readable(planes)
     facts = LAYOUT.buffers(m, k)
     wanted = [name for name in ("columnwise_data",) if name.split("_")[0] in orientations]
     made = {

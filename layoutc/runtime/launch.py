@@ -16,7 +16,19 @@ AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-__all__ = ["cdiv", "hardware", "matrix_amax", "planes", "programs", "registers", "row_amax", "up", "usable", "writable"]
+__all__ = [
+    "cdiv",
+    "hardware",
+    "matrix_amax",
+    "planes",
+    "programs",
+    "readable",
+    "registers",
+    "row_amax",
+    "up",
+    "usable",
+    "writable",
+]
 
 
 @cache
@@ -27,10 +39,11 @@ def _has_triton() -> bool:
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
 
-    What torch.compile traces is no plain tensor: it sees the reference, and fuses it. dtype: of values to write.
+    What torch.compile traces is no plain tensor: it sees the reference, and fuses it. Triton launches on the current
+    device, so a tensor of another card takes the reference too. dtype: of values to write.
     """
     plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
-    return plain and x.numel() > 0 and _has_triton()
+    return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
 
 
 @cache
@@ -40,9 +53,21 @@ def hardware(device: torch.device) -> bool:
 
 
 def writable(out: Out, device: torch.device) -> Out:
-    """`out` where kernels can write into its planes; None where they are views, or lie elsewhere."""
-    fits = out is not None and all(plane.is_contiguous() and plane.device == device for plane in out.values())
+    """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
+    fits = out is not None and all(_is_whole(plane) and plane.device == device for plane in out.values())
     return out if fits else None
+
+
+def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Planes as kernels read them, copied where they are not: contiguous, and beginning at a word of 32 bits."""
+    return {
+        name: plane if _is_whole(plane) else plane.clone(memory_format=torch.contiguous_format)
+        for name, plane in planes.items()
+    }
+
+
+def _is_whole(plane: Tensor) -> bool:
+    return plane.is_contiguous() and plane.data_ptr() % 4 == 0
 
 
 @cache
@@ -61,8 +86,10 @@ def planes(
         return {name: torch.empty(fact.shape, dtype=fact.dtype, device=device) for name, fact in facts.items()}
     for name, fact in facts.items():
         given = out[name]
-        if tuple(given.shape) != fact.shape or given.dtype != fact.dtype or not given.is_contiguous():
-            raise ValueError(f"{layout.name}: {name} must be contiguous {fact.dtype} of shape {fact.shape}")
+        if tuple(given.shape) != fact.shape or given.dtype != fact.dtype or not _is_whole(given):
+            raise ValueError(
+                f"{layout.name}: {name} must be contiguous {fact.dtype} of shape {fact.shape}, at a multiple of 4 bytes"
+            )
     return {name: out[name] for name in facts}
 
 

@@ -96,3 +96,24 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
         found = made.planes()[plane]
         assert torch.equal(stored, found[-stored.shape[0] :]), plane
     assert torch.equal(made.dequantize()[-64:], recipe.quantize(tail, amax=amax).dequantize())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
+def test_planes_that_begin_between_words(name: str) -> None:
+    """As a cut of a packed file would: read all the same, and refused where a kernel would write words into them."""
+    recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), part(name, "kernels")
+    made = recipe.quantize(torch.randn(256, 512, device="cuda"))
+    planes = made.planes()
+    moved = {}
+    for plane, stored in planes.items():
+        is_code = stored.dtype == torch.uint8
+        space = torch.empty(stored.numel() + 1, dtype=stored.dtype, device="cuda")
+        moved[plane] = space[1:].view(stored.shape).copy_(stored) if is_code else stored
+    for orientation in recipe.LAYOUT.orientations:
+        values = kernels.dequantize(moved, 256, 512, orientation, torch.float32)
+        assert torch.equal(values, kernels.dequantize(planes, 256, 512, orientation, torch.float32))
+    found = kernels.lay_out(moved, 256, 512, recipe.LAYOUT.orientations)
+    for buffer, entries in kernels.lay_out(planes, 256, 512, recipe.LAYOUT.orientations).items():
+        assert torch.equal(entries, found[buffer]), buffer
+    with pytest.raises(ValueError, match="at a multiple of 4 bytes"):
+        kernels.quantize(torch.randn(256, 512, device="cuda"), None, recipe.LAYOUT.orientations, moved)

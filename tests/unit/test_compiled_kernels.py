@@ -77,3 +77,35 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     if capability == 90:
         over = {name: names[name]["per_element"] for name, most in BUDGETS.items() if names[name]["per_element"] > most}
         assert not over
+
+
+@pytest.mark.parametrize(
+    ("rowwise", "columnwise", "reason"),
+    [
+        ("m: 1, k: 4096", "m: 128, k: 1", "blocks of all sources, which would take 128 x 4096"),
+        ("m: 1, k: 512", "m: 1, k: 512", "a scale stands for 512"),
+        ("m: 3, k: 16", "m: 16, k: 16", "blocks of powers of two"),
+        ("m: 256, k: 128", "m: 16, k: 16", "up to 16384 elements"),
+    ],
+)
+def test_blocks_that_no_program_holds_have_no_kernels_and_say_why(rowwise: str, columnwise: str, reason: str) -> None:
+    """Before Triton would refuse them on a card."""
+    from layoutc.compiler import plan_for
+    from layoutc.emit import emit
+    from layoutc.kernel_views import gap
+    from layoutc.schema import read_spec
+
+    sizes = [dict(part.split(": ") for part in block.split(", ")) for block in (rowwise, columnwise)]
+    scales = [" ".join(axis if size[axis] == "1" else f"{axis}/{size[axis]}" for axis in "mk") for size in sizes]
+    text = (
+        "layoutc: 1\nname: large\nsummary: large blocks\nelement: {format: e4m3}\n"
+        "scale: {format: f32, rule: amax-over-max}\norientations:\n"
+        f"  rowwise:\n    block: {{{rowwise}}}\n    data: {{layout: m k}}\n"
+        f"    scale: {{layout: {scales[0]}, pad: [1, 4]}}\n"
+        f"  columnwise:\n    block: {{{columnwise}}}\n    data: {{layout: k m}}\n    scale: {{layout: {scales[1]}}}\n"
+    )
+    spec, found = read_spec(text, "large.yaml")
+    assert spec is not None, found
+    plan = plan_for(spec)
+    assert reason in str(gap(plan))
+    assert "kernels.py" not in emit(plan, "0" * 64)
