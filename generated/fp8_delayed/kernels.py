@@ -73,6 +73,34 @@ def scales(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quantize_tile(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    amax,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
+    tile = to_float(tile)
+    if ROWWISE:
+        scale, multiplier = scales(tl.load(amax), HARDWARE)
+        scaled = tile * multiplier
+        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        tl.store(rowwise_scale, scale.to(rowwise_scale.dtype.element_ty), mask=(row == 0) & (column == 0))
+
+
+@triton.jit
 def quantize_kernel(
     x,
     rowwise_data,
@@ -88,18 +116,28 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
+    """One program quantizes one tile.
 
     Bytes an element: those of x in; out 1 for rowwise.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
-    if ROWWISE:
-        scale, multiplier = scales(tl.load(amax), HARDWARE)
-        scaled = tile * multiplier
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        tl.store(rowwise_scale, scale.to(rowwise_scale.dtype.element_ty), mask=(row == 0) & (column == 0))
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        amax,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit

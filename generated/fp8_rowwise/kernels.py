@@ -77,6 +77,49 @@ def scales(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quantize_tile(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    rowwise_amax,
+    columnwise_data,
+    columnwise_scale,
+    amax,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
+    tile = to_float(tile)
+    if ROWWISE:
+        blocks = to_blocks(tile, 1, TILE_K)
+        found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
+        scale, multiplier = scales(found, HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(rowwise_scale, scale, row, column, m, 1, False)
+    if COLUMNWISE:
+        blocks = to_blocks(tile, TILE_M, 1)
+        found = load(amax, 0, column, 1, k, 0, 1, 1, TILE_K, False)
+        scale, multiplier = scales(found, HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(columnwise_scale, scale, row, column, 1, k, False)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     rowwise_data,
@@ -96,29 +139,32 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
+    """One program quantizes one tile.
 
     Bytes an element: those of x in; out 1 for rowwise and 1 for columnwise.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
-    if ROWWISE:
-        blocks = to_blocks(tile, 1, TILE_K)
-        found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
-        scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row, column, m, 1, False)
-    if COLUMNWISE:
-        blocks = to_blocks(tile, TILE_M, 1)
-        found = load(amax, 0, column, 1, k, 0, 1, 1, TILE_K, False)
-        scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row, column, 1, k, False)
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        rowwise_amax,
+        columnwise_data,
+        columnwise_scale,
+        amax,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        COLUMNWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit

@@ -125,6 +125,45 @@ def scales_columnwise(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quantize_tile(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
+    tile = to_float(tile)
+    if ROWWISE:
+        blocks = to_blocks(tile, 1, 32)
+        scale, multiplier = scales_rowwise(block_amax(blocks, HARDWARE), HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(rowwise_data, encode_rowwise(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+    if COLUMNWISE:
+        blocks = to_blocks(tile, 128, 128)
+        scale, multiplier = scales_columnwise(block_amax(blocks, HARDWARE), HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(columnwise_data, encode_columnwise(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(columnwise_scale, scale, row // 128, column // 128, tl.cdiv(m, 128), tl.cdiv(k, 128), EVEN)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     rowwise_data,
@@ -142,27 +181,30 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
+    """One program quantizes one tile.
 
     Bytes an element: those of x in; out 1.03125 for rowwise and 1.00024 for columnwise.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
-    if ROWWISE:
-        blocks = to_blocks(tile, 1, 32)
-        scale, multiplier = scales_rowwise(block_amax(blocks, HARDWARE), HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(rowwise_data, encode_rowwise(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
-    if COLUMNWISE:
-        blocks = to_blocks(tile, 128, 128)
-        scale, multiplier = scales_columnwise(block_amax(blocks, HARDWARE), HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(columnwise_data, encode_columnwise(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row // 128, column // 128, tl.cdiv(m, 128), tl.cdiv(k, 128), EVEN)
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        COLUMNWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit

@@ -99,12 +99,14 @@ def scales(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(
+def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
     columnwise_data,
     columnwise_scale,
+    row,
+    column,
     m,
     k,
     stride_m,
@@ -116,11 +118,7 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
-
-    Bytes an element: those of x in; out 0.78125 for rowwise and 0.78125 for columnwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
     tile = to_float(tile)
     if ROWWISE:
@@ -161,6 +159,50 @@ def quantize_kernel(
             True,
         )
         store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """One program quantizes one tile.
+
+    Bytes an element: those of x in; out 0.78125 for rowwise and 0.78125 for columnwise.
+    """
+    row, column = tile_of(m, k, TILE_M, TILE_K)
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        COLUMNWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit

@@ -87,6 +87,45 @@ def scales(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quantize_tile(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    columnwise_data,
+    columnwise_scale,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
+    tile = to_float(tile)
+    if ROWWISE:
+        blocks = to_blocks(tile, 1, 32)
+        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+    if COLUMNWISE:
+        blocks = to_blocks(tile, 32, 1)
+        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        scaled = blocks * multiplier[:, None, :, None]
+        scaled = from_blocks(scaled)
+        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     rowwise_data,
@@ -104,27 +143,30 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
+    """One program quantizes one tile.
 
     Bytes an element: those of x in; out 1.03125 for rowwise and 1.03125 for columnwise.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
-    if ROWWISE:
-        blocks = to_blocks(tile, 1, 32)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
-    if COLUMNWISE:
-        blocks = to_blocks(tile, 32, 1)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        columnwise_data,
+        columnwise_scale,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        COLUMNWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit

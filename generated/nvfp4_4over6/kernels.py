@@ -119,11 +119,13 @@ def block_error(blocks, scale, multiplier, tensor_amax, CONTRACTS_K: tl.constexp
 
 
 @triton.jit
-def quantize_kernel(
+def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
     amax,
+    row,
+    column,
     m,
     k,
     stride_m,
@@ -134,11 +136,7 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program reads one tile of x once and writes its part of every plane asked for.
-
-    Bytes an element: those of x in; out 0.503906 for rowwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
     tile = to_float(tile)
     tensor_amax = tl.load(amax)
@@ -160,6 +158,46 @@ def quantize_kernel(
             words = pack(codes, 4, 2, True)
             store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
         store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    rowwise_data,
+    rowwise_scale,
+    amax,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    ROWWISE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """One program quantizes one tile.
+
+    Bytes an element: those of x in; out 0.503906 for rowwise.
+    """
+    row, column = tile_of(m, k, TILE_M, TILE_K)
+    quantize_tile(
+        x,
+        rowwise_data,
+        rowwise_scale,
+        amax,
+        row,
+        column,
+        m,
+        k,
+        stride_m,
+        stride_k,
+        ROWWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
 
 
 @triton.jit
