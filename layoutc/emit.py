@@ -24,6 +24,16 @@ LINE_LENGTH = 120
 
 # Names that templates may use from the runtime; each file imports those that its text mentions.
 _IMPORTABLE = {
+    "blocks": (
+        "block_amax",
+        "block_highest",
+        "block_lowest",
+        "block_sum",
+        "from_blocks",
+        "to_blocks",
+        "to_float",
+    ),
+    "nibbles": ("store_nibbles", "to_nibbles"),
     "codes": (
         "F32_MAX",
         "cast_from_codes",
@@ -43,24 +53,17 @@ _IMPORTABLE = {
         "to_codes",
         "to_exponents",
         "to_integer_codes",
-        "to_nibbles",
         "to_small_codes",
         "unpack",
     ),
     "tiles": (
-        "block_amax",
-        "block_highest",
-        "block_lowest",
-        "block_sum",
-        "from_blocks",
         "load",
+        "load_runs",
         "load_words",
         "store",
         "store_words",
         "tile_of",
-        "to_blocks",
         "to_dtype",
-        "to_float",
     ),
     "turns": ("move_codes", "move_scales", "turn_bytes", "turn_nibbles"),
     "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),

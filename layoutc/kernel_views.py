@@ -70,7 +70,7 @@ def kernels_view(plan: Plan) -> View:
         "tensor_amax": layout.tensor_amax,
         "amax_call": f"launch.matrix_amax(x, {plan.amax_columns})" if plan.shares_amax else None,
         "tiles": _tiles(layout),
-        "dequantize_tiles": [(f'"{o}"', tile([layout.source(o)], 2, reading=True)) for o in layout.orientations],
+        "dequantize_tiles": [(f'"{o}"', reading_tile(layout.source(o))) for o in layout.orientations],
         "quantize_bytes": _bytes_text(layout),
         **moves_view(layout),
     }
@@ -91,16 +91,16 @@ def bytes_of(source: Source) -> Fraction:
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
-Tile = tuple[int, int, int, int | None]
+Tile = tuple[int, int, int, int, int | None]
 
 
-def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> Tile:
-    """(rows, columns, warps, most registers of a thread) of a program whose tile holds whole blocks of all sources.
+def tile(sources: Iterable[Source], itemsize: int) -> Tile:
+    """(rows, columns, pieces of 16 bytes in a thread, warps, most registers of a thread) of a program that quantizes.
 
-    x has `itemsize` bytes a value. What was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md). Blocks along
-    rows want long rows; blocks of several rows want all of them in one warp, since a reduction across warps goes
-    through shared memory, and as many elements in a thread as its registers hold. A cap on registers lets more programs
-    run beside each other, where that is worth more.
+    Its tile holds whole blocks of all sources; x has `itemsize` bytes a value. What was fastest on an H200 at
+    8192 x 8192 (tests/bench/RESULTS.md). Blocks along rows want long rows; blocks of several rows want all of them in
+    one warp, since a reduction across warps goes through shared memory, and as many elements in a thread as its
+    registers hold. A cap on registers lets more programs run beside each other, where that is worth more.
     """
     sources = list(sources)
     block_m = max(source.quantization.block.m or 1 for source in sources)
@@ -108,23 +108,44 @@ def tile(sources: Iterable[Source], itemsize: int, reading: bool = False) -> Til
     bits = min(source.data.bits for source in sources)
     wide = itemsize == 4
     if block_m == 1:
-        rows, columns, warps = (2, 1024, 1) if bits <= 4 and not wide else (4, 1024, 4)
-        return (rows, columns, warps, None) if block_k <= columns else (1, block_k, max(4, block_k // 2048), None)
+        rows, columns, run, warps = (4, 1024, 1, 4) if bits > 4 else (4, 512, 2, 1) if wide else (1, 2048, 2, 1)
+        if block_k > columns:
+            return 1, block_k, 1, max(4, block_k // 2048), None
+        return rows, columns, run, warps, None
     if block_m >= 64 or block_k >= 64:
         columns = max(block_k, 64)
         square = all(source.quantization.block.m == source.quantization.block.k for source in sources)
-        cap = None if square or wide or reading else 168
-        return block_m, columns, max(2, block_m * columns // 4096), cap
-    if reading:
-        return block_m, max(block_k, 4096 // block_m), 2, None
+        cap = None if square or wide or len(sources) > 1 else 168
+        return block_m, columns, 1, max(2, block_m * columns // 4096), cap
     if any(source.quantization.definition.candidates for source in sources):  # the elements of every candidate
-        return block_m, max(block_k, 1024 // block_m), 2 if wide else 1, None
+        return block_m, max(block_k, 1024 // block_m), 1, 2 if wide else 1, None
     if len(sources) > 1:
-        columns = max(block_k, (4096 if bits == 8 else 2048) // block_m)
-        return block_m, columns, 2 if bits == 6 else 1, 168 if bits == 8 and not wide else None
+        if bits == 8 and wide:
+            return block_m, max(block_k, 4096 // block_m), 1, 1, None
+        if bits == 8:
+            return block_m, max(block_k, 8192 // block_m), 2, 2, None
+        if bits == 4 and not wide:
+            return block_m, 128, 1, max(1, block_m // 16), 128
+        return block_m, max(block_k, 2048 // block_m), 1, 2 if bits == 6 else 1, None
     if wide:
-        return block_m, max(block_k, (4096 if block_k == 1 else 2048) // block_m), 2, None
-    return block_m, max(block_k, 4096 // block_m), 2 if bits == 6 else 1, None
+        return block_m, max(block_k, (4096 if block_k == 1 else 2048) // block_m), 1, 2, None
+    if bits == 4 and block_k == 1:
+        return block_m, max(block_k, 4096 // block_m), 1, 1, None
+    if bits == 4:
+        return block_m, max(block_k, 8192 // block_m), 2, 4, None
+    return block_m, max(block_k, 8192 // block_m), 1, 2, None
+
+
+def reading_tile(source: Source) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program that dequantizes; found in the same way."""
+    block_m, block_k = source.quantization.block.m or 1, source.quantization.block.k or 1
+    if block_m == 1:
+        rows, columns, warps = (2, 1024, 1) if source.data.bits <= 4 else (4, 1024, 4)
+        return (rows, columns, warps) if block_k <= columns else (1, block_k, max(4, block_k // 2048))
+    if block_m >= 64 or block_k >= 64:
+        columns = max(block_k, 64)
+        return block_m, columns, max(2, block_m * columns // 4096)
+    return block_m, max(block_k, 4096 // block_m), 2
 
 
 def _tiles(layout: Layout) -> list[tuple[int, list[tuple[tuple[bool, ...], Tile]]]]:
@@ -233,12 +254,24 @@ def _places(axis: str, first: str, size: int | None) -> View:
     }
 
 
-def _nibbles(quantization: Quantization, layout: Layout) -> str | None:
-    """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits."""
-    fmt, text = quantization.element, None
-    if fmt.bits == 4 and not fmt.integer and _is_small(fmt) and not fmt.nan and layout.multiple_k % 8 == 0:
-        text = f"to_nibbles(scaled, {fmt.mantissa}, {fmt.bias}, {fmt.max!r}, {quantization.low_first})"
-    return text
+def _nibbles(quantization: Quantization, layout: Layout) -> View | None:
+    """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits.
+
+    `form`: of the format; `block`: of the block, where a program finds its amax.
+    """
+    fmt, block = quantization.element, quantization.block
+    if fmt.bits != 4 or fmt.integer or not _is_small(fmt) or fmt.nan or layout.multiple_k % 8:
+        return None
+    form = f"{fmt.mantissa}, {fmt.bias}, {fmt.max!r}, {quantization.low_first}"
+    found = f"{block.m}, {block.k}, {form}, {_is_bounded(quantization)}" if block.m and block.k else None
+    return {"form": form, "found": found}
+
+
+def _is_bounded(quantization: Quantization) -> bool:
+    """True where a scale is never below amax / element_max by more than rounding of that, so that no element is cut."""
+    steps = quantization.definition.active_steps(dict(quantization.parameters))
+    divides = [step.expression for step in steps] == ["to_scale(amax * inverse_element_max)", "1 / from_scale(scale)"]
+    return divides and quantization.scale.is_exponent and quantization.rounding == "up"
 
 
 # -------------------------------------------------------------------------------------------------------------- sources

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import block_amax, from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import F32_MAX, divide, from_codes, isinf, isnan, like, to_small_codes
-from layoutc.runtime.triton_tiles import block_amax, from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales, turn_bytes
 
 from .layout import LAYOUT
@@ -22,16 +23,17 @@ from .layout import LAYOUT
 ELEMENT_MAX = tl.constexpr(30.0)
 ELEMENT_NAN = tl.constexpr(0x7F)
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise.
 TILES = {
-    (2, True): (64, 64, 2, None),
-    (4, True): (64, 64, 2, None),
+    (2, True): (64, 64, 1, 2, None),
+    (4, True): (64, 64, 1, 2, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (64, 64, 2, None),
-    "columnwise": (64, 64, 2, None),
+    "rowwise": (64, 64, 2),
+    "columnwise": (64, 64, 2),
 }
 LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
@@ -72,15 +74,16 @@ def quantize_tile(
     ROWWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     if ROWWISE:
-        blocks = to_blocks(tile, 64, 64)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        blocks = to_blocks(to_float(tile), 64, 64)
+        found = block_amax(tile, 64, 64, HARDWARE)
+        scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
@@ -99,6 +102,7 @@ def quantize_kernel(
     ROWWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -120,6 +124,7 @@ def quantize_kernel(
         ROWWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -241,7 +246,7 @@ def quantize(
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -254,6 +259,7 @@ def quantize(
             rowwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -267,7 +273,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -280,7 +286,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import to_float
 from layoutc.runtime.triton_codes import (
     F32_MAX,
     cast_from_codes,
@@ -24,7 +25,7 @@ from layoutc.runtime.triton_codes import (
     like,
     to_small_codes,
 )
-from layoutc.runtime.triton_tiles import load, store, tile_of, to_dtype, to_float
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, turn_bytes
 
 from .layout import LAYOUT
@@ -32,16 +33,17 @@ from .layout import LAYOUT
 ELEMENT_MAX = tl.constexpr(448.0)
 ELEMENT_NAN = tl.constexpr(0x7F)
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise.
 TILES = {
-    (2, True): (4, 1024, 4, None),
-    (4, True): (4, 1024, 4, None),
+    (2, True): (4, 1024, 1, 4, None),
+    (4, True): (4, 1024, 1, 4, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4, None),
-    "columnwise": (4, 1024, 4, None),
+    "rowwise": (4, 1024, 4),
+    "columnwise": (4, 1024, 4),
 }
 LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
@@ -87,15 +89,15 @@ def quantize_tile(
     ROWWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     if ROWWISE:
         scale, multiplier = scales(tl.load(amax), HARDWARE)
-        scaled = tile * multiplier
+        scaled = to_float(tile) * multiplier
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
         tl.store(rowwise_scale, scale.to(rowwise_scale.dtype.element_ty), mask=(row == 0) & (column == 0))
 
@@ -113,6 +115,7 @@ def quantize_kernel(
     ROWWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -135,6 +138,7 @@ def quantize_kernel(
         ROWWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -221,7 +225,7 @@ def quantize(
     if amax is None:
         amax = launch.matrix_amax(x, None)
     rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -235,6 +239,7 @@ def quantize(
             rowwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -248,7 +253,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -261,7 +266,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

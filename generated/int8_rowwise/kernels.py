@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import F32_MAX, divide, from_integer_codes, isinf, like, to_integer_codes
-from layoutc.runtime.triton_tiles import from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, turn_bytes
 
 from .layout import LAYOUT
@@ -22,20 +23,21 @@ from .layout import LAYOUT
 ELEMENT_MAX = tl.constexpr(127.0)
 ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (4, 1024, 4, None),
-    (2, True, False): (4, 1024, 4, None),
-    (2, False, True): (4, 1024, 4, None),
-    (4, True, True): (4, 1024, 4, None),
-    (4, True, False): (4, 1024, 4, None),
-    (4, False, True): (4, 1024, 4, None),
+    (2, True, True): (4, 1024, 1, 4, None),
+    (2, True, False): (4, 1024, 1, 4, None),
+    (2, False, True): (4, 1024, 1, 4, None),
+    (4, True, True): (4, 1024, 1, 4, None),
+    (4, True, False): (4, 1024, 1, 4, None),
+    (4, False, True): (4, 1024, 1, 4, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4, None),
-    "columnwise": (4, 1024, 4, None),
+    "rowwise": (4, 1024, 4),
+    "columnwise": (4, 1024, 4),
 }
 LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
@@ -81,14 +83,14 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     if ROWWISE:
-        blocks = to_blocks(tile, 1, TILE_K)
+        blocks = to_blocks(to_float(tile), 1, TILE_K)
         found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
@@ -96,7 +98,7 @@ def quantize_tile(
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
         store(rowwise_scale, scale, row, column, m, 1, False)
     if COLUMNWISE:
-        blocks = to_blocks(tile, TILE_M, 1)
+        blocks = to_blocks(to_float(tile), TILE_M, 1)
         found = load(amax, 0, column, 1, k, 0, 1, 1, TILE_K, False)
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
@@ -122,6 +124,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -148,6 +151,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -251,7 +255,7 @@ def quantize(
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
     rowwise_amax = launch.row_amax(x, 1) if rowwise else None
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -269,6 +273,7 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -282,7 +287,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -299,7 +304,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import block_amax, from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import (
     from_codes,
     from_exponents,
@@ -22,18 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
-from layoutc.runtime.triton_tiles import (
-    block_amax,
-    from_blocks,
-    load,
-    load_words,
-    store,
-    store_words,
-    tile_of,
-    to_blocks,
-    to_dtype,
-    to_float,
-)
+from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales
 
 from .layout import LAYOUT
@@ -42,20 +32,21 @@ ELEMENT_NAN = tl.constexpr(0x1F)  # the format has no NaN: the largest magnitude
 SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.13333334028720856)  # fp32(1 / 7.5)
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (32, 64, 2, None),
-    (2, True, False): (4, 1024, 4, None),
-    (2, False, True): (32, 128, 2, None),
-    (4, True, True): (32, 64, 2, None),
-    (4, True, False): (4, 1024, 4, None),
-    (4, False, True): (32, 128, 2, None),
+    (2, True, True): (32, 64, 1, 2, None),
+    (2, True, False): (4, 1024, 1, 4, None),
+    (2, False, True): (32, 256, 1, 2, None),
+    (4, True, True): (32, 64, 1, 2, None),
+    (4, True, False): (4, 1024, 1, 4, None),
+    (4, False, True): (32, 128, 1, 2, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4, None),
-    "columnwise": (32, 128, 2, None),
+    "rowwise": (4, 1024, 4),
+    "columnwise": (32, 128, 2),
 }
 LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
@@ -115,15 +106,16 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     if ROWWISE:
-        blocks = to_blocks(tile, 1, 32)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        blocks = to_blocks(to_float(tile), 1, 32)
+        found = block_amax(tile, 1, 32, HARDWARE)
+        scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         codes = encode(scaled, HARDWARE)
@@ -141,8 +133,9 @@ def quantize_tile(
         )
         store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
     if COLUMNWISE:
-        blocks = to_blocks(tile, 32, 1)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        blocks = to_blocks(to_float(tile), 32, 1)
+        found = block_amax(tile, 32, 1, HARDWARE)
+        scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         codes = encode(scaled, HARDWARE)
@@ -176,6 +169,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -200,6 +194,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -395,7 +390,7 @@ def quantize(
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -411,6 +406,7 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -424,7 +420,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -441,7 +437,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

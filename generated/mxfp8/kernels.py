@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import block_amax, from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import (
     cast_from_codes,
     cast_to_codes,
@@ -22,7 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_exponents,
     to_small_codes,
 )
-from layoutc.runtime.triton_tiles import block_amax, from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_scales
 
 from .layout import LAYOUT
@@ -31,20 +32,21 @@ ELEMENT_NAN = tl.constexpr(0x7F)
 SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (32, 128, 1, 168),
-    (2, True, False): (4, 1024, 4, None),
-    (2, False, True): (32, 128, 1, None),
-    (4, True, True): (32, 128, 1, None),
-    (4, True, False): (4, 1024, 4, None),
-    (4, False, True): (32, 128, 2, None),
+    (2, True, True): (32, 256, 2, 2, None),
+    (2, True, False): (4, 1024, 1, 4, None),
+    (2, False, True): (32, 256, 1, 2, None),
+    (4, True, True): (32, 128, 1, 1, None),
+    (4, True, False): (4, 1024, 1, 4, None),
+    (4, False, True): (32, 128, 1, 2, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4, None),
-    "columnwise": (32, 128, 2, None),
+    "rowwise": (4, 1024, 4),
+    "columnwise": (32, 128, 2),
 }
 LAY_OUT_TILE = (128, 2048, 8)  # rows, columns and warps
 
@@ -108,22 +110,24 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     if ROWWISE:
-        blocks = to_blocks(tile, 1, 32)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        blocks = to_blocks(to_float(tile), 1, 32)
+        found = block_amax(tile, 1, 32, HARDWARE)
+        scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
         store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
     if COLUMNWISE:
-        blocks = to_blocks(tile, 32, 1)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), HARDWARE)
+        blocks = to_blocks(to_float(tile), 32, 1)
+        found = block_amax(tile, 32, 1, HARDWARE)
+        scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
@@ -145,6 +149,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -169,6 +174,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -314,7 +320,7 @@ def quantize(
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -330,6 +336,7 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -343,7 +350,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -360,7 +367,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

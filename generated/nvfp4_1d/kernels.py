@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutc.runtime import launch
+from layoutc.runtime.triton_blocks import block_amax, from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import (
     F32_MAX,
     cast_from_codes,
@@ -22,21 +23,11 @@ from layoutc.runtime.triton_codes import (
     like,
     minimum,
     pack,
-    to_nibbles,
     to_small_codes,
     unpack,
 )
-from layoutc.runtime.triton_tiles import (
-    block_amax,
-    from_blocks,
-    load,
-    load_words,
-    store,
-    tile_of,
-    to_blocks,
-    to_dtype,
-    to_float,
-)
+from layoutc.runtime.triton_nibbles import store_nibbles
+from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales, turn_nibbles
 
 from .layout import LAYOUT
@@ -48,20 +39,21 @@ SCALE_NAN = tl.constexpr(0x7F)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 INVERSE_RANGE = tl.constexpr(0.00037202381645329297)  # fp32(1 / (6 * 448))
 
-# Rows, columns, warps and most registers of a program, by the bytes of a value of x and what is written:
+# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
+# of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (16, 128, 1, None),
-    (2, True, False): (2, 1024, 1, None),
-    (2, False, True): (16, 256, 1, None),
-    (4, True, True): (16, 128, 1, None),
-    (4, True, False): (4, 1024, 4, None),
-    (4, False, True): (16, 256, 2, None),
+    (2, True, True): (16, 128, 1, 1, 128),
+    (2, True, False): (1, 2048, 2, 1, None),
+    (2, False, True): (16, 256, 1, 1, None),
+    (4, True, True): (16, 128, 1, 1, None),
+    (4, True, False): (4, 512, 2, 1, None),
+    (4, False, True): (16, 256, 1, 2, None),
 }
-# The same for reading a source.
+# Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (2, 1024, 1, None),
-    "columnwise": (16, 256, 2, None),
+    "rowwise": (2, 1024, 1),
+    "columnwise": (16, 256, 2),
 }
 LAY_OUT_TILE = (256, 256, 8)  # rows, columns and warps
 
@@ -128,34 +120,74 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
     tensor_amax = tl.load(amax)
     if ROWWISE:
-        blocks = to_blocks(tile, 1, 16)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), tensor_amax, HARDWARE)
+        blocks = to_blocks(to_float(tile), 1, 16)
+        found = block_amax(tile, 1, 16, HARDWARE)
+        scale, multiplier = scales(found, tensor_amax, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         if HARDWARE:
-            words = to_nibbles(scaled, 1, 1, 6.0, True)
-            store(rowwise_data.to(tl.pointer_type(tl.int32)), words, row, column // 8, m, k // 8, EVEN)
+            store_nibbles(
+                rowwise_data,
+                x,
+                tile,
+                found,
+                multiplier,
+                row,
+                column,
+                m,
+                k,
+                stride_m,
+                stride_k,
+                1,
+                16,
+                1,
+                1,
+                6.0,
+                True,
+                False,
+                EVEN,
+            )
         else:
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
             store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
         store(rowwise_scale, scale, row, column // 16, m, tl.cdiv(k, 16), EVEN)
     if COLUMNWISE:
-        blocks = to_blocks(tile, 16, 1)
-        scale, multiplier = scales(block_amax(blocks, HARDWARE), tensor_amax, HARDWARE)
+        blocks = to_blocks(to_float(tile), 16, 1)
+        found = block_amax(tile, 16, 1, HARDWARE)
+        scale, multiplier = scales(found, tensor_amax, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
         if HARDWARE:
-            words = to_nibbles(scaled, 1, 1, 6.0, True)
-            store(columnwise_data.to(tl.pointer_type(tl.int32)), words, row, column // 8, m, k // 8, EVEN)
+            store_nibbles(
+                columnwise_data,
+                x,
+                tile,
+                found,
+                multiplier,
+                row,
+                column,
+                m,
+                k,
+                stride_m,
+                stride_k,
+                16,
+                1,
+                1,
+                1,
+                6.0,
+                True,
+                False,
+                EVEN,
+            )
         else:
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
@@ -179,6 +211,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -204,6 +237,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
+        RUN,
         EVEN,
         HARDWARE,
     )
@@ -406,7 +440,7 @@ def quantize(
         amax = launch.matrix_amax(x, None)
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
-    tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
         quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             x,
@@ -423,6 +457,7 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
+            run,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
             num_warps=warps,
@@ -436,7 +471,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     """Planes -> (m, k) values of an orientation in a dtype."""
     planes = launch.readable(planes)
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
+    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
         dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
             out,
@@ -454,7 +489,6 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
             num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
             enable_fp_fusion=False,
         )
     return out

@@ -114,57 +114,6 @@ def to_small_codes(
 
 
 @triton.jit
-def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """As to_small_codes for formats of 4 bits, packed: (rows, columns) -> (rows, columns / 8) int32, eight codes each.
-
-    For cards that convert to e4m3: rounded as there, |x| lies on a grid that e4m3 holds exactly once its lowest binade
-    is scaled to e4m3's, and then a code is the upper bits of the byte's magnitude. Even and odd codes are converted
-    apart, so that three shifts and four masks merge eight of them.
-    """
-    SHIFT: tl.constexpr = 3 - MANTISSA
-    size = tl.minimum(tl.abs(x), MAX)
-    binade = float_of(tl.maximum(bits_of(size) & 0x7F800000, (128 - BIAS) << 23))
-    ANCHOR: tl.constexpr = 1.5 * 2.0 ** (23 - MANTISSA)
-    rounded = tl.fma(binade, -ANCHOR, tl.fma(binade, ANCHOR, size)) * (2.0 ** (BIAS - 7))
-    signed = float_of(bits_of(rounded) | (bits_of(x) & (-1 << 31)))
-    lanes = tl.reshape(signed, (x.shape[0], x.shape[1] // 8, 2, 2, 2))
-    even, odd = tl.split(lanes)
-    even0, even1 = tl.split(even)  # of columns 0 4, 2 6
-    odd0, odd1 = tl.split(odd)
-    c0, c4 = tl.split(even0)
-    c2, c6 = tl.split(even1)
-    c1, c5 = tl.split(odd0)
-    c3, c7 = tl.split(odd1)
-    # Each of a and b holds four bytes, sign | magnitude << SHIFT; a goes to the low nibbles, b to the high ones.
-    if LOW_FIRST:
-        return _merged(c0, c2, c4, c6, c1, c3, c5, c7, SHIFT)
-    return _merged(c1, c3, c5, c7, c0, c2, c4, c6, SHIFT)
-
-
-@triton.jit
-def _merged(a0, a1, a2, a3, b0, b1, b2, b3, SHIFT: tl.constexpr):
-    """Eight fp32 values -> one word of eight nibbles, a in the low and b in the high nibble of each byte."""
-    a = _four_bytes(a0, a1, a2, a3)
-    b = _four_bytes(b0, b1, b2, b3)
-    low = ((a >> SHIFT) & 0x07070707) | ((a >> 4) & 0x08080808)
-    return low | ((b << (4 - SHIFT)) & 0x70707070) | (b & -0x7F7F7F80)
-
-
-@triton.jit
-def _four_bytes(v0, v1, v2, v3):
-    """Four fp32 values -> their e4m3 bytes in one word, the first lowest."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-        "mov.b32 $0, {low, high}; }",
-        "=r,f,f,f,f",
-        [v0, v1, v2, v3],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def to_codes(
     x,
     MANTISSA: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Tiles in generated kernels, as Triton functions: blocks, reading and writing, and the kernels of amaxes.
+"""Tiles in generated kernels, as Triton functions: reading and writing, and the kernels of amaxes.
 
 A program has a tile of TILE_M rows and TILE_K columns of a matrix (m, k). EVEN says that no tile sticks out of it.
 """
@@ -8,135 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton_codes import bits_of, float_of, isnan, maximum
-
-
-# --------------------------------------------------------------------------------------------------------------- blocks
-@triton.jit
-def to_blocks(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(TILE_M, TILE_K) -> (m blocks, BLOCK_M, k blocks, BLOCK_K)."""
-    return tl.reshape(tile, (tile.shape[0] // BLOCK_M, BLOCK_M, tile.shape[1] // BLOCK_K, BLOCK_K))
-
-
-@triton.jit
-def from_blocks(blocks):
-    """Inverse of to_blocks."""
-    return tl.reshape(blocks, (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]))
-
-
-@triton.jit
-def block_amax(blocks, HARDWARE: tl.constexpr):
-    """Largest magnitude of each block, (m blocks, k blocks); NaN propagates."""
-    if HARDWARE:
-        return tl.reduce(tl.reduce(tl.abs(blocks), 3, maximum), 1, maximum)
-    # The interpreter runs a reduction of one's own element by element. Bits of magnitudes order as they do.
-    return float_of(tl.max(tl.max(bits_of(blocks) & 0x7FFFFFFF, 3), 1))
-
-
-@triton.jit
-def block_has_nan(blocks):
-    """True for blocks that hold a NaN."""
-    return tl.max(tl.max(isnan(blocks).to(tl.int32), 3), 1) > 0
-
-
-@triton.jit
-def block_lowest(blocks):
-    """Smallest value of each block; NaN propagates."""
-    return tl.where(block_has_nan(blocks), float("nan"), tl.min(tl.min(blocks, 3), 1))
-
-
-@triton.jit
-def block_highest(blocks):
-    """Largest value of each block; NaN propagates."""
-    return tl.where(block_has_nan(blocks), float("nan"), tl.max(tl.max(blocks, 3), 1))
-
-
-@triton.jit
-def _halves(x):
-    """(a, b, c, n) -> the first and the second half of the last dim."""
-    both = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, x.shape[3] // 2))
-    return tl.split(tl.permute(both, (0, 1, 2, 4, 3)))
-
-
-@triton.jit
-def _add_1(total, x):
-    """total and x's only entry of the last dim."""
-    return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
-
-
-@triton.jit
-def _add_2(total, x):
-    """total, and the 2 entries of x's last dim, one after the other."""
-    first, second = _halves(x)
-    return _add_1(_add_1(total, first), second)
-
-
-@triton.jit
-def _add_4(total, x):
-    """total, and the 4 entries of x's last dim, one after the other."""
-    first, second = _halves(x)
-    return _add_2(_add_2(total, first), second)
-
-
-@triton.jit
-def _add_8(total, x):
-    """total, and the 8 entries of x's last dim, one after the other."""
-    first, second = _halves(x)
-    return _add_4(_add_4(total, first), second)
-
-
-@triton.jit
-def _add_16(total, x):
-    """total, and the 16 entries of x's last dim, one after the other."""
-    first, second = _halves(x)
-    return _add_8(_add_8(total, first), second)
-
-
-@triton.jit
-def _add_32(total, x):
-    """total, and the 32 entries of x's last dim, one after the other."""
-    first, second = _halves(x)
-    return _add_16(_add_16(total, first), second)
-
-
-@triton.jit
-def _sum_in_order(x):
-    """(a, b, c, n) -> (a, b, c): from the first entry of the last dim to the last; n up to 32."""
-    total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
-    if x.shape[3] == 1:
-        return _add_1(total, x)
-    elif x.shape[3] == 2:
-        return _add_2(total, x)
-    elif x.shape[3] == 4:
-        return _add_4(total, x)
-    elif x.shape[3] == 8:
-        return _add_8(total, x)
-    elif x.shape[3] == 16:
-        return _add_16(total, x)
-    else:
-        tl.static_assert(x.shape[3] == 32)
-        return _add_32(total, x)
-
-
-@triton.jit
-def _sum_by_halves(x):
-    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one is left; n up to 256."""
-    x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
-    for _ in tl.static_range(8):
-        if x.shape[3] > 1:
-            first, second = _halves(x)
-            x = first + second
-    return tl.reshape(x, (x.shape[0], x.shape[1]))
-
-
-@triton.jit
-def block_sum(blocks, CONTRACTS_K: tl.constexpr):
-    """Sum of each block, (m blocks, k blocks), in the order of numerics.block_sum; magnitudes, so that 0 + x is x."""
-    if CONTRACTS_K:
-        rows = _sum_in_order(blocks)  # (m blocks, rows, k blocks)
-        return _sum_by_halves(tl.permute(rows, (0, 2, 1)))
-    columns = _sum_in_order(tl.permute(blocks, (2, 3, 0, 1)))  # (k blocks, columns, m blocks)
-    return tl.trans(_sum_by_halves(tl.permute(columns, (0, 2, 1))))
+from layoutc.runtime.triton_blocks import block_amax, to_float
+from layoutc.runtime.triton_codes import bits_of, float_of, isnan
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -168,6 +41,71 @@ def load(
     if EVEN:
         return tl.load(places)
     return tl.load(places, mask=(row + i < rows) & (column + j < columns), other=0)
+
+
+@triton.jit
+def load_runs(
+    pointer,
+    row,
+    column,
+    rows,
+    columns,
+    stride_row,
+    stride_column,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    RUN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """As load; RUN (1, 2 or 4) pieces of 16 bytes that follow one another in a row are in one thread.
+
+    Each piece is a load of its own. Fewer threads share a block of a row then, and work out its scale.
+    """
+    if RUN == 1:
+        return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN)
+    else:
+        WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+        RUNS: tl.constexpr = TILE_K // (RUN * WIDTH)
+        # Triton moves data about, or finds amaxes twice, where one row has two dims here, or several have three.
+        if TILE_M == 1:
+            i = tl.zeros((1, 1, 1), tl.int32)
+            j = tl.arange(0, RUNS)[None, :, None] * (RUN * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
+        else:
+            run = tl.arange(0, TILE_M * RUNS)[:, None]
+            i = run // RUNS
+            j = (run % RUNS) * (RUN * WIDTH) + tl.arange(0, WIDTH)[None, :]
+        places = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
+        left = tl.where(row + i < rows, columns - column - j, 0)
+        step = WIDTH * stride_column
+        a = _load_piece(places, left, EVEN)
+        b = _load_piece(places + step, left - WIDTH, EVEN)
+        if RUN == 2:
+            pieces = _turned(tl.join(a, b))
+        else:
+            tl.static_assert(RUN == 4)
+            c = _load_piece(places + 2 * step, left - 2 * WIDTH, EVEN)
+            d = _load_piece(places + 3 * step, left - 3 * WIDTH, EVEN)
+            pieces = _turned(tl.join(_turned(tl.join(a, c)), _turned(tl.join(b, d))))
+        return tl.reshape(pieces, (TILE_M, TILE_K))
+
+
+@triton.jit
+def _turned(x):
+    """The last two dims in the other order."""
+    if len(x.shape) == 3:
+        return tl.permute(x, (0, 2, 1))
+    elif len(x.shape) == 4:
+        return tl.permute(x, (0, 1, 3, 2))
+    else:
+        return tl.permute(x, (0, 1, 2, 4, 3))
+
+
+@triton.jit
+def _load_piece(places, left, EVEN: tl.constexpr):
+    """Values at places, zeros where nothing of the row is left."""
+    if EVEN:
+        return tl.load(places)
+    return tl.load(places, mask=left > 0, other=0)
 
 
 @triton.jit
@@ -230,15 +168,6 @@ def load_words(
 
 
 @triton.jit
-def to_float(tile):
-    """fp32, bf16 or fp16 -> fp32, exact. Of bf16 by its bits: one instruction each, and the interpreter's cast is not
-    exact."""
-    if tl.bfloat16 == tile.dtype:
-        return float_of(tile.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    return tile.to(tl.float32)
-
-
-@triton.jit
 def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
     """fp32 values -> DTYPE, to nearest even."""
     if not HARDWARE and tl.bfloat16 == DTYPE:
@@ -272,8 +201,7 @@ def amax_kernel(
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    tile = to_float(tile)
-    found = bits_of(block_amax(to_blocks(tile, TILE_M, BLOCK_K), HARDWARE))
+    found = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
     j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
     tl.atomic_max(amax + j, found, mask=j < columns, sem="relaxed")
 

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 import layoutc.recipes
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-Tile = tuple[int, int, int, int | None]
+Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -36,16 +36,23 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):
-        yield "lay_out", kernels.lay_out_kernel, [], (*kernels.LAY_OUT_TILE, None), "bf16"
+        yield (
+            "lay_out",
+            kernels.lay_out_kernel,
+            [],
+            (*kernels.LAY_OUT_TILE[:2], 1, kernels.LAY_OUT_TILE[2], None),
+            "bf16",
+        )
     for orientation, tile in kernels.DEQUANTIZE_TILES.items():
         flags = [orientation == name for name in layout.orientations]
-        yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, tile, "bf16"
+        yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, (*tile[:2], 1, tile[2], None), "bf16"
 
 
 def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str, capability: int) -> Any:
     """The kernel as it is launched for a large contiguous weight of whole tiles."""
     facts = layout.planes(1024, 1024)
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
+    fixed["RUN"] = tile[2]
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -65,7 +72,7 @@ def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str
         signature[name] = "i32" if is_size else pointer
         attributes[(index,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": tile[2], "maxnreg": tile[3] if capability == 90 else None, "enable_fp_fusion": False}
+    options = {"num_warps": tile[3], "maxnreg": tile[4] if capability == 90 else None, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -85,7 +92,7 @@ def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
         "accesses": sorted({one for one in real if one.startswith(("LDG", "STG"))}),
-        "per_element": round(len(real) * tile[2] * 32 / (tile[0] * tile[1]), 2),
+        "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
 
