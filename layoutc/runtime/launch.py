@@ -39,8 +39,7 @@ def _has_triton() -> bool:
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
 
-    What torch.compile traces is no plain tensor: it sees the reference, and fuses it. Triton launches on the current
-    device, so a tensor of another card takes the reference too. dtype: of values to write.
+    Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
     """
     plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
     return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
@@ -80,8 +79,7 @@ def planes(
     layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
     """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
-    wanted = {name for orientation in orientations for name in layout.sources[orientation]}
-    facts = {name: fact for name, fact in layout.planes(m, k).items() if name in wanted and name != "amax"}
+    facts = layout.written(m, k, orientations)
     if out is None:
         return {name: torch.empty(fact.shape, dtype=fact.dtype, device=device) for name, fact in facts.items()}
     for name, fact in facts.items():
