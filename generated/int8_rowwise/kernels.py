@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layoutc.runtime import launch
 from layoutc.runtime.triton_codes import F32_MAX, divide, from_integer_codes, isinf, like, to_integer_codes
+from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_tiles import from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
 from layoutc.runtime.triton_turns import move_codes, turn_bytes
 
@@ -253,7 +254,7 @@ def quantize(
     rowwise_amax = launch.row_amax(x, 1) if rowwise else None
     tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             x,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -271,10 +272,9 @@ def quantize(
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
-            num_warps=warps,
-            maxnreg=launch.registers(x.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
     return planes
 
 
@@ -284,7 +284,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
     tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
     if m and k:
-        dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             out,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -298,27 +298,21 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
-            num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(dequantize_kernel, grid, args, warps, launch.registers(out.device, registers))
     return out
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
     planes = launch.readable(planes)
-    facts = LAYOUT.buffers(m, k)
-    wanted = [name for name in ("columnwise_data",) if name.split("_")[0] in orientations]
-    made = {
-        name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device=next(iter(planes.values())).device)
-        for name in wanted
-    }
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
     sizes = {"columnwise_data": (m, k)}
     cover_m, cover_k = m, k
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
-        lay_out_kernel[launch.programs(cover_m, cover_k, tile_m, tile_k)](
+        args = (
             planes.get("columnwise_data"),
             made.get("columnwise_data"),
             m,
@@ -329,8 +323,8 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             tile_m,
             tile_k,
             m % 4 == 0 and k % 4 == 0,
-            num_warps=warps,
         )
+        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

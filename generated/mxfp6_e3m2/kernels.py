@@ -22,6 +22,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_tiles import (
     block_amax,
     from_blocks,
@@ -397,7 +398,7 @@ def quantize(
     columnwise = "columnwise" in orientations
     tile_m, tile_k, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             x,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -413,10 +414,9 @@ def quantize(
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
-            num_warps=warps,
-            maxnreg=launch.registers(x.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
     return planes
 
 
@@ -426,7 +426,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
     tile_m, tile_k, warps, registers = DEQUANTIZE_TILES[orientation]
     if m and k:
-        dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             out,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -440,24 +440,16 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
-            num_warps=warps,
-            maxnreg=launch.registers(out.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(dequantize_kernel, grid, args, warps, launch.registers(out.device, registers))
     return out
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
     planes = launch.readable(planes)
-    facts = LAYOUT.buffers(m, k)
-    wanted = [
-        name for name in ("rowwise_scale", "columnwise_data", "columnwise_scale") if name.split("_")[0] in orientations
-    ]
-    made = {
-        name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device=next(iter(planes.values())).device)
-        for name in wanted
-    }
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
     sizes = {
         "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 32), 4)),
         "columnwise_data": (m, k),
@@ -469,7 +461,7 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     )
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
-        lay_out_kernel[launch.programs(cover_m, cover_k, tile_m, tile_k)](
+        args = (
             planes.get("rowwise_scale"),
             planes.get("columnwise_data"),
             planes.get("columnwise_scale"),
@@ -486,8 +478,8 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             tile_m,
             tile_k,
             m % 1 == 0 and k % 1 == 0,
-            num_warps=warps,
         )
+        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

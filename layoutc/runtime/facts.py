@@ -66,7 +66,7 @@ class GatherFacts:
         return self.bytes_per_rank * self.world
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
@@ -121,6 +121,11 @@ class Layout:
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of what shards share, where they share an amax."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
+
+    def laid_out(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
+        """The buffers of orientations that are no planes, in order: name -> shape and dtype."""
+        made = ((name, facts) for name, facts in self.buffers(m, k).items() if name not in self.as_stored)
+        return {name: facts for name, facts in made if name.split("_")[0] in orientations}
 
     def matrix_of(self, planes: Mapping[str, torch.Tensor], known: tuple[int, int]) -> tuple[int, int]:
         """`known`; where that is symbolic and the planes are not, what the first plane of codes says."""

@@ -85,23 +85,17 @@ def lay_out(
     """Planes -> buffers of orientations; those that are planes are the tensors given, or flat views of them."""
     if not traced(next(iter(planes.values()))):
         return cls._lay_out(planes, m, k, tuple(orientations))
-    facts = _buffers(cls.LAYOUT, m, k, orientations)
-    names = [name for name in facts if name not in cls.LAYOUT.as_stored]
+    names = cls.LAYOUT.laid_out(m, k, orientations)
     needed = _needed(cls.LAYOUT, orientations)
     made: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     if names:
         made = dict(zip(names, _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations)), strict=True))
-    stored = {name: planes[plane] for name, plane in cls.LAYOUT.as_stored.items() if name in facts}
-    return {
-        name: made[name] if name in made else stored[name].flatten() if len(fact.shape) == 1 else stored[name]
-        for name, fact in facts.items()
-    }
-
-
-def _buffers(layout: Layout, m: int, k: int, orientations: Sequence[str]) -> dict[str, Facts]:
-    """The buffers of orientations, in order; amax is everybody's."""
-    facts = layout.buffers(m, k)
-    return {name: fact for name, fact in facts.items() if name == "amax" or name.split("_")[0] in orientations}
+    for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
+        if name == "amax" or name.split("_")[0] in orientations:
+            stored = None if name in made else planes[cls.LAYOUT.as_stored[name]]
+            buffers[name] = made[name] if stored is None else stored.flatten() if len(shape) == 1 else stored
+    return buffers
 
 
 def _needed(layout: Layout, orientations: Sequence[str]) -> list[str]:
@@ -160,9 +154,7 @@ def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientat
 
 
 def _fake_lay_out(planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str]) -> list[Tensor]:
-    layout = _recipe(recipe).LAYOUT
-    facts = _buffers(layout, m, k, orientations)
-    return [_like(fact, planes[0]) for name, fact in facts.items() if name not in layout.as_stored]
+    return [_like(facts, planes[0]) for facts in _recipe(recipe).LAYOUT.laid_out(m, k, orientations).values()]
 
 
 _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
