@@ -12,7 +12,7 @@ from layoutc.numerics_views import numerics_view, swizzle_view
 from layoutc.plan import Plan
 from layoutc.sizes import Sizes, in_bytes, start_of
 
-RUNTIME_INTERFACE = 1
+RUNTIME_INTERFACE = 2
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_reference")
 View = dict[str, Any]
 
@@ -59,9 +59,11 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "derivations": [f"{d.orientation}: {d.reason}." for d in plan.derivations],
         "dispatch_rules": [f"{rule.operators}: {rule.condition}." for rule in plan.dispatch],
         "shares_amax": plan.shares_amax,
+        "amax_columns": plan.amax_columns,
         "slots_differ": plan.slots_differ,
         "history": layout.history,
         "pick": layout.pick,
+        "as_stored": _as_stored(layout),
         "has_amax": bool(_amax_buffer(layout)),
         "swizzle": swizzle_view(layout),
         **hook_view(plan, sizes),
@@ -214,6 +216,13 @@ def _amax_buffer(layout: Layout) -> list[View]:
         return []
     doc = "latest first" if layout.history else "of the whole weight"
     return [{"name": "amax", "shape_text": f"({layout.history or 1},)", "dtype": "float32", "doc": doc}]
+
+
+def _as_stored(layout: Layout) -> list[View]:
+    """Buffers that are planes, in order; a buffer of no dims is one value, as its plane."""
+    kept = [buffer for buffer in layout.buffers if buffer.is_plane or not buffer.dims]
+    named = [{"name": buffer.name, "plane": buffer.plane.name} for buffer in kept]
+    return named + [{"name": buffer["name"], "plane": buffer["name"]} for buffer in _amax_buffer(layout)]
 
 
 def _orientation_view(name: str, layout: Layout, sizes: Sizes) -> View:

@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(1, "e3m4_block")
+require(2, "e3m4_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -81,8 +81,13 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=False,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "rowwise_scale": "rowwise_scale",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(1, "fp8_current")
+require(2, "fp8_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -81,8 +81,14 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=True,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "rowwise_scale": "rowwise_scale",
+        "columnwise_scale": "rowwise_scale",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(1, "fp8_delayed")
+require(2, "fp8_delayed")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -86,8 +86,15 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=True,
+    amax_columns=None,
     history=1024,
     pick="max",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "rowwise_scale": "rowwise_scale",
+        "columnwise_scale": "rowwise_scale",
+        "amax": "amax",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(1, "hybrid_fp8")
+require(2, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -89,8 +89,12 @@ LAYOUT = Layout(
     },
     slots_differ=True,
     shares_amax=False,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+    },
     planes=planes,
     buffers=buffers,
 )

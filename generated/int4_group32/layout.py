@@ -36,7 +36,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(1, "int4_group32")
+require(2, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -106,8 +106,14 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=False,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "rowwise_scale": "rowwise_scale",
+        "rowwise_zero": "rowwise_zero",
+    },
     planes=planes,
     buffers=buffers,
 )

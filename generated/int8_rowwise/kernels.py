@@ -15,6 +15,7 @@ from torch import Tensor
 from layoutc.runtime import launch
 from layoutc.runtime.triton_blocks import from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import F32_MAX, divide, from_integer_codes, isinf, like, to_integer_codes
+from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, turn_bytes
 
@@ -83,12 +84,12 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     if ROWWISE:
         blocks = to_blocks(to_float(tile), 1, TILE_K)
         found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
@@ -124,7 +125,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -151,7 +152,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
-        RUN,
+        PIECES,
         EVEN,
         HARDWARE,
     )
@@ -255,9 +256,9 @@ def quantize(
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
     rowwise_amax = launch.row_amax(x, 1) if rowwise else None
-    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             x,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -273,13 +274,12 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
-            run,
+            pieces,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
-            num_warps=warps,
-            maxnreg=launch.registers(x.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
     return planes
 
 
@@ -289,7 +289,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
     tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
-        dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             out,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -303,26 +303,21 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
-            num_warps=warps,
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(dequantize_kernel, grid, args, warps)
     return out
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
     planes = launch.readable(planes)
-    facts = LAYOUT.buffers(m, k)
-    wanted = [name for name in ("columnwise_data",) if name.split("_")[0] in orientations]
-    made = {
-        name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device=next(iter(planes.values())).device)
-        for name in wanted
-    }
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
     sizes = {"columnwise_data": (m, k)}
     cover_m, cover_k = m, k
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
-        lay_out_kernel[launch.programs(cover_m, cover_k, tile_m, tile_k)](
+        args = (
             planes.get("columnwise_data"),
             made.get("columnwise_data"),
             m,
@@ -333,8 +328,8 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             tile_m,
             tile_k,
             m % 4 == 0 and k % 4 == 0,
-            num_warps=warps,
         )
+        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

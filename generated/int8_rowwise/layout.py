@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(1, "int8_rowwise")
+require(2, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -88,8 +88,14 @@ LAYOUT = Layout(
     },
     slots_differ=True,
     shares_amax=True,
+    amax_columns=1,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "rowwise_scale": "rowwise_scale",
+        "columnwise_scale": "columnwise_scale",
+    },
     planes=planes,
     buffers=buffers,
 )

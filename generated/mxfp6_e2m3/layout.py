@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(1, "mxfp6_e2m3")
+require(2, "mxfp6_e2m3")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -89,8 +89,12 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=False,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+    },
     planes=planes,
     buffers=buffers,
 )

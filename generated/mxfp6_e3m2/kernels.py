@@ -23,6 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales
 
@@ -106,12 +107,12 @@ def quantize_tile(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, RUN, EVEN)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     if ROWWISE:
         blocks = to_blocks(to_float(tile), 1, 32)
         found = block_amax(tile, 1, 32, HARDWARE)
@@ -169,7 +170,7 @@ def quantize_kernel(
     COLUMNWISE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -194,7 +195,7 @@ def quantize_kernel(
         COLUMNWISE,
         TILE_M,
         TILE_K,
-        RUN,
+        PIECES,
         EVEN,
         HARDWARE,
     )
@@ -390,9 +391,9 @@ def quantize(
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations
     columnwise = "columnwise" in orientations
-    tile_m, tile_k, run, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        quantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             x,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -406,13 +407,12 @@ def quantize(
             columnwise,
             tile_m,
             tile_k,
-            run,
+            pieces,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(x.device),
-            num_warps=warps,
-            maxnreg=launch.registers(x.device, registers),
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
     return planes
 
 
@@ -422,7 +422,7 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
     tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
     if m and k:
-        dequantize_kernel[launch.programs(m, k, tile_m, tile_k)](
+        args = (
             out,
             planes.get("rowwise_data"),
             planes.get("rowwise_scale"),
@@ -436,23 +436,16 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
             tile_k,
             m % tile_m == 0 and k % tile_k == 0,
             launch.hardware(out.device),
-            num_warps=warps,
-            enable_fp_fusion=False,
         )
+        grid = launch.programs(m, k, tile_m, tile_k)
+        run(dequantize_kernel, grid, args, warps)
     return out
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
     """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
     planes = launch.readable(planes)
-    facts = LAYOUT.buffers(m, k)
-    wanted = [
-        name for name in ("rowwise_scale", "columnwise_data", "columnwise_scale") if name.split("_")[0] in orientations
-    ]
-    made = {
-        name: torch.empty(facts[name].shape, dtype=facts[name].dtype, device=next(iter(planes.values())).device)
-        for name in wanted
-    }
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
     sizes = {
         "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 32), 4)),
         "columnwise_data": (m, k),
@@ -464,7 +457,7 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     )
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
-        lay_out_kernel[launch.programs(cover_m, cover_k, tile_m, tile_k)](
+        args = (
             planes.get("rowwise_scale"),
             planes.get("columnwise_data"),
             planes.get("columnwise_scale"),
@@ -481,8 +474,8 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             tile_m,
             tile_k,
             m % 1 == 0 and k % 1 == 0,
-            num_warps=warps,
         )
+        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

@@ -51,14 +51,6 @@ class MXINT8Tensor(QuantizedTensor):
         """Stored: (m // 32, k), uint8. e8m0 scale of each 32x1 block."""
         return self._plane("columnwise_scale")
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Name -> plain tensor as a GEMM reads it, for each of `orientations`; what equals a plane is that plane."""
-        if self.orientations and launch.usable(next(iter(self._planes.values()))):
-            from . import kernels  # which need Triton
-
-            return kernels.lay_out(self._planes, *self._matrix, self.orientations)
-        return lay_out(self._planes, *self._matrix, self.orientations)
-
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
@@ -117,12 +109,21 @@ class MXINT8Tensor(QuantizedTensor):
             return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
-    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str, dtype: torch.dtype) -> Tensor:
+    @staticmethod
+    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
             from . import kernels
 
-            return kernels.dequantize(planes, *self._matrix, orientation, dtype)
-        return dequantize_reference(planes, *self._matrix, orientation).to(dtype)
+            return kernels.dequantize(planes, m, k, orientation, dtype)
+        return dequantize_reference(planes, m, k, orientation).to(dtype)
+
+    @staticmethod
+    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+        if orientations and launch.usable(next(iter(planes.values()))):
+            from . import kernels
+
+            return kernels.lay_out(planes, m, k, orientations)
+        return lay_out(planes, m, k, orientations)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(1, "nvfp4")
+require(2, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -87,8 +87,13 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=True,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "amax": "amax",
+    },
     planes=planes,
     buffers=buffers,
 )

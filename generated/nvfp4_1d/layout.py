@@ -33,7 +33,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(1, "nvfp4_1d")
+require(2, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -93,8 +93,13 @@ LAYOUT = Layout(
     },
     slots_differ=False,
     shares_amax=True,
+    amax_columns=None,
     history=0,
     pick="",
+    as_stored={
+        "rowwise_data": "rowwise_data",
+        "amax": "amax",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.tensor import QuantizedTensor
@@ -70,11 +72,14 @@ def quantize(
         shared: Tensor | None = None
         extra: dict[str, Tensor] = {}
         if layout.shares_amax:
-            current = reduce_max(cls._shared_amax(matrix), group, tag) if amax is None else _given(cls, amax, matrix)
+            if amax is None:
+                current = reduce_max(operators.shared_amax(cls, matrix), group, tag)
+            else:
+                current = _given(layout, amax, matrix)
             before = None if out is None or restart else out._planes.get("amax")
             shared, extra = _with_history(layout, current, before)
         held = None if out is None else out._planes
-        planes = cls._quantize_matrix(matrix, shared, orientations, held) | extra
+        planes = operators.quantize(cls, matrix, shared, orientations, held) | extra
         if out is None:
             return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
         for name, plane in planes.items():
@@ -118,12 +123,12 @@ def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
     return torch.where(earlier == 0, current, earlier)
 
 
-def _given(cls: type[QuantizedTensor], amax: Tensor, matrix: Tensor) -> Tensor:
+def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
     """A caller's amax, in the shape that the recipe shares. Raises ValueError."""
-    shape = cls._shared_amax(matrix[:0]).shape
-    if amax.numel() != shape.numel() or not amax.is_floating_point():
+    shape = layout.amax_shape(matrix.shape[1])
+    if amax.numel() != prod(shape) or not amax.is_floating_point():
         raise ValueError(
-            f"{cls.LAYOUT.name}: amax must be floating point of shape {tuple(shape)}, not {amax.dtype} of shape "
+            f"{layout.name}: amax must be floating point of shape {shape}, not {amax.dtype} of shape "
             f"{tuple(amax.shape)}"
         )
     return amax.detach().to(matrix.device, torch.float32).reshape(shape)
@@ -172,4 +177,4 @@ def deciding(tensor: QuantizedTensor) -> Tensor | None:
 def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
     """The planes of all orientations of a whole weight, from a given shared amax; without one, from its own."""
     matrix = x.detach().reshape(*cls.LAYOUT.check_shape(tuple(x.shape)))
-    return cls._quantize_matrix(matrix, amax, cls.LAYOUT.orientations)
+    return operators.quantize(cls, matrix, amax, cls.LAYOUT.orientations)

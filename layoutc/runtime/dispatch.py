@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import strict
+from layoutc.runtime import operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.tensor import QuantizedTensor, dim_of
+from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.windows import dim_of
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -178,7 +179,8 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         from layoutc.runtime import amax
 
         zeros = torch.zeros(tensor.shape, device=tensor.device)
-        shared = type(tensor)._shared_amax(zeros.view(tensor._matrix)) if tensor.LAYOUT.shares_amax else None
+        matrix = zeros.view(tensor._matrix)
+        shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
         amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
         return tensor
     for name, plane in tensor._planes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -66,7 +66,7 @@ class GatherFacts:
         return self.bytes_per_rank * self.world
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
@@ -91,8 +91,10 @@ class Layout:
     serves: Mapping[PassName, tuple[str, ...]]
     slots_differ: bool  # passes gather planes of different bytes, so they are filled up to the larger
     shares_amax: bool
+    amax_columns: int | None  # columns for which shards share one amax, of all rows; None: one for the whole weight
     history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
     pick: str  # which of the history decides the scale: max, most-recent
+    as_stored: Mapping[str, str]  # buffer -> the plane that it is, unchanged but for being flat where it has one dim
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 
@@ -110,6 +112,28 @@ class Layout:
     def shared_along_rows(self) -> frozenset[str]:
         """Planes whose values cover whole rows: some columns of a weight share them with the others."""
         return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
+
+    def written(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
+        """The planes that quantizing to orientations makes, in order: name -> shape and dtype. The amax is given."""
+        names = {name for orientation in orientations for name in self.sources[orientation]}
+        return {name: facts for name, facts in self.planes(m, k).items() if name in names and name != "amax"}
+
+    def amax_shape(self, k: int) -> tuple[int, ...]:
+        """The shape of what shards share, where they share an amax."""
+        return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
+
+    def laid_out(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
+        """The buffers of orientations that are no planes, in order: name -> shape and dtype."""
+        made = ((name, facts) for name, facts in self.buffers(m, k).items() if name not in self.as_stored)
+        return {name: facts for name, facts in made if name.split("_")[0] in orientations}
+
+    def matrix_of(self, planes: Mapping[str, torch.Tensor], known: tuple[int, int]) -> tuple[int, int]:
+        """`known`; where that is symbolic and the planes are not, what the first plane of codes says."""
+        if all(type(size) is int for size in known):
+            return known
+        codes = next(n for n, plane in self.stored.items() if plane.rows_per_value == 1 and n in planes)
+        rows, columns = planes[codes].shape
+        return (rows, round(columns * (self.stored[codes].columns_per_value or 1))) if type(columns) is int else known
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
         """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""

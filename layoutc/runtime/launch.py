@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 __all__ = [
+    "buffers",
     "cdiv",
     "hardware",
     "matrix_amax",
@@ -39,8 +40,7 @@ def _has_triton() -> bool:
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
 
-    What torch.compile traces is no plain tensor: it sees the reference, and fuses it. Triton launches on the current
-    device, so a tensor of another card takes the reference too. dtype: of values to write.
+    Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
     """
     plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
     return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
@@ -80,17 +80,37 @@ def planes(
     layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
     """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
-    wanted = {name for orientation in orientations for name in layout.sources[orientation]}
-    facts = {name: fact for name, fact in layout.planes(m, k).items() if name in wanted and name != "amax"}
+    facts = _written(layout, m, k, tuple(orientations))
     if out is None:
-        return {name: torch.empty(fact.shape, dtype=fact.dtype, device=device) for name, fact in facts.items()}
-    for name, fact in facts.items():
-        given = out[name]
-        if tuple(given.shape) != fact.shape or given.dtype != fact.dtype or not _is_whole(given):
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in facts}
+    planes = {}
+    for name, shape, dtype in facts:
+        planes[name] = given = out[name]
+        if given.shape != shape or given.dtype != dtype or not _is_whole(given):
             raise ValueError(
-                f"{layout.name}: {name} must be contiguous {fact.dtype} of shape {fact.shape}, at a multiple of 4 bytes"
+                f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )
-    return {name: out[name] for name in facts}
+    return planes
+
+
+def buffers(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """New buffers of orientations to write into, of those that are no planes."""
+    facts = _laid_out(layout, m, k, orientations)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in facts}
+
+
+@lru_cache(maxsize=4096)
+def _laid_out(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...]
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, *facts) for name, facts in layout.laid_out(m, k, orientations).items()]
+
+
+@lru_cache(maxsize=4096)
+def _written(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...]
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, *facts) for name, facts in layout.written(m, k, orientations).items()]
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
@@ -100,7 +120,7 @@ def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
 
 def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
     """The largest magnitude of (m, k) values, (1,), or of each block of columns over all rows, (1, blocks); fp32."""
-    from layoutc.runtime import triton_tiles
+    from layoutc.runtime import triton_direct, triton_tiles
 
     m, k = x.shape
     columns = 1 if block_k is None else cdiv(k, block_k)
@@ -108,7 +128,7 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
     if x.numel():
         tile_m, tile_k, warps = AMAX_TILE if block_k is None else (64, max(128, block_k), 8)
         grid = programs(m, k, tile_m, tile_k)
-        triton_tiles.amax_kernel[grid](
+        args = (
             x,
             amax,
             m,
@@ -122,19 +142,18 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
             block_k is None,
             m % tile_m == 0 and k % tile_k == 0,
             hardware(x.device),
-            num_warps=warps,
         )
+        triton_direct.run(triton_tiles.amax_kernel, grid, args, warps)
     return amax.view(torch.float32)
 
 
 def row_amax(x: Tensor, block_m: int) -> Tensor:
     """The largest magnitude of each block of rows over all columns, (blocks, 1) fp32."""
-    from layoutc.runtime import triton_tiles
+    from layoutc.runtime import triton_direct, triton_tiles
 
     m, k = x.shape
     amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)
     if m:
-        triton_tiles.row_amax_kernel[(cdiv(m, block_m),)](
-            x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), hardware(x.device)
-        )
+        args = (x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), hardware(x.device))
+        triton_direct.run(triton_tiles.row_amax_kernel, (cdiv(m, block_m),), args, 4)
     return amax

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax
+from layoutc.runtime import amax, operators
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -191,7 +191,7 @@ def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
 def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[dist.ProcessGroup]) -> None:
     """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share."""
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
-    amaxes = [type(t)._shared_amax(v.reshape(t._matrix)) for t, v in sharing]
+    amaxes = [operators.shared_amax(type(t), v.reshape(t._matrix)) for t, v in sharing]
     shared: dict[int, Tensor] = {}
     if amaxes:
         packed = torch.cat([a.reshape(-1) for a in amaxes])

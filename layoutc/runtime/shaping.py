@@ -12,8 +12,8 @@ from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.pieces import CutPlanes
 from layoutc.runtime.sharding import check_alignment
-from layoutc.runtime.tensor import QuantizedTensor, dim_of
-from layoutc.runtime.windows import Window, bounds, matrix_for, window
+from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.windows import Window, bounds, dim_of, matrix_for, window
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:

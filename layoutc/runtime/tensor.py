@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.pieces import CutPlanes
@@ -34,6 +35,7 @@ class QuantizedTensor(torch.Tensor):
 
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Handler]]
+    KEY: ClassVar[str]  # under which operators find the recipe
 
     _planes: MutableMapping[str, Tensor]
     _matrix: tuple[int, int]
@@ -144,7 +146,7 @@ class QuantizedTensor(torch.Tensor):
 
         A buffer that equals a stored plane is that plane; the others are laid out anew on each call, and not kept.
         """
-        raise NotImplementedError
+        return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the outer shape, from rowwise where it can be had, else columnwise.
@@ -169,7 +171,7 @@ class QuantizedTensor(torch.Tensor):
         if orientation not in self.LAYOUT.orientations:
             orientation = self.LAYOUT.orientations[0]
         planes = self._planes if orientation in self.orientations else self._fetch(orientation)
-        matrix = self._matrix_values(planes, orientation, dtype)
+        matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
         if not self._transposed:
             return matrix.view(self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -197,8 +199,14 @@ class QuantizedTensor(torch.Tensor):
         return fsdp.fetch(shard, orientation, self._matrix, self.device)
 
     # Generated for each recipe:
-    def _matrix_values(self, planes: Mapping[str, Tensor], orientation: str, dtype: torch.dtype) -> Tensor:
+    @staticmethod
+    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """The (m, k) values of an orientation, from planes: computed in fp32, rounded once to `dtype`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+        """The buffers of orientations, from planes; what equals a plane is that plane."""
         raise NotImplementedError
 
     @classmethod
@@ -290,6 +298,7 @@ class QuantizedTensor(torch.Tensor):
         if layout_id != cls.LAYOUT.layout_id:
             raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {layout_id}")
         planes = {name: inner[f"plane_{name}"] for name in names}
+        matrix = cls.LAYOUT.matrix_of(planes, matrix)
         return cls(planes, outer_size, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -371,17 +380,10 @@ def rebuild(
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
-    """Decorator for generated classes: known to torch.load(weights_only=True)."""
+    """Decorator for generated classes: known to torch.load(weights_only=True) and to the operators."""
     torch.serialization.add_safe_globals([cls, rebuild])
+    cls.KEY = operators.register(cls)
     return cls
-
-
-def dim_of(dim: int, rank: int) -> int:
-    """A dim from 0, as torch counts. Raises IndexError where torch does."""
-    rank = max(rank, 1)
-    if not -rank <= dim < rank:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
-    return dim % rank
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

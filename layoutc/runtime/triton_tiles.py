@@ -54,35 +54,35 @@ def load_runs(
     stride_column,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """As load; RUN (1, 2 or 4) pieces of 16 bytes that follow one another in a row are in one thread.
+    """As load; PIECES (1, 2 or 4) pieces of 16 bytes that follow one another in a row are in one thread.
 
     Each piece is a load of its own. Fewer threads share a block of a row then, and work out its scale.
     """
-    if RUN == 1:
+    if PIECES == 1:
         return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN)
     else:
         WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
-        RUNS: tl.constexpr = TILE_K // (RUN * WIDTH)
+        RUNS: tl.constexpr = TILE_K // (PIECES * WIDTH)
         # Triton moves data about, or finds amaxes twice, where one row has two dims here, or several have three.
         if TILE_M == 1:
             i = tl.zeros((1, 1, 1), tl.int32)
-            j = tl.arange(0, RUNS)[None, :, None] * (RUN * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
+            j = tl.arange(0, RUNS)[None, :, None] * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
         else:
             run = tl.arange(0, TILE_M * RUNS)[:, None]
             i = run // RUNS
-            j = (run % RUNS) * (RUN * WIDTH) + tl.arange(0, WIDTH)[None, :]
+            j = (run % RUNS) * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, :]
         places = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
         left = tl.where(row + i < rows, columns - column - j, 0)
         step = WIDTH * stride_column
         a = _load_piece(places, left, EVEN)
         b = _load_piece(places + step, left - WIDTH, EVEN)
-        if RUN == 2:
+        if PIECES == 2:
             pieces = _turned(tl.join(a, b))
         else:
-            tl.static_assert(RUN == 4)
+            tl.static_assert(PIECES == 4)
             c = _load_piece(places + 2 * step, left - 2 * WIDTH, EVEN)
             d = _load_piece(places + 3 * step, left - 3 * WIDTH, EVEN)
             pieces = _turned(tl.join(_turned(tl.join(a, c)), _turned(tl.join(b, d))))

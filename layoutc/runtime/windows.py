@@ -50,6 +50,14 @@ def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
     return Window(r0, r1, 0, k, piece)
 
 
+def dim_of(dim: int, rank: int) -> int:
+    """A dim from 0, as torch counts. Raises IndexError where torch does."""
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
+
+
 def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
     """start and stop of a slice, clamped as Python does."""
     first, last, _ = slice(start, stop).indices(size)

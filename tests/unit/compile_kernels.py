@@ -52,7 +52,7 @@ def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str
     """The kernel as it is launched for a large contiguous weight of whole tiles."""
     facts = layout.planes(1024, 1024)
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
-    fixed["RUN"] = tile[2]
+    fixed["PIECES"] = tile[2]
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}

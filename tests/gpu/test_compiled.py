@@ -1,0 +1,115 @@
+"""torch.compile on a card: the bytes of eager calls, which are the kernels', in one graph."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import layoutc.recipes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/tensor.py"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"layoutc.recipes.{name}")
+
+
+def weights(name: str) -> list[torch.Tensor]:
+    """Whole tiles; a ragged shape where the recipe takes one; another dtype; a transposed weight."""
+    layout = module(name).LAYOUT
+    um, uk = layout.multiple_m, layout.multiple_k
+    shapes = [(512, 1024), (um * 3 if um > 1 else 77, uk * 5 if uk > 1 else 333)]
+    made = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * 3 for m, k in shapes]
+    return [*made, torch.randn(1024, 512, device="cuda"), torch.randn(512, 1024, device="cuda").t()]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def compare(made: Any, expected: Any) -> None:
+    (q, *values), (eager, *given) = made, expected
+    for plane, stored in eager.planes().items():
+        assert same(q.planes()[plane], stored), plane
+    assert all(map(same, values, given))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_inductor_gives_the_bytes_of_the_kernels(name: str, dynamic: bool) -> None:
+    """Arithmetic around it is fused by Inductor; quantize and dequantize are one node each."""
+    quantize = module(name).quantize
+
+    def there_and_back(x: torch.Tensor) -> tuple[Any, ...]:
+        q = quantize(x * 2)
+        return q, q.dequantize(), q.dequantize(torch.float32).neg()
+
+    compiled = torch.compile(there_and_back, fullgraph=True, dynamic=dynamic)
+    for x in weights(name):
+        compare(compiled(x), there_and_back(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_buffers(name: str) -> None:
+    """Dynamo breaks the graph at a method that returns a dict; what is left gives the same buffers."""
+    quantize = module(name).quantize
+
+    def lay_out(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantize(x * 2).buffers()  # type: ignore[no-any-return]
+
+    compiled = torch.compile(lay_out)
+    for x in weights(name):
+        made, expected = compiled(x), lay_out(x)
+        assert list(made) == list(expected)
+        assert all(same(made[buffer], expected[buffer]) for buffer in expected), x.shape
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
+def test_operators_run_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the reference, which is refused here."""
+    recipe = module(name)
+    x = weights(name)[0]
+    expected = recipe.quantize(x)
+    values, buffers = expected.dequantize(), expected.buffers()
+    tensor = importlib.import_module(f"layoutc.recipes.{name}.tensor")
+    for function in ("quantize_reference", "dequantize_reference", "lay_out"):
+        monkeypatch.setattr(tensor, function, lambda *_, **__: pytest.fail("the reference was called"))
+    q, found = torch.compile(lambda x: (q := recipe.quantize(x), q.dequantize()), fullgraph=True)(x)
+    compare((q, found), (expected, values))
+    key, layout = recipe.Tensor.KEY, recipe.LAYOUT
+    held = list(expected.planes().values())
+    made = torch.ops.layoutc.lay_out(held, *x.shape, key, list(layout.orientations))
+    names = [buffer for buffer in buffers if buffer not in layout.as_stored]
+    assert all(same(one, buffers[buffer]) for one, buffer in zip(made, names, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    """mode="reduce-overhead" records the kernels, and replays them on other values."""
+    quantize = module(name).quantize
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        return quantize(x * 2).dequantize()  # type: ignore[no-any-return]
+
+    compiled = torch.compile(there_and_back, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(compiled(x), there_and_back(x))

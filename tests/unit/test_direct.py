@@ -1,0 +1,295 @@
+"""Launching again without Triton's launcher: keys tell apart what Triton specializes on, and hooks are never passed by.
+
+No card is needed: Triton's own binder says what it specializes on, and a driver that launches nothing takes its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
+from triton.compiler.compiler import make_backend  # noqa: E402
+from triton.runtime import driver, jit  # noqa: E402
+
+from layoutc.runtime import triton_direct  # noqa: E402
+
+NAMES = ["fp8_current", "hybrid_fp8", "int4_group32", "mxfp8", "nvfp4"]
+DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
+SPACE = torch.zeros(4096, dtype=torch.uint8)
+SPACE = SPACE[-SPACE.data_ptr() % 1024 :]
+EDGES = [edge + step for edge in (0, 1 << 31, 1 << 32, 1 << 63) for step in (-16, -1, 0, 1, 16)]
+
+
+def jitted(name: str, kernel: str) -> Any:
+    """A kernel as Triton compiles it, whether or not the interpreter runs here."""
+    return jit.JITFunction(getattr(importlib.import_module(f"layoutc.recipes.{name}.kernels"), kernel).fn)
+
+
+KERNELS = [jitted(name, kernel) for name in NAMES for kernel in ("quantize_kernel", "dequantize_kernel")]
+KERNELS += [jitted(name, "lay_out_kernel") for name in ("mxfp8", "nvfp4")]
+
+
+def binder(kernel: Any) -> Any:
+    """What Triton makes of a list of arguments, the specialization of each second."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    step = st.sampled_from([0, 4, 8, 16, 32, 48, 64, 256, 512])
+    return st.tuples(st.sampled_from(DTYPES), step).map(lambda pair: SPACE[pair[1] : pair[1] + 64].view(pair[0]))
+
+
+NUMBERS = st.one_of(
+    st.sampled_from(EDGES), st.integers(-64, 64), st.integers(-(1 << 63), (1 << 64) - 1), st.integers(0, 512)
+)
+VALUES = st.one_of(st.none(), tensors(), NUMBERS, st.floats(), st.booleans())
+CONSTANTS = st.one_of(st.none(), st.booleans(), st.integers(0, 4096))
+
+
+def near(value: Any) -> st.SearchStrategy[Any]:
+    """Values of the same type; tensors of the same dtype at other addresses."""
+    if isinstance(value, torch.Tensor):
+        return st.sampled_from([0, 4, 8, 16, 32, 64]).map(lambda step: SPACE[step : step + 64].view(value.dtype))
+    return NUMBERS if type(value) is int else VALUES
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """A kernel and two lists of arguments, which differ in one or two of them, rarely in a constant."""
+    kernel = KERNELS[draw(st.integers(0, len(KERNELS) - 1))]
+    first = [draw(CONSTANTS if parameter.is_constexpr else VALUES) for parameter in kernel.params]
+    second = list(first)
+    for i in draw(st.lists(st.integers(0, len(first) - 1), min_size=1, max_size=2)):
+        if not kernel.params[i].is_constexpr:
+            second[i] = draw(near(first[i]))
+        elif draw(st.integers(0, 9)) == 0:
+            second[i] = draw(CONSTANTS)
+    return kernel, tuple(first), tuple(second)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(pairs())
+def test_equal_keys_mean_equal_specializations(case: tuple[Any, tuple[Any, ...], tuple[Any, ...]]) -> None:
+    """Types of all arguments, constants and divisibility are those that Triton's binder finds."""
+    kernel, *lists = case
+    split = sum(not parameter.is_constexpr for parameter in kernel.params)
+    assert not any(parameter.is_constexpr for parameter in kernel.params[:split])
+    (first, _), (second, _) = (triton_direct.key(args, split) for args in lists)
+    assert first is not None
+    hash(tuple(first))
+    if first == second:
+        bind = binder(kernel)
+        specializations = [bind(*args)[1] for args in lists]
+        assert specializations[0] == specializations[1]
+
+
+def test_every_pair_of_a_pool_of_arguments() -> None:
+    """All types, with addresses and numbers on both sides of everything that Triton looks at."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    views = [SPACE[step : step + 64].view(dtype) for step in (0, 4, 8, 16, 32, 48, 256) for dtype in DTYPES]
+    pool = [None, True, False, 0.0, 1.0, float("nan"), *views, *EDGES, *(-edge for edge in EDGES[:12])]
+    found: dict[Any, Any] = {}
+    for value in pool:
+        special = jit.native_specialize_impl(backend, value, False, True, True)
+        key, _ = triton_direct.key((value,), 1)
+        assert key is not None
+        assert found.setdefault(tuple(key), special) == special, value
+    assert len(found) == len(set(found.values()))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (32, 48, True),
+        (3, 5, True),
+        (0, 16, True),
+        (1, 3, False),
+        (16, 17, False),
+        (1 << 31, 16, False),
+        (-(1 << 31), 16, True),
+        (True, 1, False),
+        (1.0, 1, False),
+        (1.0, 2.0, True),
+        (None, 0, False),
+        (SPACE, SPACE[16:], True),
+        (SPACE, SPACE[8:], False),
+        (SPACE, SPACE.view(torch.float32), False),
+    ],
+)
+def test_keys_are_no_finer_than_they_must_be(one: Any, other: Any, equal: bool) -> None:
+    """Sizes that change from call to call find one kernel."""
+    assert (triton_direct.key((one,), 1)[0] == triton_direct.key((other,), 1)[0]) is equal
+
+
+def test_arguments_that_have_no_key() -> None:
+    assert triton_direct.key(((1, 2),), 1)[0] is None
+
+
+def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, real = GPUTarget("cuda", 90, 32), jit.native_specialize_impl
+    assert triton_direct.tells_apart(target)
+
+    def finer(backend: Any, arg: Any, *flags: bool) -> Any:
+        kind, special = real(backend, arg, *flags)
+        return kind, f"{special}S" if isinstance(arg, int) and arg % 32 == 0 else special
+
+    monkeypatch.setattr(jit, "native_specialize_impl", finer)
+    assert not triton_direct.tells_apart(target)
+
+    def broken(*_: Any) -> Any:
+        raise TypeError("other arguments by now")
+
+    monkeypatch.setattr(jit, "native_specialize_impl", broken)
+    assert not triton_direct.tells_apart(target)
+
+
+class NoDriver:
+    """A driver of a card that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Compiled(CompiledKernel):
+    """A compiled kernel that notes its launches."""
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        self.name, self.function, self.packed_metadata, self.src, self.module = (
+            name,
+            id(self),
+            (1, 1, 0),
+            None,
+            object(),
+        )
+        self._run = lambda *given: calls.append((name, given))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], list[str]]]:
+    """A kernel, what was launched, and the ordinary launches among them by what they specialized on."""
+    calls: list[Any] = []
+    ordinary: list[str] = []
+    run = jit.JITFunction.run
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        ordinary.append(options["num_warps"])
+        assert options["enable_fp_fusion"] is False
+        return run(self, *args, **options)
+
+    def compile_(self: Any, key: str, *_: Any) -> Any:
+        made = self.device_caches[0][0][key] = Compiled(key, calls)
+        return made
+
+    monkeypatch.setattr(jit.JITFunction, "run", counted)
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_)
+    monkeypatch.setattr(triton_direct, "_launches", {})
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
+    triton_direct.supported()  # before the driver is replaced
+    before = driver._active
+    driver.set_active(NoDriver())
+    try:
+        yield jitted("fp8_current", "quantize_kernel"), calls, ordinary
+    finally:
+        driver._active = before
+
+
+def arguments(offset: int = 0, m: int = 64, tile: int = 16) -> tuple[Any, ...]:
+    kernel = jitted("fp8_current", "quantize_kernel")
+    sizes = {"m": m, "k": 128, "stride_m": 128, "stride_k": 1}
+    tiles = {"TILE_M": tile, "TILE_K": 128, "EVEN": True, "HARDWARE": True}
+    known = {**sizes, **tiles, "x": SPACE[offset : offset + 256]}
+    return tuple(known.get(p.name, True if p.is_constexpr else SPACE[:64].view(torch.float32)) for p in kernel.params)
+
+
+def test_a_second_launch_is_direct(launches: Any) -> None:
+    """It launches what the first one compiled, with addresses in place of tensors, on the current stream."""
+    kernel, calls, ordinary = launches
+    for m in (64, 64, 32):
+        triton_direct.run(kernel, (4,), arguments(m=m), 8, None)
+    assert len(ordinary) == 1
+    assert [name for name, _ in calls] == [calls[0][0]] * 3
+    first, second, third = (given for _, given in calls)
+    assert second[:4] == first[:4] == (4, 1, 1, 7)
+    assert second[4:6] == first[4:6]
+    assert second[6:9] == (None, None, None)
+    assert list(second[9:]) == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments(m=64)]
+    assert third[9:] != second[9:]
+
+
+def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:
+    """Another alignment, another size's class, another tile, other options: as many kernels as Triton makes."""
+    kernel, calls, ordinary = launches
+    variants = [
+        (arguments(), 8, None),
+        (arguments(offset=8), 8, None),
+        (arguments(m=63), 8, None),
+        (arguments(tile=32), 8, None),
+        (arguments(), 4, None),
+        (arguments(), 8, 168),
+    ]
+    for _ in range(3):
+        for args, warps, registers in variants:
+            triton_direct.run(kernel, (4,), args, warps, registers)
+    assert len(ordinary) == len(variants)
+    names = [name for name, _ in calls]
+    assert len(set(names)) == len(variants)
+    assert names == names[: len(variants)] * 3
+
+
+def test_two_kernels_of_one_signature_are_two(launches: Any) -> None:
+    kernel, calls, _ = launches
+    other = jitted("fp8_e5m2_current", "quantize_kernel")
+    assert kernel.arg_names == other.arg_names
+    for _ in range(2):
+        triton_direct.run(kernel, (4,), arguments(), 8)
+        triton_direct.run(other, (4,), arguments(), 8)
+    assert [given[4] for _, given in calls[:2]] == [given[4] for _, given in calls[2:]]
+    assert calls[0][1][4] != calls[1][1][4]
+
+
+def test_hooks_see_every_launch(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's own, and a profiler's, set as Triton lets them be: a chain with calls, or a function."""
+    kernel, _, ordinary = launches
+    triton_direct.run(kernel, (4,), arguments(), 8)
+    seen: list[Any] = []
+    kernel.add_pre_run_hook(lambda *_, **__: seen.append("own"))
+    triton_direct.run(kernel, (4,), arguments(), 8)
+    kernel.pre_run_hooks.clear()
+    chain = knobs.HookChain()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", chain)
+    triton_direct.run(kernel, (4,), arguments(), 8)
+    assert (len(ordinary), seen) == (2, ["own"])
+    chain.add(lambda _: None)
+    triton_direct.run(kernel, (4,), arguments(), 8)
+    assert len(ordinary) == 3
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", lambda _: None)
+    triton_direct.run(kernel, (4,), arguments(), 8)
+    assert len(ordinary) == 4
+
+
+def test_the_ordinary_way_where_direct_launches_are_not_known(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, calls, ordinary = launches
+    monkeypatch.setattr(triton_direct, "supported", lambda: False)
+    for _ in range(3):
+        triton_direct.run(kernel, (4,), arguments(), 8)
+    assert len(ordinary) == len(calls) == 3
