@@ -24,6 +24,15 @@ def up(a: int, multiple: int) -> int:
     return cdiv(a, multiple) * multiple
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 class Facts(NamedTuple):
     """Shape and dtype of a plain tensor."""
 
@@ -110,6 +119,12 @@ class Layout:
     def shared_along_rows(self) -> frozenset[str]:
         """Planes whose values cover whole rows: some columns of a weight share them with the others."""
         return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
+
+    @cached_property
+    def amax_columns(self) -> int | None:
+        """The shared amax has one value for each block of this many columns; None: one for the whole weight."""
+        counts = (plane.columns_per_value for plane in self.stored.values() if plane.rows_per_value is None)
+        return next((int(count) for count in counts if count is not None), None)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
         """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""

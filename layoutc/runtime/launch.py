@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from layoutc.runtime.facts import Layout, cdiv, up
+from layoutc.runtime.facts import Facts, Layout, cdiv, up
 
 Out = Mapping[str, Tensor] | None
 AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
@@ -18,8 +18,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = [
     "cdiv",
+    "column_tile",
+    "given_planes",
     "hardware",
     "matrix_amax",
+    "plane_facts",
     "planes",
     "programs",
     "readable",
@@ -80,22 +83,38 @@ def planes(
     layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
     """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
-    wanted = {name for orientation in orientations for name in layout.sources[orientation]}
-    facts = {name: fact for name, fact in layout.planes(m, k).items() if name in wanted and name != "amax"}
+    facts = plane_facts(layout, m, k, orientations)
     if out is None:
         return {name: torch.empty(fact.shape, dtype=fact.dtype, device=device) for name, fact in facts.items()}
-    for name, fact in facts.items():
-        given = out[name]
-        if tuple(given.shape) != fact.shape or given.dtype != fact.dtype or not _is_whole(given):
+    return given_planes(layout, facts, out)
+
+
+def plane_facts(layout: Layout, m: int, k: int, orientations: Sequence[str]) -> dict[str, Facts]:
+    """What a kernel writes for orientations of an (m, k) weight: plane name -> shape and dtype."""
+    wanted = {name for orientation in orientations for name in layout.sources[orientation]}
+    return {name: fact for name, fact in layout.planes(m, k).items() if name in wanted and name != "amax"}
+
+
+def given_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The planes of `out` that a kernel writes. Raises ValueError where they are not what it writes into."""
+    found = {name: out[name] for name in facts}
+    for name, given in found.items():
+        shape, dtype = facts[name]
+        if given.shape != shape or given.dtype != dtype or not _is_whole(given):
             raise ValueError(
-                f"{layout.name}: {name} must be contiguous {fact.dtype} of shape {fact.shape}, at a multiple of 4 bytes"
+                f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )
-    return {name: out[name] for name in facts}
+    return found
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
     """The grid: one program for each tile."""
     return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+
+
+def column_tile(block_k: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program that takes the amaxes of blocks of columns."""
+    return 64, max(128, block_k), 8
 
 
 def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
@@ -106,7 +125,7 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
     columns = 1 if block_k is None else cdiv(k, block_k)
     amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
     if x.numel():
-        tile_m, tile_k, warps = AMAX_TILE if block_k is None else (64, max(128, block_k), 8)
+        tile_m, tile_k, warps = AMAX_TILE if block_k is None else column_tile(block_k)
         grid = programs(m, k, tile_m, tile_k)
         triton_tiles.amax_kernel[grid](
             x,
