@@ -5,14 +5,14 @@
 E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutc.runtime import launch
+from layoutc.runtime import groups, launch
 from layoutc.runtime.triton_codes import (
     cast_from_codes,
     cast_to_codes,
@@ -22,6 +22,7 @@ from layoutc.runtime.triton_codes import (
     to_exponents,
     to_small_codes,
 )
+from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import block_amax, from_blocks, load, store, tile_of, to_blocks, to_dtype, to_float
 from layoutc.runtime.triton_turns import move_scales
 
@@ -146,6 +147,38 @@ def quantize_kernel(
         k,
         stride_m,
         stride_k,
+        ROWWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
+
+
+@triton.jit
+def quantize_group_kernel(
+    table,
+    ROWWISE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
+    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+    quantize_tile(
+        matrix_at(fields, DTYPE, ROWS, ALIGNED),
+        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
+        plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
+        row,
+        column,
+        m,
+        k,
+        k,
+        1,
         ROWWISE,
         TILE_M,
         TILE_K,
@@ -287,6 +320,41 @@ def quantize(
             enable_fp_fusion=False,
         )
     return planes
+
+
+def quantize_group(
+    xs: Sequence[Tensor],
+    amaxes: Sequence[Tensor] | None,
+    orientations: tuple[str, ...],
+    outs: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
+
+    amaxes must be None: no scale depends on anything outside its block.
+    """
+    if not xs:
+        return
+    rowwise = "rowwise" in orientations or "columnwise" in orientations
+    tile_m, tile_k, warps, registers = TILES[xs[0].element_size(), rowwise]
+    names = ["rowwise_data", "rowwise_scale"]
+    tables, alone = groups.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
+    for table in tables:
+        quantize_group_kernel[(table.programs,)](
+            table.entries,
+            rowwise,
+            DTYPES[xs[0].dtype],
+            tile_m,
+            tile_k,
+            table.rows,
+            table.aligned,
+            table.even,
+            launch.hardware(xs[0].device),
+            num_warps=warps,
+            maxnreg=launch.registers(xs[0].device, registers),
+            enable_fp_fusion=False,
+        )
+    for index in alone:
+        quantize(xs[index], None, orientations, outs[index])
 
 
 def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:

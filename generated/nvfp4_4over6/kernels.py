@@ -5,14 +5,14 @@
 nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutc.runtime import launch
+from layoutc.runtime import groups, launch
 from layoutc.runtime.triton_codes import (
     F32_MAX,
     cast_from_codes,
@@ -26,6 +26,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_groups import DTYPES, amax_at, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import (
     block_amax,
     block_sum,
@@ -192,6 +193,40 @@ def quantize_kernel(
         k,
         stride_m,
         stride_k,
+        ROWWISE,
+        TILE_M,
+        TILE_K,
+        EVEN,
+        HARDWARE,
+    )
+
+
+@triton.jit
+def quantize_group_kernel(
+    table,
+    amax,
+    ROWWISE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
+    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+    quantize_tile(
+        matrix_at(fields, DTYPE, ROWS, ALIGNED),
+        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
+        plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
+        amax_at(amax, fields, ROWS),
+        row,
+        column,
+        m,
+        k,
+        k,
+        1,
         ROWWISE,
         TILE_M,
         TILE_K,
@@ -378,6 +413,44 @@ def quantize(
             enable_fp_fusion=False,
         )
     return planes
+
+
+def quantize_group(
+    xs: Sequence[Tensor],
+    amaxes: Sequence[Tensor] | None,
+    orientations: tuple[str, ...],
+    outs: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
+
+    amaxes: the amax of each, fp32, as quantize takes it; taken from xs when not given.
+    """
+    if not xs:
+        return
+    if amaxes is None:
+        amaxes = groups.group_amaxes(xs, None)
+    rowwise = "rowwise" in orientations or "columnwise" in orientations
+    tile_m, tile_k, warps, registers = TILES[xs[0].element_size(), rowwise]
+    names = ["rowwise_data", "rowwise_scale"]
+    tables, alone = groups.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
+    for table in tables:
+        quantize_group_kernel[(table.programs,)](
+            table.entries,
+            amaxes[0],
+            rowwise,
+            DTYPES[xs[0].dtype],
+            tile_m,
+            tile_k,
+            table.rows,
+            table.aligned,
+            table.even,
+            launch.hardware(xs[0].device),
+            num_warps=warps,
+            maxnreg=launch.registers(xs[0].device, registers),
+            enable_fp_fusion=False,
+        )
+    for index in alone:
+        quantize(xs[index], amaxes[index], orientations, outs[index])
 
 
 def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
