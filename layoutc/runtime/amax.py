@@ -90,8 +90,9 @@ def requantize_many_(weights: Sequence[tuple[QuantizedTensor, Tensor]], amaxes: 
         kinds: dict[Any, list[tuple[QuantizedTensor, Tensor, Tensor | None]]] = defaultdict(list)
         for (target, x), amax in zip(weights, amaxes, strict=True):
             matrix = x.detach().reshape(target._matrix)
-            alike = launch.usable(matrix) and launch.writable(target._planes, matrix.device) is not None
-            kind = (type(target), matrix.dtype, matrix.device, target.orientations) if alike else id(target)
+            planes = target._planes
+            alike = launch.usable(matrix) and launch.writable(planes, matrix.device) is not None
+            kind = (type(target), matrix.dtype, matrix.device, target._orientations, *planes) if alike else id(target)
             kinds[kind].append((target, matrix, amax))
         for members in kinds.values():
             targets, matrices, currents = zip(*members, strict=True)
@@ -206,7 +207,7 @@ def _check_out(
 ) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
-    if tuple(out.shape) != tuple(x.shape) or out._transposed:
+    if out.shape != x.shape or out._transposed:
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import launch
-from layoutc.runtime.facts import Layout, cdiv
+from layoutc.runtime.facts import Facts, Layout, cdiv
 from layoutc.runtime.tensor import QuantizedTensor
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
@@ -35,13 +35,8 @@ class Table(NamedTuple):
     even: bool
 
 
-class Member(NamedTuple):
-    """A row of a table: programs of the matrix, fields from m on, and what its launch is compiled for."""
-
-    programs: int
-    fields: tuple[int, ...]
-    aligned: bool
-    even: bool
+# (aligned, even, row): what a matrix's launch is compiled for, and its programs and fields.
+Member = tuple[bool, bool, tuple[int, ...]]
 
 
 # ------------------------------------------------------------------------------------------------------------- quantize
@@ -64,20 +59,34 @@ def split(
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
     if len({(x.dtype, x.device) for x in xs}) > 1:
         raise ValueError(f"{layout.name}: the matrices of a group have one dtype and lie on one device")
-    facts = {shape: launch.plane_facts(layout, shape[0], shape[1], orientations) for shape in {x.shape for x in xs}}
-    planes = [launch.given_planes(layout, facts[x.shape], out) for x, out in zip(xs, outs, strict=True)]
-    together = _together(xs)
+    slots = {shape: _slots(layout, names, shape, orientations) for shape in {x.shape for x in xs}}
+    capturing = _capturing(xs)
     base = amaxes[0].data_ptr() if amaxes else 0
-    members = []
-    for index in together:
-        x, held = xs[index], planes[index]
-        place = (amaxes[index].data_ptr() - base) // 4 if amaxes else 0
-        written = [held[name].data_ptr() if name in held else 0 for name in names]
-        wide = [address for name, address in zip(names, written, strict=True) if name in held and held[name].dim() > 1]
-        m, k = x.shape
-        members.append(_member(m, k, place, x.data_ptr(), written, wide, tile))
-    alone = sorted(set(range(len(xs))).difference(together))
-    return (_tables(xs[together[0]].device, members) if together else []), alone
+    members, alone = [], []
+    for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
+        (m, k), address = x.shape, x.data_ptr()
+        fields = [m, k, (amaxes[index].data_ptr() - base) // 4 if amaxes else 0, address, *[0] * len(names)]
+        unaligned = k | address
+        for slot, name, shape, dtype in slots[x.shape]:
+            plane = out[name]
+            fields[slot] = address = plane.data_ptr()
+            if plane.shape != shape or plane.dtype != dtype or address % 4 or not plane.is_contiguous():
+                launch.given_planes(layout, {name: Facts(shape, dtype)}, out)  # says what is wrong
+            if len(shape) > 1:
+                unaligned |= address
+        if capturing or not _fits(x):
+            alone.append(index)
+        else:
+            members.append(_member(fields, unaligned, tile))
+    return _tables(xs[0].device, members) if members else [], alone
+
+
+def _slots(
+    layout: Layout, names: Sequence[str], shape: Sequence[int], orientations: Sequence[str]
+) -> list[tuple[int, str, tuple[int, ...], torch.dtype]]:
+    """(field, name, shape, dtype) of each plane that is written for a matrix."""
+    facts = launch.plane_facts(layout, shape[0], shape[1], orientations)
+    return [(4 + slot, name, *facts[name]) for slot, name in enumerate(names) if name in facts]
 
 
 # --------------------------------------------------------------------------------------------------------------- amaxes
@@ -130,11 +139,14 @@ def _raise_amaxes(packed: Tensor, matrices: Sequence[tuple[int, Tensor]], block_
 
     tile_m, tile_k, warps = AMAX_TILE if block_k is None else launch.column_tile(block_k)
     kinds: dict[torch.dtype, list[Member]] = defaultdict(list)
-    together = _together([x for _, x in matrices])
-    for index in together:
-        place, x = matrices[index]
-        m, k = (1, x.numel()) if block_k is None else x.shape
-        kinds[x.dtype].append(_member(m, k, place, x.data_ptr(), (), (), (tile_m, tile_k)))
+    capturing = _capturing([x for _, x in matrices])
+    alone = []
+    for place, x in matrices:
+        if capturing or not _fits(x):
+            alone.append((place, x))
+            continue
+        (m, k), address = (1, x.numel()) if block_k is None else x.shape, x.data_ptr()
+        kinds[x.dtype].append(_member([m, k, place, address], k | address, (tile_m, tile_k)))
     for dtype, members in kinds.items():
         for table in _tables(packed.device, members):
             triton_groups.amax_group_kernel[(table.programs,)](
@@ -151,35 +163,35 @@ def _raise_amaxes(packed: Tensor, matrices: Sequence[tuple[int, Tensor]], block_
                 launch.hardware(packed.device),
                 num_warps=warps,
             )
-    for index in set(range(len(matrices))).difference(together):
-        place, x = matrices[index]
+    for place, x in alone:
         found = launch.matrix_amax(x, block_k).view(torch.int32).reshape(-1)
         packed[place : place + found.numel()] = found
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def _together(xs: Sequence[Tensor]) -> list[int]:
-    """Positions of the matrices that a table can hold."""
-    if xs and xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return []
-    return [index for index, x in enumerate(xs) if x.is_contiguous() and 0 < x.numel() <= _MOST]
+def _capturing(xs: Sequence[Tensor]) -> bool:
+    """True where a table could be gone when what is launched now runs again."""
+    return bool(xs) and xs[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _member(
-    m: int, k: int, amax: int, x: int, planes: Sequence[int], wide: Iterable[int], tile: tuple[int, int]
-) -> Member:
-    """The row of an (m, k) matrix at address x. wide: addresses of planes that are moved 16 bytes at a time."""
-    programs = cdiv(m, tile[0]) * cdiv(k, tile[1])
-    aligned = k % 16 == 0 and x % 16 == 0 and all(address % 16 == 0 for address in wide)
-    return Member(programs, (m, k, amax, x, *planes), aligned, m % tile[0] == 0 and k % tile[1] == 0)
+def _fits(x: Tensor) -> bool:
+    """True for matrices that a table can hold."""
+    return x.is_contiguous() and 0 < x.numel() <= _MOST
+
+
+def _member(fields: Sequence[int], unaligned: int, tile: tuple[int, int]) -> Member:
+    """The row of a matrix. unaligned: k and the addresses of what is moved 16 bytes at a time, or-ed."""
+    m, k, tile_m, tile_k = fields[0], fields[1], tile[0], tile[1]
+    programs = cdiv(m, tile_m) * cdiv(k, tile_k)
+    return unaligned % 16 == 0, m % tile_m == 0 and k % tile_k == 0, (programs, *fields)
 
 
 def _tables(device: torch.device, members: Iterable[Member]) -> list[Table]:
     """A table for the matrices that a launch can be compiled alike for, or more where they are too many for one."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = defaultdict(list)
-    for member in members:
-        kinds[member.aligned, member.even].append((member.programs, *member.fields))
+    for aligned, even, row in members:
+        kinds[aligned, even].append(row)
     return [
         Table(*_uploaded(device, stream, rows), aligned, even)
         for (aligned, even), all_rows in kinds.items()

@@ -57,8 +57,10 @@ def hardware(device: torch.device) -> bool:
 
 def writable(out: Out, device: torch.device) -> Out:
     """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
-    fits = out is not None and all(_is_whole(plane) and plane.device == device for plane in out.values())
-    return out if fits else None
+    for plane in out.values() if out is not None else ():
+        if not plane.is_contiguous() or plane.data_ptr() % 4 or plane.device != device:
+            return None
+    return out
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
