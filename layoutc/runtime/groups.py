@@ -52,13 +52,16 @@ def split(
     """Tables of the matrices that are quantized together, and the positions of those that are to be one by one.
 
     names: the planes that the kernel takes, in its order. amaxes: fp32; their places are as seen from the first. Raises
-    ValueError where matrices differ in dtype or device, where amaxes or outs are not as many, and for planes that a
-    kernel can't write into.
+    ValueError where matrices differ in dtype or device, where amaxes or outs are not as many or lie elsewhere, and for
+    planes that a kernel can't write into: the card can't tell, as it only sees addresses.
     """
     if len(outs) != len(xs) or (amaxes is not None and len(amaxes) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
-    if len({(x.dtype, x.device) for x in xs}) > 1:
+    where = xs[0].get_device()
+    if any(x.dtype != xs[0].dtype or x.get_device() != where for x in xs):
         raise ValueError(f"{layout.name}: the matrices of a group have one dtype and lie on one device")
+    if any(amax.dtype != torch.float32 or amax.get_device() != where for amax in amaxes or ()):
+        raise ValueError(f"{layout.name}: amaxes of a group are float32, on the device of its matrices")
     slots = {shape: _slots(layout, names, shape, orientations) for shape in {x.shape for x in xs}}
     capturing = _capturing(xs)
     base = amaxes[0].data_ptr() if amaxes else 0
@@ -72,6 +75,8 @@ def split(
             fields[slot] = address = plane.data_ptr()
             if plane.shape != shape or plane.dtype != dtype or address % 4 or not plane.is_contiguous():
                 launch.given_planes(layout, {name: Facts(shape, dtype)}, out)  # says what is wrong
+            if plane.get_device() != where:
+                raise ValueError(f"{layout.name}: {name} lies on {plane.device}, the matrices on {x.device}")
             if len(shape) > 1:
                 unaligned |= address
         if capturing or not _fits(x):
@@ -93,7 +98,8 @@ def _slots(
 def group_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
     """The largest magnitude of each of n matrices in fp32, bf16 or fp16 on one device, (n,) fp32; NaN wins.
 
-    block_k: what matrix_amax gives for it instead, (1, blocks) for each matrix, flattened and one after another.
+    block_k: what matrix_amax gives for it instead, (1, blocks) for each matrix, flattened and one after another. Raises
+    ValueError where they lie on several devices.
     """
     places = list(accumulate((_count(x, block_k) for x in xs), initial=0))
     packed = torch.zeros(places.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
@@ -141,6 +147,8 @@ def _raise_amaxes(packed: Tensor, matrices: Sequence[tuple[int, Tensor]], block_
     kinds: dict[torch.dtype, list[Member]] = defaultdict(list)
     capturing = _capturing([x for _, x in matrices])
     alone = []
+    if any(x.get_device() != packed.get_device() for _, x in matrices):
+        raise ValueError("matrices whose amaxes are taken together lie on one device")
     for place, x in matrices:
         if capturing or not _fits(x):
             alone.append((place, x))

@@ -96,6 +96,19 @@ def test_tables_of_every_size(count: int) -> None:
     check("nvfp4", xs, ("rowwise", "columnwise"))
 
 
+def test_what_lies_elsewhere_is_refused_before_a_launch() -> None:
+    """Addresses of the host would be read by the card."""
+    xs = [torch.randn(32, 64, device="cuda") for _ in range(2)]
+    outs = [poisoned("nvfp4", x, ("rowwise",)) for x in xs]
+    quantize_group = kernels("nvfp4").quantize_group
+    with pytest.raises(ValueError, match="amaxes of a group are float32"):
+        quantize_group(xs, [torch.ones(1, device="cuda"), torch.ones(1)], ("rowwise",), outs)
+    with pytest.raises(ValueError, match="rowwise_scale lies on cpu"):
+        quantize_group(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_scale": outs[1]["rowwise_scale"].cpu()}])
+    with pytest.raises(ValueError, match="lie on one device"):
+        quantize_group([xs[0], xs[1].cpu()], None, ("rowwise",), outs)
+
+
 @pytest.mark.parametrize("block_k", [None, 1, 16])
 def test_amaxes_of_a_group(block_k: int | None) -> None:
     xs = [x for dtype in DTYPES for x in matrices("fp8_current", dtype, 30)]
