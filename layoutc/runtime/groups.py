@@ -21,6 +21,7 @@ from layoutc.runtime.facts import Facts, Layout, cdiv
 from layoutc.runtime.tensor import QuantizedTensor
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
+KEPT = 128  # tables, the latest ones
 AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
 _MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
 
@@ -218,7 +219,7 @@ def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ..
     yield tuple(rows[first:])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def _uploaded(device: torch.device, stream: int, rows: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, int]:
     """(table, its rows, programs of its launch). A function of nothing else, so that what it keeps is never stale.
 
