@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layoutc.kernel_views import gap, kernels_view
+from layoutc.kernel_views import gap, is_grouped, kernels_view
 from layoutc.plan import Plan
 from layoutc.views import recipe_view
 
@@ -65,6 +65,7 @@ _IMPORTABLE = {
         "tile_of",
         "to_dtype",
     ),
+    "groups": ("DTYPES", "amax_at", "matrix_at", "member_of", "plane_at"),
     "turns": ("move_codes", "move_scales", "turn_bytes", "turn_nibbles"),
     "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
     "numerics": (
@@ -119,6 +120,7 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
     has_kernels = gap(plan) is None
     view = {**recipe_view(plan, sha256), "has_kernels": has_kernels}
+    view["has_grouped_kernels"] = has_kernels and is_grouped(plan)
     found = {name: _render(f"{name}.j2", view) for name in FILES}
     if has_kernels:
         found[KERNELS] = _render(f"{KERNELS}.j2", {**view, **kernels_view(plan)})

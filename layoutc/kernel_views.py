@@ -51,6 +51,15 @@ def gap(plan: Plan) -> str | None:
     return None
 
 
+def is_grouped(plan: Plan) -> bool:
+    """True where one launch can quantize many weights.
+
+    A block of whole rows wants a pass over them first. What that finds lies elsewhere on every call, so that a table of
+    addresses would have to be made and copied each time.
+    """
+    return all(source.quantization.block.k or not source.quantization.block.m for source in plan.layout.sources)
+
+
 def kernels_view(plan: Plan) -> View:
     """Everything that the kernels' template uses."""
     layout = plan.layout
@@ -68,6 +77,10 @@ def kernels_view(plan: Plan) -> View:
         "uses_input_max": any("input_max" in rule_text.uses(q) for q in kinds.values()),
         "uses_amax": plan.shares_amax,
         "tensor_amax": layout.tensor_amax,
+        "grouped": is_grouped(plan),
+        "group_planes": _group_planes(layout),
+        "amaxes_call": f"groups.group_amaxes(xs, {plan.amax_columns})",
+        "amaxes_doc": _amaxes_text(plan),
         "amax_call": f"launch.matrix_amax(x, {plan.amax_columns})" if plan.shares_amax else None,
         "tiles": _tiles(layout),
         "dequantize_tiles": [(f'"{o}"', reading_tile(layout.source(o))) for o in layout.orientations],
@@ -79,6 +92,18 @@ def kernels_view(plan: Plan) -> View:
 def _bytes_text(layout: Layout) -> str:
     parts = [f"{float(bytes_of(source)):.6g} for {source.name}" for source in layout.sources]
     return f"Bytes an element: those of x in; out {' and '.join(parts)}."
+
+
+def _amaxes_text(plan: Plan) -> str:
+    if not plan.shares_amax:
+        return "amaxes must be None: no scale depends on anything outside its block."
+    return "amaxes: the amax of each, fp32, as quantize takes it; taken from xs when not given."
+
+
+def _group_planes(layout: Layout) -> list[View]:
+    """Of the planes that a kernel writes: Triton's dtype, and whether a table has them at multiples of 16 bytes."""
+    planes = [plane for source in layout.sources for plane in source.planes]
+    return [{"dtype": f"tl.{plane.dtype}", "aligned": "False" if plane.is_scalar else "ALIGNED"} for plane in planes]
 
 
 def bytes_of(source: Source) -> Fraction:

@@ -110,6 +110,19 @@ class HybridFP8Tensor(QuantizedTensor):
             return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
+    @classmethod
+    def _quantize_group(
+        cls,
+        xs: Sequence[Tensor],
+        amaxes: Sequence[Tensor] | None,
+        orientations: Sequence[str],
+        outs: Sequence[Mapping[str, Tensor]],
+    ) -> bool:
+        from . import kernels  # which need Triton
+
+        kernels.quantize_group(xs, amaxes, tuple(orientations), outs)
+        return True
+
     @staticmethod
     def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):

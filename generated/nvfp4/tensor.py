@@ -87,6 +87,19 @@ class NVFP4Tensor(QuantizedTensor):
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
+    def _quantize_group(
+        cls,
+        xs: Sequence[Tensor],
+        amaxes: Sequence[Tensor] | None,
+        orientations: Sequence[str],
+        outs: Sequence[Mapping[str, Tensor]],
+    ) -> bool:
+        from . import kernels  # which need Triton
+
+        kernels.quantize_group(xs, amaxes, tuple(orientations), outs)
+        return True
+
+    @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
         """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
         if launch.usable(x):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime import operators
+from layoutc.runtime import launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.tensor import QuantizedTensor
@@ -56,37 +58,73 @@ def quantize(
     history of amaxes. tag: see reduce_max. Raises ValueError, TypeError.
     """
     layout = cls.LAYOUT
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{layout.name} quantizes float32, bfloat16 and float16, not {x.dtype}")
-    if amax is not None and not layout.shares_amax:
-        raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
+    _check_in(layout, x, amax)
     if out is not None:
         _check_out(layout, x, out, orientations, alone=amax is None and group is None)
         m, k = out._matrix
-        orientations = out.orientations
     else:
         m, k = layout.check_shape(tuple(x.shape))
-        orientations = _chosen(layout, orientations)
+    chosen = _chosen(layout, orientations)
     with torch.no_grad():
         matrix = x.detach().reshape(m, k)
-        shared: Tensor | None = None
-        extra: dict[str, Tensor] = {}
+        current: Tensor | None = None
         if layout.shares_amax:
             if amax is None:
                 current = reduce_max(operators.shared_amax(cls, matrix), group, tag)
             else:
                 current = _given(layout, amax, matrix)
-            before = None if out is None or restart else out._planes.get("amax")
-            shared, extra = _with_history(layout, current, before)
-        held = None if out is None else out._planes
-        planes = operators.quantize(cls, matrix, shared, orientations, held) | extra
-        if out is None:
-            return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=tuple(orientations))
-        for name, plane in planes.items():
-            if plane is not out._planes[name]:
-                out._planes[name].copy_(plane)
+        if out is not None:
+            _overwrite_(cls, [out], [matrix], [current], restart)
+            return out
+        shared, extra = _with_history(layout, current, None)
+        planes = operators.quantize(cls, matrix, shared, chosen) | extra
+        return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
+
+
+def requantize_many_(weights: Sequence[tuple[QuantizedTensor, Tensor]], amaxes: Sequence[Tensor | None]) -> None:
+    """Each (target, values) as `quantize` with out=target and its amax: checked all first, then in few launches.
+
+    amaxes: fp32, what the shards of each weight have agreed on, in the shape that its recipe shares; None for recipes
+    that share none. Raises as `quantize` does, before anything is written.
+    """
+    for (target, x), amax in zip(weights, amaxes, strict=True):
+        _check_in(target.LAYOUT, x, amax)
+        _check_out(target.LAYOUT, x, target, None, alone=amax is None)
+    with torch.no_grad():
+        kinds: dict[Any, list[tuple[QuantizedTensor, Tensor, Tensor | None]]] = defaultdict(list)
+        for (target, x), amax in zip(weights, amaxes, strict=True):
+            matrix = x.detach().reshape(target._matrix)
+            planes = target._planes
+            alike = launch.usable(matrix) and launch.writable(planes, matrix.device) is not None
+            kind = (type(target), matrix.dtype, matrix.device, target._orientations, *planes) if alike else id(target)
+            kinds[kind].append((target, matrix, amax))
+        for members in kinds.values():
+            targets, matrices, currents = zip(*members, strict=True)
+            _overwrite_(type(targets[0]), targets, matrices, currents)
+
+
+def _overwrite_(
+    cls: type[QuantizedTensor],
+    outs: Sequence[QuantizedTensor],
+    matrices: Sequence[Tensor],
+    currents: Sequence[Tensor | None],
+    restart: bool = False,
+) -> None:
+    """Quantizes matrices into tensors that hold the same orientations, each with the current amax of its weight."""
+    layout, orientations = cls.LAYOUT, outs[0].orientations
+    shared, extras = _with_histories(layout, outs, currents, restart)
+    amaxes = [amax for amax in shared if amax is not None] or None
+    together = len(outs) > 1 and cls._quantize_group(matrices, amaxes, orientations, [out._planes for out in outs])
+    copies: list[tuple[Tensor, Tensor]] = []
+    for out, matrix, amax, planes in zip(outs, matrices, shared, extras, strict=True):
+        if not together:
+            planes = operators.quantize(cls, matrix, amax, orientations, out._planes) | planes
+        held = [(out._planes[name], plane) for name, plane in planes.items()]
+        copies += [(into, plane) for into, plane in held if into is not plane]
+    if copies:
+        torch._foreach_copy_([into for into, _ in copies], [plane for _, plane in copies])
+    for out in outs:
         out._written()
-    return out
 
 
 def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:
@@ -105,21 +143,36 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     return new
 
 
-def _with_history(layout: Layout, current: Tensor, before: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The amax that decides the scale, and the `amax` plane to store, if the recipe has one.
+def _with_histories(
+    layout: Layout, outs: Sequence[QuantizedTensor], currents: Sequence[Tensor | None], restart: bool
+) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
+    """_with_history for each of the tensors, in as many launches as for one."""
+    befores = [None if restart else out._planes.get("amax") for out in outs]
+    current, before = ([one for one in some if one is not None] for some in (currents, befores))
+    if layout.history and len(outs) == len(current) == len(before) > 1:
+        shared, extra = _with_history(layout, torch.stack(current), torch.stack(before))
+        return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
+    found = [_with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
+    return [one for one, _ in found], [extra for _, extra in found]
+
+
+def _with_history(
+    layout: Layout, current: Tensor | None, before: Tensor | None
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.
 
     With a history the scale follows earlier amaxes, and the current one is put in front; an empty one starts with it.
     """
-    if not layout.history:
-        return current, {"amax": current} if "amax" in layout.stored else {}
+    if current is None or not layout.history:
+        return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
     if before is None:
         before = current.new_zeros(layout.history)
-    return _picked(layout, current, before), {"amax": torch.cat([current, before[:-1]])}
+    return _picked(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
 
 
 def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
-    """Which amax decides, of the current one and those before it, latest first."""
-    earlier = before.max().reshape(1) if layout.pick == "max" else before[:1]
+    """Which amax decides, of the current one (..., 1) and those before it (..., history), latest first."""
+    earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
     return torch.where(earlier == 0, current, earlier)
 
 
@@ -146,12 +199,19 @@ def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ..
     return tuple(name for name in layout.orientations if name in chosen)
 
 
+def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{layout.name} quantizes float32, bfloat16 and float16, not {x.dtype}")
+    if amax is not None and not layout.shares_amax:
+        raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
+
+
 def _check_out(
     layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool
 ) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
-    if tuple(out.shape) != tuple(x.shape) or out._transposed:
+    if out.shape != x.shape or out._transposed:
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")

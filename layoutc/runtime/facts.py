@@ -24,6 +24,15 @@ def up(a: int, multiple: int) -> int:
     return cdiv(a, multiple) * multiple
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 class Facts(NamedTuple):
     """Shape and dtype of a plain tensor."""
 

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from layoutc.runtime.facts import Layout, cdiv, up
+from layoutc.runtime.facts import Facts, Layout, cdiv, up
 
 Out = Mapping[str, Tensor] | None
 AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
@@ -19,8 +19,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 __all__ = [
     "buffers",
     "cdiv",
+    "column_tile",
+    "given_planes",
     "hardware",
     "matrix_amax",
+    "plane_facts",
     "planes",
     "programs",
     "readable",
@@ -54,8 +57,10 @@ def hardware(device: torch.device) -> bool:
 
 def writable(out: Out, device: torch.device) -> Out:
     """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
-    fits = out is not None and all(_is_whole(plane) and plane.device == device for plane in out.values())
-    return out if fits else None
+    for plane in out.values() if out is not None else ():
+        if not plane.is_contiguous() or plane.data_ptr() % 4 or plane.device != device:
+            return None
+    return out
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,42 +85,49 @@ def planes(
     layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
     """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
-    facts = _written(layout, m, k, tuple(orientations))
+    facts = plane_facts(layout, m, k, tuple(orientations))
     if out is None:
-        return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in facts}
-    planes = {}
-    for name, shape, dtype in facts:
-        planes[name] = given = out[name]
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+    return given_planes(layout, facts, out)
+
+
+@lru_cache(maxsize=4096)
+def plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    """What a kernel writes for orientations of an (m, k) weight: plane name -> shape and dtype."""
+    return layout.written(m, k, orientations)
+
+
+def given_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The planes of `out` that a kernel writes. Raises ValueError where they are not what it writes into."""
+    found = {name: out[name] for name in facts}
+    for name, given in found.items():
+        shape, dtype = facts[name]
         if given.shape != shape or given.dtype != dtype or not _is_whole(given):
             raise ValueError(
                 f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )
-    return planes
+    return found
 
 
 def buffers(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
     """New buffers of orientations to write into, of those that are no planes."""
-    facts = _laid_out(layout, m, k, orientations)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in facts}
+    facts = _buffer_facts(layout, m, k, orientations)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
 
 @lru_cache(maxsize=4096)
-def _laid_out(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...]
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, *facts) for name, facts in layout.laid_out(m, k, orientations).items()]
-
-
-@lru_cache(maxsize=4096)
-def _written(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...]
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    return [(name, *facts) for name, facts in layout.written(m, k, orientations).items()]
+def _buffer_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    return layout.laid_out(m, k, orientations)
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
     """The grid: one program for each tile."""
     return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+
+
+def column_tile(block_k: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program that takes the amaxes of blocks of columns."""
+    return 64, max(128, block_k), 8
 
 
 def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
@@ -126,7 +138,7 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
     columns = 1 if block_k is None else cdiv(k, block_k)
     amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
     if x.numel():
-        tile_m, tile_k, warps = AMAX_TILE if block_k is None else (64, max(128, block_k), 8)
+        tile_m, tile_k, warps = AMAX_TILE if block_k is None else column_tile(block_k)
         grid = programs(m, k, tile_m, tile_k)
         args = (
             x,

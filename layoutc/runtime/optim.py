@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, operators
+from layoutc.runtime import amax
+from layoutc.runtime.groups import shared_amaxes
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -191,17 +193,15 @@ def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
 def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[dist.ProcessGroup]) -> None:
     """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share."""
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
-    amaxes = [operators.shared_amax(type(t), v.reshape(t._matrix)) for t, v in sharing]
     shared: dict[int, Tensor] = {}
-    if amaxes:
-        packed = torch.cat([a.reshape(-1) for a in amaxes])
+    if sharing:
+        found, shapes = shared_amaxes([(type(target), values.reshape(target._matrix)) for target, values in sharing])
         for group in groups:
-            packed = amax.reduce_max(packed, group)
-        pieces = torch.split(packed, [a.numel() for a in amaxes])
-        for (target, _), piece, like in zip(sharing, pieces, amaxes, strict=True):
-            shared[id(target)] = piece.view_as(like)
-    for target, values in batch:
-        amax.quantize(type(target), values, out=target, amax=shared.get(id(target)))
+            found = amax.reduce_max(found, group)
+        pieces = torch.split(found, [prod(shape) for shape in shapes])
+        for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
+            shared[id(target)] = piece.view(shape)
+    amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch])
 
 
 def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import Layout
+from layoutc.runtime.facts import Layout, contiguous_strides
 from layoutc.runtime.pieces import CutPlanes
 
 Handler = Callable[..., Any]
+Tensors = Sequence[Tensor]
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -63,9 +64,9 @@ class QuantizedTensor(torch.Tensor):
         shape = tuple(shape)
         if matrix is None:
             matrix = (prod(shape[:-1]), shape[-1])
-        strides = list(_contiguous_strides(shape))
+        strides = list(contiguous_strides(shape))
         if transposed:  # the last two dims of a contiguous tensor, swapped
-            strides = list(_contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
+            strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
             strides[-2:] = strides[-1], strides[-2]
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -215,6 +216,13 @@ class QuantizedTensor(torch.Tensor):
     ) -> dict[str, Tensor]:
         """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones."""
         raise NotImplementedError
+
+    @classmethod
+    def _quantize_group(
+        cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Mapping[str, Tensor]]
+    ) -> bool:
+        """As _quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
+        return False
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
@@ -384,14 +392,6 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     torch.serialization.add_safe_globals([cls, rebuild])
     cls.KEY = operators.register(cls)
     return cls
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _own(plane: Tensor) -> Tensor:

@@ -16,8 +16,13 @@ from layoutc.runtime.triton_codes import bits_of, float_of, isnan
 @triton.jit
 def tile_of(m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """(first row, first column) of this program's tile, int64; tiles follow one another along the columns."""
+    return tile_at(tl.program_id(0), k, TILE_M, TILE_K)
+
+
+@triton.jit
+def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """(first row, first column) of a tile by its number, int64."""
     columns = tl.cdiv(k, TILE_K)
-    program = tl.program_id(0)
     return (program // columns).to(tl.int64) * TILE_M, (program % columns).to(tl.int64) * TILE_K
 
 
@@ -179,6 +184,31 @@ def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 # --------------------------------------------------------------------------------------------------------------- amaxes
 @triton.jit
+def raise_amax(
+    x,
+    amax,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    columns,
+    BLOCK_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Reads the tile of x that begins at (row, column) once: an atomic maximum for each of its column blocks."""
+    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
+    found = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
+    j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
+    tl.atomic_max(amax + j, found, mask=j < columns, sem="relaxed")
+
+
+@triton.jit
 def amax_kernel(
     x,
     amax,
@@ -200,10 +230,7 @@ def amax_kernel(
     its column blocks: bits of magnitudes order as they do, NaN above infinity. Moves m * k elements in, nothing out.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    found = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
-    j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
-    tl.atomic_max(amax + j, found, mask=j < columns, sem="relaxed")
+    raise_amax(x, amax, row, column, m, k, stride_m, stride_k, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
 
 
 @triton.jit

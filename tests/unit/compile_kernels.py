@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
+from layoutc.runtime import groups, launch, triton_groups
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
@@ -35,6 +37,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
+        if hasattr(kernels, "quantize_group_kernel"):
+            yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):
         yield (
             "lay_out",
@@ -48,11 +52,24 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, (*tile[:2], 1, tile[2], None), "bf16"
 
 
-def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str, capability: int) -> Any:
-    """The kernel as it is launched for a large contiguous weight of whole tiles."""
-    facts = layout.planes(1024, 1024)
+def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
+    """(name, constants, tile, dtype) of the amaxes of a group."""
+    for dtype in ("bf16", "fp32"):
+        tile_m, tile_k, warps = groups.AMAX_TILE
+        yield f"amax_group {dtype}", {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
+        tile_m, tile_k, warps = launch.column_tile(1)
+        yield f"amax_group columns {dtype}", {"BLOCK_K": 1, "WHOLE": False}, (tile_m, tile_k, 1, warps, None), dtype
+
+
+def compiled(
+    kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str, capability: int, **constants_: Any
+) -> Any:
+    """The kernel as it is launched for a large contiguous weight of whole tiles, or for many of them."""
+    facts = layout.planes(1024, 1024) if layout else {}
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
     fixed["PIECES"] = tile[2]
+    fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": groups.ROWS[-1], "ALIGNED": True}
+    fixed |= constants_
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -65,9 +82,11 @@ def compiled(kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str
         if name == "input_max":
             signature[name] = "fp32"
             continue
-        stored = {**facts, **{f"to_{buffer}": fact for buffer, fact in layout.buffers(1024, 1024).items()}}
+        laid_out = layout.buffers(1024, 1024) if layout else {}
+        stored = {**facts, **{f"to_{buffer}": fact for buffer, fact in laid_out.items()}}
         is_code = name in stored and stored[name].dtype == torch.uint8
-        pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32"
+        pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32" if layout else "*i32"
+        pointer = "*i64" if name == "table" else pointer
         is_size = name in ("m", "k", "stride_m") or name.startswith("cover_") or name.endswith(("_m", "_k"))
         signature[name] = "i32" if is_size else pointer
         attributes[(index,)] = ALIGNED
@@ -101,6 +120,11 @@ def main() -> None:
     """Prints one JSON object for each kernel."""
     capability = int(sys.argv[1])
     folder = Path(layoutc.recipes.__file__).parent
+    if not sys.argv[2:]:
+        for name, constants, tile, dtype in amax_variants():
+            kernel = triton_groups.amax_group_kernel
+            found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
+            print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
     chosen = sys.argv[2:] or sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     for recipe in chosen:
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
