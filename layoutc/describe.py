@@ -15,7 +15,7 @@ from layoutc.chain import Chain, Index, Shape, cdiv, up
 from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.diagnostics import Diagnostic
 from layoutc.kernel_views import gap
-from layoutc.layout import Buffer, Layout, Plane, codes_per_group, swizzle_chain
+from layoutc.layout import Buffer, Layout, Plane, codes_per_group, is_swizzled, swizzle_chain
 from layoutc.plan import Gather, Plan
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
@@ -327,11 +327,6 @@ def plane_index(buffer: Buffer, value: Index) -> Index:
     if len(value) == 2:
         return value
     return (value[0], 0) if buffer.m_dim is not None else (0, value[0])
-
-
-def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
-    """True for buffers that a GEMM wants swizzled."""
-    return layout.swizzle is not None and buffer.kind == "scale" and len(buffer.dims) == 2
 
 
 def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:

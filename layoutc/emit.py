@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layoutc.kernel_views import gap, is_grouped, kernels_view
+from layoutc.move_views import is_fused
 from layoutc.plan import Plan
 from layoutc.views import recipe_view
 
@@ -64,9 +65,18 @@ _IMPORTABLE = {
         "store_words",
         "tile_of",
         "to_dtype",
+        "round_up",
     ),
     "groups": ("DTYPES", "amax_at", "matrix_at", "member_of", "plane_at"),
-    "turns": ("move_codes", "move_scales", "turn_bytes", "turn_nibbles"),
+    "turns": (
+        "move_codes",
+        "move_scales",
+        "put_words",
+        "spread_scales",
+        "to_words",
+        "turn_bytes",
+        "turn_nibbles",
+    ),
     "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
     "numerics": (
         "F32_MAX",
@@ -106,8 +116,17 @@ def _environment() -> Environment:
         autoescape=False,
     )
     environment.filters["wrap"] = _wrap
+    environment.filters["guarded"] = _guarded
     environment.filters["pad"] = lambda text, rows, key: text.ljust(max(len(row[key]) for row in rows))
     return environment
+
+
+def _guarded(text: str, condition: str) -> str:
+    """Statements under a condition, if there is one."""
+    if not condition:
+        return text
+    first = text[: len(text) - len(text.lstrip(" "))]
+    return f"{first}{condition}\n" + textwrap.indent(text, "    ")
 
 
 def _wrap(text: str, indent: int = 0) -> str:
@@ -119,7 +138,7 @@ def _wrap(text: str, indent: int = 0) -> str:
 def emit(plan: Plan, sha256: str) -> dict[str, str]:
     """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
     has_kernels = gap(plan) is None
-    view = {**recipe_view(plan, sha256), "has_kernels": has_kernels}
+    view = {**recipe_view(plan, sha256), "has_kernels": has_kernels, "fused": is_fused(plan.layout)}
     view["has_grouped_kernels"] = has_kernels and is_grouped(plan)
     found = {name: _render(f"{name}.j2", view) for name in FILES}
     if has_kernels:

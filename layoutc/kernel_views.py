@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from math import gcd
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from layoutc import rule_text
 from layoutc.formats import Format
 from layoutc.layout import ORIENTATIONS, Layout, Quantization, Source, codes_per_group
-from layoutc.move_views import moves_view, widest
+from layoutc.move_views import is_fused, moves_view, source_moves, turns, widest
 from layoutc.numerics_views import constants_view, suffixes_of
 from layoutc.plan import Plan
 
@@ -82,9 +82,11 @@ def kernels_view(plan: Plan) -> View:
         "amaxes_call": f"groups.group_amaxes(xs, {plan.amax_columns})",
         "amaxes_doc": _amaxes_text(plan),
         "amax_call": f"launch.matrix_amax(x, {plan.amax_columns})" if plan.shares_amax else None,
-        "tiles": _tiles(layout),
+        "tiles": _tiles(layout, tile),
         "dequantize_tiles": [(f'"{o}"', reading_tile(layout.source(o))) for o in layout.orientations],
         "quantize_bytes": _bytes_text(layout),
+        "fused": is_fused(layout),
+        "buffer_tiles": _tiles(layout, buffer_tile, layout) if is_fused(layout) else [],
         **moves_view(layout),
     }
 
@@ -101,9 +103,15 @@ def _amaxes_text(plan: Plan) -> str:
 
 
 def _group_planes(layout: Layout) -> list[View]:
-    """Of the planes that a kernel writes: Triton's dtype, and whether a table has them at multiples of 16 bytes."""
-    planes = [plane for source in layout.sources for plane in source.planes]
-    return [{"dtype": f"tl.{plane.dtype}", "aligned": "False" if plane.is_scalar else "ALIGNED"} for plane in planes]
+    """Of the planes that a kernel writes: Triton's dtype, whether a table has them at multiples of 16 bytes, and the
+    parameters for buffers that stand behind it, of which a group writes none."""
+    found: list[View] = []
+    for source in layout.sources:
+        for plane in source.planes:
+            aligned = "False" if plane.is_scalar else "ALIGNED"
+            found.append({"dtype": f"tl.{plane.dtype}", "aligned": aligned, "no_buffers": []})
+        found[-1]["no_buffers"] = source_moves(source, layout)["to"]
+    return found
 
 
 def bytes_of(source: Source) -> Fraction:
@@ -150,7 +158,7 @@ def tile(sources: Iterable[Source], itemsize: int) -> Tile:
         if bits == 8:
             return block_m, max(block_k, 8192 // block_m), 2, 2, None
         if bits == 4 and not wide:
-            return block_m, 128, 1, max(1, block_m // 16), 128
+            return block_m, 128, 1, max(1, block_m // 16), None
         return block_m, max(block_k, 2048 // block_m), 1, 2 if bits == 6 else 1, None
     if wide:
         return block_m, max(block_k, (4096 if block_k == 1 else 2048) // block_m), 1, 2, None
@@ -173,11 +181,29 @@ def reading_tile(source: Source) -> tuple[int, int, int]:
     return block_m, max(block_k, 4096 // block_m), 2
 
 
-def _tiles(layout: Layout) -> list[tuple[int, list[tuple[tuple[bool, ...], Tile]]]]:
+def buffer_tile(sources: Iterable[Source], itemsize: int, layout: Layout) -> Tile:
+    """As tile, of a program that writes buffers. Where codes are transposed it has rows enough for whole sectors of the
+    transposed codes; more of them, and more warps, made for more traffic through shared memory than that was worth."""
+    sources = list(sources)
+    rows, columns, pieces, warps, registers = tile(sources, itemsize)
+    width = max([widest(layout), *(source.quantization.block.k or 1 for source in sources)])
+    if not turns(layout):
+        return max(rows, widest(layout)), max(columns, width), pieces, warps, registers
+    if min(source.data.bits for source in sources) == 4:
+        least, most, warps = (64, 64, itemsize // 2) if len(sources) == 1 else (32, 128, 2)
+        return max(least, widest(layout)), max(most, width), 1, warps, None
+    if len(sources) > 1 or sources[0].quantization.block.m is None:
+        return max(128, rows, widest(layout)), max(128, width), 1, 8, None
+    return max(128, rows, widest(layout)), max(128, width), 1, 4, 168 if itemsize == 2 else None
+
+
+def _tiles(
+    layout: Layout, choose: Callable[..., Tile], *more: Any
+) -> list[tuple[int, list[tuple[tuple[bool, ...], Tile]]]]:
     """The tile of every choice of sources, for inputs of two and of four bytes."""
     choices = [choice for choice in itertools.product((True, False), repeat=len(layout.sources)) if any(choice)]
     chosen = [(choice, list(itertools.compress(layout.sources, choice))) for choice in choices]
-    return [(size, [(choice, tile(sources, size)) for choice, sources in chosen]) for size in (2, 4)]
+    return [(size, [(choice, choose(sources, size, *more)) for choice, sources in chosen]) for size in (2, 4)]
 
 
 # --------------------------------------------------------------------------------------------------------------- codecs
@@ -333,6 +359,7 @@ def _source(source: Source, layout: Layout, suffix: str) -> View:
         **_places("m", "row", q.block.m),
         **_places("k", "column", q.block.k),
         "nibbles": _nibbles(q, layout),
+        **source_moves(source, layout),
         "given": given,  # where the amax is from: the block, the weight, its column blocks, or a pass over rows
         "ranged": "lowest" in used,
         "candidates": rule_text.candidates(q, suffix),

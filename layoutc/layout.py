@@ -300,6 +300,11 @@ def resolve(spec: schema.Spec) -> Layout:
     )
 
 
+def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
+    """True for buffers that a GEMM wants swizzled."""
+    return layout.swizzle is not None and buffer.kind == "scale" and len(buffer.dims) == 2
+
+
 def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
     """The chain of a GEMM scale swizzle on a padded (free, contraction) array of `shape`."""
     sizes = dict(swizzle.sizes)
@@ -327,6 +332,7 @@ __all__ = [
     "Split",
     "cdiv",
     "codes_per_group",
+    "is_swizzled",
     "resolve",
     "swizzle_chain",
     "up",

@@ -13,9 +13,9 @@ from itertools import product
 from math import inf, lcm, prod
 
 from layoutc.chain import Chain, Pad, Permute, Repeat, Split, cdiv
-from layoutc.describe import is_swizzled, padding_bytes
+from layoutc.describe import padding_bytes
 from layoutc.diagnostics import Diagnostic
-from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group, swizzle_chain
+from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled, swizzle_chain
 from layoutc.plan import Gather, Plan
 
 BUDGET = 2**16  # values or bytes that one proof may walk

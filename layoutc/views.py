@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 from layoutc.hook_views import gather_lines, gather_view, hook_view
-from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group
+from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
 from layoutc.numerics_views import numerics_view, swizzle_view
 from layoutc.plan import Plan
 from layoutc.sizes import Sizes, in_bytes, start_of
 
 RUNTIME_INTERFACE = 2
-EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_reference")
+EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 View = dict[str, Any]
 
 
@@ -66,6 +66,7 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "as_stored": _as_stored(layout),
         "has_amax": bool(_amax_buffer(layout)),
         "swizzle": swizzle_view(layout),
+        "swizzled": tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
         **hook_view(plan, sizes),
         **numerics_view(plan),
     }

@@ -101,12 +101,12 @@ def test_modules_stay_under_400_lines(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_a_recipe_is_at_most_60_lines_and_its_code_at_most_700(path: Path) -> None:
-    """Kernels apart, which are at most 650."""
+    """Kernels apart, which are at most 750."""
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
     files = [file for file in GENERATED if file.parent.name == path.stem]
     assert files
     lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    assert lines.pop("kernels.py", 0) <= 650
+    assert lines.pop("kernels.py", 0) <= 750
     assert sum(lines.values()) <= 700
 
 

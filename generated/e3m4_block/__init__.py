@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import E3M4BlockTensor, quantize
+from .tensor import E3M4BlockTensor, quantize, quantize_buffers
 
 Tensor = E3M4BlockTensor
 
-__all__ = ["LAYOUT", "E3M4BlockTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "E3M4BlockTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

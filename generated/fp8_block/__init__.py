@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8BlockTensor, quantize
+from .tensor import FP8BlockTensor, quantize, quantize_buffers
 
 Tensor = FP8BlockTensor
 
-__all__ = ["LAYOUT", "FP8BlockTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "FP8BlockTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -87,6 +87,7 @@ LAYOUT = Layout(
     as_stored={
         "rowwise_data": "rowwise_data",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

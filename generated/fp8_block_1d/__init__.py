@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8Block1DTensor, quantize
+from .tensor import FP8Block1DTensor, quantize, quantize_buffers
 
 Tensor = FP8Block1DTensor
 
-__all__ = ["LAYOUT", "FP8Block1DTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "FP8Block1DTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -95,6 +95,7 @@ LAYOUT = Layout(
         "columnwise_scale": "rowwise_scale",
         "amax": "amax",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

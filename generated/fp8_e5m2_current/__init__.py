@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8E5M2CurrentTensor, quantize
+from .tensor import FP8E5M2CurrentTensor, quantize, quantize_buffers
 
 Tensor = FP8E5M2CurrentTensor
 
-__all__ = ["LAYOUT", "FP8E5M2CurrentTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "FP8E5M2CurrentTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -89,6 +89,7 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
         "columnwise_scale": "rowwise_scale",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8RowwiseTensor, quantize
+from .tensor import FP8RowwiseTensor, quantize, quantize_buffers
 
 Tensor = FP8RowwiseTensor
 
-__all__ = ["LAYOUT", "FP8RowwiseTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "FP8RowwiseTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -50,7 +50,7 @@ DEQUANTIZE_TILES = {
     "rowwise": (4, 1024, 4),
     "columnwise": (4, 1024, 4),
 }
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -219,21 +219,19 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    columnwise_data_m,
-    columnwise_data_k,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_columnwise_data is not None:
         if WORDS:
-            turn_bytes(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K)
+            turn_bytes(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
         else:
             move_codes(
                 columnwise_data,
@@ -242,8 +240,8 @@ def lay_out_kernel(
                 column,
                 m,
                 k,
-                columnwise_data_k,
-                columnwise_data_m,
+                k,
+                m,
                 8,
                 1,
                 1,
@@ -267,34 +265,53 @@ def quantize(
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     if amax is None:
         amax = launch.matrix_amax(x, 1)
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    rowwise_amax = launch.row_amax(x, 1) if rowwise else None
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
+    tile = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            rowwise_amax,
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            amax,
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            columnwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, amax, planes, rowwise, columnwise, tile)
     return planes
+
+
+def _launch(
+    x: Tensor,
+    amax: Tensor,
+    planes: Mapping[str, Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+) -> None:
+    """Quantizes x into planes."""
+    m, k = x.shape
+    cover_m, cover_k = m, k
+    tile_m, tile_k, pieces, warps, registers = tile
+    rowwise_amax = launch.row_amax(x, 1) if rowwise else None
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        rowwise_amax,
+        planes.get("columnwise_data"),
+        planes.get("columnwise_scale"),
+        amax,
+        m,
+        k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        columnwise,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
@@ -324,10 +341,13 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    Those that are planes are the planes given.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {"columnwise_data": (m, k)}
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = m, k
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -338,12 +358,19 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["columnwise_data"],
             tile_m,
             tile_k,
             m % 4 == 0 and k % 4 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

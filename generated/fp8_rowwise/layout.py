@@ -96,6 +96,7 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
         "columnwise_scale": "columnwise_scale",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import HybridFP8Tensor, quantize
+from .tensor import HybridFP8Tensor, quantize, quantize_buffers
 
 Tensor = HybridFP8Tensor
 
-__all__ = ["LAYOUT", "HybridFP8Tensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "HybridFP8Tensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

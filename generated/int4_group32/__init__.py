@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT4GROUP32Tensor, quantize
+from .tensor import INT4GROUP32Tensor, quantize, quantize_buffers
 
 Tensor = INT4GROUP32Tensor
 
-__all__ = ["LAYOUT", "INT4GROUP32Tensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "INT4GROUP32Tensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -41,7 +41,7 @@ INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 # of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (32, 128, 1, 2, 128),
+    (2, True, True): (32, 128, 1, 2, None),
     (2, True, False): (1, 2048, 2, 1, None),
     (2, False, True): (32, 128, 1, 1, None),
     (4, True, True): (32, 64, 1, 1, None),
@@ -53,7 +53,7 @@ DEQUANTIZE_TILES = {
     "rowwise": (2, 1024, 1),
     "columnwise": (32, 128, 2),
 }
-LAY_OUT_TILE = (256, 256, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -379,25 +379,19 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    columnwise_data_m,
-    columnwise_data_k,
-    columnwise_scale_m,
-    columnwise_scale_k,
-    columnwise_zero_m,
-    columnwise_zero_k,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_columnwise_data is not None:
         if WORDS:
-            turn_nibbles(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K)
+            turn_nibbles(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
         else:
             move_codes(
                 columnwise_data,
@@ -406,8 +400,8 @@ def lay_out_kernel(
                 column,
                 m,
                 k,
-                columnwise_data_k,
-                columnwise_data_m,
+                k,
+                m,
                 4,
                 2,
                 1,
@@ -426,15 +420,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_scale_m,
-            columnwise_scale_k,
-            1,
-            columnwise_scale_m,
-            tl.cdiv(k, 1),
             32,
             1,
             32,
             1,
+            1,
+            1,
+            True,
+            None,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -446,15 +440,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_zero_m,
-            columnwise_zero_k,
-            1,
-            columnwise_zero_m,
-            tl.cdiv(k, 1),
             32,
             1,
             32,
             1,
+            1,
+            1,
+            True,
+            None,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -469,33 +463,51 @@ def quantize(
     """
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
+    tile = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("rowwise_zero"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            planes.get("columnwise_zero"),
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            columnwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, planes, rowwise, columnwise, tile)
     return planes
+
+
+def _launch(
+    x: Tensor,
+    planes: Mapping[str, Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+) -> None:
+    """Quantizes x into planes."""
+    m, k = x.shape
+    cover_m, cover_k = m, k
+    tile_m, tile_k, pieces, warps, registers = tile
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        planes.get("rowwise_zero"),
+        planes.get("columnwise_data"),
+        planes.get("columnwise_scale"),
+        planes.get("columnwise_zero"),
+        m,
+        k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        columnwise,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def quantize_group(
@@ -563,14 +575,13 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    Those that are planes are the planes given.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {
-        "columnwise_data": (m, k),
-        "columnwise_scale": (launch.cdiv(m, 32), k),
-        "columnwise_zero": (launch.cdiv(m, 32), k),
-    }
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = m, k
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -585,14 +596,19 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["columnwise_data"],
-            *sizes["columnwise_scale"],
-            *sizes["columnwise_zero"],
             tile_m,
             tile_k,
             m % 8 == 0 and k % 8 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

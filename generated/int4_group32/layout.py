@@ -114,6 +114,7 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
         "rowwise_zero": "rowwise_zero",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

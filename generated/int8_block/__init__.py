@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT8BlockTensor, quantize
+from .tensor import INT8BlockTensor, quantize, quantize_buffers
 
 Tensor = INT8BlockTensor
 
-__all__ = ["LAYOUT", "INT8BlockTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "INT8BlockTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -18,7 +18,7 @@ from layoutc.runtime.triton_codes import F32_MAX, divide, from_integer_codes, is
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton_turns import move_codes, move_scales, turn_bytes
+from layoutc.runtime.triton_turns import move_codes, move_scales, put_words, spread_scales, to_words, turn_bytes
 
 from .layout import LAYOUT
 
@@ -32,12 +32,17 @@ TILES = {
     (2, True): (128, 128, 1, 4, None),
     (4, True): (128, 128, 1, 4, None),
 }
+# The same for writing buffers.
+BUFFER_TILES = {
+    (2, True): (128, 128, 1, 4, 168),
+    (4, True): (128, 128, 1, 4, None),
+}
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
     "rowwise": (128, 128, 4),
     "columnwise": (128, 128, 4),
 }
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -67,6 +72,8 @@ def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
+    to_columnwise_data,
+    to_columnwise_scale,
     row,
     column,
     m,
@@ -80,7 +87,7 @@ def quantize_tile(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     if ROWWISE:
         blocks = to_blocks(to_float(tile), 128, 128)
@@ -88,8 +95,15 @@ def quantize_tile(
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row // 128, column // 128, tl.cdiv(m, 128), tl.cdiv(k, 128), EVEN)
+        codes = encode(scaled, HARDWARE)
+        if to_columnwise_data is not None:
+            put_words(to_words(codes), rowwise_data, to_columnwise_data, row, column, m, k, 8, EVEN, HARDWARE)
+        else:
+            store(rowwise_data, codes, row, column, m, k, EVEN)
+        if rowwise_scale is not None:
+            store(rowwise_scale, scale, row // 128, column // 128, tl.cdiv(m, 128), tl.cdiv(k, 128), EVEN)
+        if to_columnwise_scale is not None:
+            spread_scales(scale, to_columnwise_scale, row, column, m, k, 128, 128, 128, 128, 1, 1, True, None, False)
 
 
 @triton.jit
@@ -97,8 +111,11 @@ def quantize_kernel(
     x,
     rowwise_data,
     rowwise_scale,
+    to_columnwise_data,
+    to_columnwise_scale,
     m,
     k,
+    cover_k,
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
@@ -108,15 +125,17 @@ def quantize_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program quantizes one tile.
+    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
 
     Bytes an element: those of x in; out 1.00024 for rowwise.
     """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
     quantize_tile(
         x,
         rowwise_data,
         rowwise_scale,
+        to_columnwise_data,
+        to_columnwise_scale,
         row,
         column,
         m,
@@ -151,6 +170,8 @@ def quantize_group_kernel(
         matrix_at(fields, DTYPE, ROWS, ALIGNED),
         plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
         plane_at(fields, 1, tl.float32, ROWS, ALIGNED),
+        None,
+        None,
         row,
         column,
         m,
@@ -213,42 +234,22 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    columnwise_data_m,
-    columnwise_data_k,
-    columnwise_scale_m,
-    columnwise_scale_k,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_columnwise_data is not None:
         if WORDS:
-            turn_bytes(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K)
+            turn_bytes(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
         else:
             move_codes(
-                rowwise_data,
-                to_columnwise_data,
-                row,
-                column,
-                m,
-                k,
-                columnwise_data_k,
-                columnwise_data_m,
-                8,
-                1,
-                1,
-                1,
-                True,
-                False,
-                True,
-                TILE_M,
-                TILE_K,
+                rowwise_data, to_columnwise_data, row, column, m, k, k, m, 8, 1, 1, 1, True, False, True, TILE_M, TILE_K
             )
     if to_columnwise_scale is not None:
         move_scales(
@@ -258,15 +259,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_scale_m,
-            columnwise_scale_k,
+            128,
+            128,
+            128,
+            128,
             1,
-            columnwise_scale_m,
-            tl.cdiv(k, 128),
-            128,
-            128,
-            128,
-            128,
+            1,
+            True,
+            None,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -282,26 +283,66 @@ def quantize(
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
     rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise]
+    tile = TILES[x.element_size(), rowwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, planes, {}, rowwise, tile, m, k)
     return planes
+
+
+def quantize_buffers(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
+
+    In one launch, where whole words of codes can be transposed. amax: as for quantize.
+    """
+    m, k = x.shape
+    if m % 4 or k % 4 or not m or not k:
+        planes = quantize(x, None, orientations)
+        return lay_out(planes, m, k, orientations)
+    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
+    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
+    rowwise = "rowwise" in orientations or "columnwise" in orientations
+    tile = BUFFER_TILES[x.element_size(), rowwise]
+    _launch(x, planes, made, rowwise, tile, m, k)
+    return _buffers(planes, made, orientations)
+
+
+def _launch(
+    x: Tensor,
+    planes: Mapping[str, Tensor],
+    made: Mapping[str, Tensor],
+    rowwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+    cover_m: int,
+    cover_k: int,
+) -> None:
+    """Quantizes x into planes and buffers; the others are None."""
+    m, k = x.shape
+    tile_m, tile_k, pieces, warps, registers = tile
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        made.get("columnwise_data"),
+        made.get("columnwise_scale"),
+        m,
+        k,
+        cover_k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def quantize_group(
@@ -361,10 +402,13 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    Those that are planes are the planes given.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {"columnwise_data": (m, k), "columnwise_scale": (launch.cdiv(m, 128), launch.cdiv(k, 128))}
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = m, k
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -377,13 +421,19 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["columnwise_data"],
-            *sizes["columnwise_scale"],
             tile_m,
             tile_k,
             m % 4 == 0 and k % 4 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]

@@ -88,6 +88,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
         "rowwise_scale": "rowwise_scale",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

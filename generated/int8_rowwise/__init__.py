@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT8RowwiseTensor, quantize
+from .tensor import INT8RowwiseTensor, quantize, quantize_buffers
 
 Tensor = INT8RowwiseTensor
 
-__all__ = ["LAYOUT", "INT8RowwiseTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "INT8RowwiseTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

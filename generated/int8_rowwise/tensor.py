@@ -124,7 +124,9 @@ class INT8RowwiseTensor(QuantizedTensor):
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
-    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    def _lay_out(
+        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
             from . import kernels
 
@@ -156,3 +158,20 @@ def quantize(
     Raises ValueError for shapes of fewer than 2 dims, TypeError for other dtypes.
     """
     return amaxes.quantize(INT8RowwiseTensor, x, orientations=orientations, amax=amax, group=group, out=out)
+
+
+def quantize_buffers(
+    x: Tensor,
+    *,
+    orientations: Sequence[str] | None = None,
+    amax: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    swizzled: bool = False,
+) -> dict[str, Tensor]:
+    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
+
+    On a card in two launches. Raises as quantize, and ValueError where the spec states no swizzle.
+    """
+    return amaxes.quantize_buffers(
+        INT8RowwiseTensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
+    )

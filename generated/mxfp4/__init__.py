@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP4Tensor, quantize
+from .tensor import MXFP4Tensor, quantize, quantize_buffers
 
 Tensor = MXFP4Tensor
 
-__all__ = ["LAYOUT", "MXFP4Tensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "MXFP4Tensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

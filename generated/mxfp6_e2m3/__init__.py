@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP6E2M3Tensor, quantize
+from .tensor import MXFP6E2M3Tensor, quantize, quantize_buffers
 
 Tensor = MXFP6E2M3Tensor
 
-__all__ = ["LAYOUT", "MXFP6E2M3Tensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "MXFP6E2M3Tensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

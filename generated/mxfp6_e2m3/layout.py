@@ -95,6 +95,7 @@ LAYOUT = Layout(
     as_stored={
         "rowwise_data": "rowwise_data",
     },
+    swizzled=("rowwise_scale", "columnwise_scale"),
     planes=planes,
     buffers=buffers,
 )

@@ -50,7 +50,7 @@ DEQUANTIZE_TILES = {
     "rowwise": (4, 1024, 4),
     "columnwise": (32, 128, 2),
 }
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -89,6 +89,17 @@ def scales(amax, HARDWARE: tl.constexpr):
     scale = encode_scale(amax * INVERSE_ELEMENT_MAX, HARDWARE)
     multiplier = over_scale(scale)
     return scale, multiplier
+
+
+@triton.jit
+def gemm_place(free, contracted, free_count, contracted_count):
+    """Where a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
+    at_b = free % 32
+    at_a = free // 32 % 4
+    at_rt = free // 128
+    at_c = contracted % 4
+    at_ct = contracted // 4
+    return ((((at_rt) * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
 
 
 @triton.jit
@@ -341,61 +352,25 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    rowwise_scale_m,
-    rowwise_scale_k,
-    columnwise_data_m,
-    columnwise_data_k,
-    columnwise_scale_m,
-    columnwise_scale_k,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
+    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_rowwise_scale is not None:
         move_scales(
-            rowwise_scale,
-            to_rowwise_scale,
-            row,
-            column,
-            m,
-            k,
-            rowwise_scale_m,
-            rowwise_scale_k,
-            rowwise_scale_k,
-            1,
-            tl.cdiv(k, 32),
-            1,
-            32,
-            1,
-            32,
-            TILE_M,
-            TILE_K,
+            rowwise_scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, PLACE, True, TILE_M, TILE_K
         )
     if to_columnwise_data is not None:
         move_codes(
-            columnwise_data,
-            to_columnwise_data,
-            row,
-            column,
-            m,
-            k,
-            columnwise_data_k,
-            columnwise_data_m,
-            6,
-            4,
-            3,
-            4,
-            True,
-            False,
-            True,
-            TILE_M,
-            TILE_K,
+            columnwise_data, to_columnwise_data, row, column, m, k, k, m, 6, 4, 3, 4, True, False, True, TILE_M, TILE_K
         )
     if to_columnwise_scale is not None:
         move_scales(
@@ -405,15 +380,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_scale_m,
-            columnwise_scale_k,
-            1,
-            columnwise_scale_m,
-            tl.cdiv(k, 1),
             32,
             1,
             32,
             1,
+            4,
+            128,
+            True,
+            PLACE,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -428,31 +403,49 @@ def quantize(
     """
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
+    tile = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            columnwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, planes, rowwise, columnwise, tile)
     return planes
+
+
+def _launch(
+    x: Tensor,
+    planes: Mapping[str, Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+) -> None:
+    """Quantizes x into planes."""
+    m, k = x.shape
+    cover_m, cover_k = m, k
+    tile_m, tile_k, pieces, warps, registers = tile
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        planes.get("columnwise_data"),
+        planes.get("columnwise_scale"),
+        m,
+        k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        columnwise,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def quantize_group(
@@ -517,18 +510,19 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     return out
 
 
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+def lay_out(
+    planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+) -> dict[str, Tensor]:
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    swizzled: scales are flat, in the GEMM's order.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {
-        "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 32), 4)),
-        "columnwise_data": (m, k),
-        "columnwise_scale": (launch.up(launch.cdiv(m, 32), 4), launch.up(k, 128)),
-    }
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = (
-        max(m, sizes["columnwise_scale"][0] * 32, sizes["rowwise_scale"][0]),
-        max(k, sizes["columnwise_scale"][1], sizes["rowwise_scale"][1] * 32),
+        max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m),
+        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32),
     )
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -543,19 +537,25 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["rowwise_scale"],
-            *sizes["columnwise_data"],
-            *sizes["columnwise_scale"],
+            swizzled,
             tile_m,
             tile_k,
             m % 1 == 0 and k % 1 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...], swizzled: bool
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"]
+        buffers["rowwise_scale"] = made["rowwise_scale"].flatten() if swizzled else made["rowwise_scale"]
     if "columnwise" in orientations:
         buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"]
+        buffers["columnwise_scale"] = made["columnwise_scale"].flatten() if swizzled else made["columnwise_scale"]
     return buffers

@@ -26,7 +26,7 @@ from layoutc.runtime.triton_codes import (
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton_turns import move_scales
+from layoutc.runtime.triton_turns import move_scales, spread_scales
 
 from .layout import LAYOUT
 
@@ -45,12 +45,21 @@ TILES = {
     (4, True, False): (4, 1024, 1, 4, None),
     (4, False, True): (32, 128, 1, 2, None),
 }
+# The same for writing buffers.
+BUFFER_TILES = {
+    (2, True, True): (32, 256, 2, 2, None),
+    (2, True, False): (32, 1024, 1, 4, None),
+    (2, False, True): (32, 256, 1, 2, None),
+    (4, True, True): (32, 128, 1, 1, None),
+    (4, True, False): (32, 1024, 1, 4, None),
+    (4, False, True): (32, 128, 1, 2, None),
+}
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
     "rowwise": (4, 1024, 4),
     "columnwise": (32, 128, 2),
 }
-LAY_OUT_TILE = (128, 2048, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 512, 4)  # rows, columns and warps
 
 
 @triton.jit
@@ -96,12 +105,25 @@ def scales(amax, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def gemm_place(free, contracted, free_count, contracted_count):
+    """Where a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
+    at_b = free % 32
+    at_a = free // 32 % 4
+    at_rt = free // 128
+    at_c = contracted % 4
+    at_ct = contracted // 4
+    return ((((at_rt) * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
+
+
+@triton.jit
 def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
+    to_rowwise_scale,
     columnwise_data,
     columnwise_scale,
+    to_columnwise_scale,
     row,
     column,
     m,
@@ -110,13 +132,15 @@ def quantize_tile(
     stride_k,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
+    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     if ROWWISE:
         blocks = to_blocks(to_float(tile), 1, 32)
@@ -124,16 +148,24 @@ def quantize_tile(
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+        if rowwise_data is not None:
+            store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        if rowwise_scale is not None:
+            store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+        if to_rowwise_scale is not None:
+            spread_scales(scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, PLACE, True)
     if COLUMNWISE:
         blocks = to_blocks(to_float(tile), 32, 1)
         found = block_amax(tile, 32, 1, HARDWARE)
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+        if columnwise_data is not None:
+            store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
+        if columnwise_scale is not None:
+            store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+        if to_columnwise_scale is not None:
+            spread_scales(scale, to_columnwise_scale, row, column, m, k, 32, 1, 32, 1, 4, 128, False, PLACE, False)
 
 
 @triton.jit
@@ -141,31 +173,37 @@ def quantize_kernel(
     x,
     rowwise_data,
     rowwise_scale,
+    to_rowwise_scale,
     columnwise_data,
     columnwise_scale,
+    to_columnwise_scale,
     m,
     k,
+    cover_k,
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program quantizes one tile.
+    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
 
     Bytes an element: those of x in; out 1.03125 for rowwise and 1.03125 for columnwise.
     """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
     quantize_tile(
         x,
         rowwise_data,
         rowwise_scale,
+        to_rowwise_scale,
         columnwise_data,
         columnwise_scale,
+        to_columnwise_scale,
         row,
         column,
         m,
@@ -174,6 +212,7 @@ def quantize_kernel(
         stride_k,
         ROWWISE,
         COLUMNWISE,
+        SWIZZLED,
         TILE_M,
         TILE_K,
         PIECES,
@@ -202,8 +241,10 @@ def quantize_group_kernel(
         matrix_at(fields, DTYPE, ROWS, ALIGNED),
         plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
         plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
+        None,
         plane_at(fields, 2, tl.uint8, ROWS, ALIGNED),
         plane_at(fields, 3, tl.uint8, ROWS, ALIGNED),
+        None,
         row,
         column,
         m,
@@ -212,6 +253,7 @@ def quantize_group_kernel(
         1,
         ROWWISE,
         COLUMNWISE,
+        False,
         TILE_M,
         TILE_K,
         PIECES,
@@ -293,39 +335,21 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    rowwise_scale_m,
-    rowwise_scale_k,
-    columnwise_scale_m,
-    columnwise_scale_k,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
+    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_rowwise_scale is not None:
         move_scales(
-            rowwise_scale,
-            to_rowwise_scale,
-            row,
-            column,
-            m,
-            k,
-            rowwise_scale_m,
-            rowwise_scale_k,
-            rowwise_scale_k,
-            1,
-            tl.cdiv(k, 32),
-            1,
-            32,
-            1,
-            32,
-            TILE_M,
-            TILE_K,
+            rowwise_scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, PLACE, True, TILE_M, TILE_K
         )
     if to_columnwise_scale is not None:
         move_scales(
@@ -335,15 +359,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_scale_m,
-            columnwise_scale_k,
-            columnwise_scale_k,
-            1,
-            tl.cdiv(k, 1),
             32,
             1,
             32,
             1,
+            4,
+            128,
+            False,
+            PLACE,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -358,31 +382,86 @@ def quantize(
     """
     m, k = x.shape
     planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise, columnwise]
+    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
+    tile = TILES[x.element_size(), rowwise, columnwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            columnwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, planes, {}, rowwise, columnwise, tile, m, k, False)
     return planes
+
+
+def quantize_buffers(
+    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
+) -> dict[str, Tensor]:
+    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
+
+    In one launch, where whole words of codes can be transposed. amax: as for quantize.
+    swizzled: scales are flat, in the GEMM's order.
+    """
+    m, k = x.shape
+    if m % 1 or k % 1 or not m or not k:
+        planes = quantize(x, None, orientations)
+        return lay_out(planes, m, k, orientations, swizzled)
+    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
+    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
+    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
+    tile = BUFFER_TILES[x.element_size(), rowwise, columnwise]
+    _launch(
+        x,
+        planes,
+        made,
+        rowwise,
+        columnwise,
+        tile,
+        max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m),
+        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32),
+        swizzled,
+    )
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def _launch(
+    x: Tensor,
+    planes: Mapping[str, Tensor],
+    made: Mapping[str, Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+    cover_m: int,
+    cover_k: int,
+    swizzled: bool,
+) -> None:
+    """Quantizes x into planes and buffers; the others are None."""
+    m, k = x.shape
+    tile_m, tile_k, pieces, warps, registers = tile
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        made.get("rowwise_scale"),
+        planes.get("columnwise_data"),
+        planes.get("columnwise_scale"),
+        made.get("columnwise_scale"),
+        m,
+        k,
+        cover_k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        columnwise,
+        swizzled,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def quantize_group(
@@ -447,17 +526,19 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     return out
 
 
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+def lay_out(
+    planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+) -> dict[str, Tensor]:
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    swizzled: scales are flat, in the GEMM's order.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {
-        "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 32), 4)),
-        "columnwise_scale": (launch.up(launch.cdiv(m, 32), 4), launch.up(k, 128)),
-    }
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = (
-        max(m, sizes["columnwise_scale"][0] * 32, sizes["rowwise_scale"][0]),
-        max(k, sizes["columnwise_scale"][1], sizes["rowwise_scale"][1] * 32),
+        max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m),
+        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32),
     )
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -470,18 +551,25 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["rowwise_scale"],
-            *sizes["columnwise_scale"],
+            swizzled,
             tile_m,
             tile_k,
             m % 1 == 0 and k % 1 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...], swizzled: bool
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"]
+        buffers["rowwise_scale"] = made["rowwise_scale"].flatten() if swizzled else made["rowwise_scale"]
     if "columnwise" in orientations:
         buffers["columnwise_data"] = planes["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"]
+        buffers["columnwise_scale"] = made["columnwise_scale"].flatten() if swizzled else made["columnwise_scale"]
     return buffers

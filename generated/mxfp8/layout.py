@@ -96,6 +96,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
         "columnwise_data": "columnwise_data",
     },
+    swizzled=("rowwise_scale", "columnwise_scale"),
     planes=planes,
     buffers=buffers,
 )

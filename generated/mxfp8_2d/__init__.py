@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP82DTensor, quantize
+from .tensor import MXFP82DTensor, quantize, quantize_buffers
 
 Tensor = MXFP82DTensor
 
-__all__ = ["LAYOUT", "MXFP82DTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "MXFP82DTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

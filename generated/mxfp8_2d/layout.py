@@ -88,6 +88,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
         "columnwise_data": "rowwise_data",
     },
+    swizzled=("rowwise_scale", "columnwise_scale"),
     planes=planes,
     buffers=buffers,
 )

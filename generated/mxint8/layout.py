@@ -95,6 +95,7 @@ LAYOUT = Layout(
     as_stored={
         "rowwise_data": "rowwise_data",
     },
+    swizzled=(),
     planes=planes,
     buffers=buffers,
 )

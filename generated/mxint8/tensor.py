@@ -131,12 +131,24 @@ class MXINT8Tensor(QuantizedTensor):
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
-    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    def _lay_out(
+        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
             from . import kernels
 
             return kernels.lay_out(planes, m, k, orientations)
         return lay_out(planes, m, k, orientations)
+
+    @classmethod
+    def _quantize_buffers(
+        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+    ) -> dict[str, Tensor] | None:
+        if not launch.usable(x):
+            return None
+        from . import kernels
+
+        return kernels.quantize_buffers(x, amax, orientations)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
@@ -163,3 +175,20 @@ def quantize(
     Raises ValueError for shapes whose m and k are not multiples of 32 and 32, TypeError for other dtypes.
     """
     return amaxes.quantize(MXINT8Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
+
+
+def quantize_buffers(
+    x: Tensor,
+    *,
+    orientations: Sequence[str] | None = None,
+    amax: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    swizzled: bool = False,
+) -> dict[str, Tensor]:
+    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
+
+    In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
+    """
+    return amaxes.quantize_buffers(
+        MXINT8Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
+    )

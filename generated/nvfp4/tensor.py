@@ -16,7 +16,7 @@ from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
 from .layout import LAYOUT
-from .reference import dequantize_reference, lay_out, quantize_reference
+from .reference import dequantize_reference, gemm_scale, lay_out, quantize_reference
 
 
 @register
@@ -115,12 +115,27 @@ class NVFP4Tensor(QuantizedTensor):
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
-    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    def _lay_out(
+        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
             from . import kernels
 
-            return kernels.lay_out(planes, m, k, orientations)
-        return lay_out(planes, m, k, orientations)
+            return kernels.lay_out(planes, m, k, orientations, swizzled)
+        buffers = lay_out(planes, m, k, orientations)
+        for orientation in orientations if swizzled else ():
+            buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
+        return buffers
+
+    @classmethod
+    def _quantize_buffers(
+        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+    ) -> dict[str, Tensor] | None:
+        if not launch.usable(x):
+            return None
+        from . import kernels
+
+        return kernels.quantize_buffers(x, amax, orientations, swizzled)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
@@ -147,3 +162,18 @@ def quantize(
     Raises ValueError for shapes whose m and k are not multiples of 16 and 16, TypeError for other dtypes.
     """
     return amaxes.quantize(NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
+
+
+def quantize_buffers(
+    x: Tensor,
+    *,
+    orientations: Sequence[str] | None = None,
+    amax: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    swizzled: bool = False,
+) -> dict[str, Tensor]:
+    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
+
+    In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
+    """
+    return amaxes.quantize_buffers(NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled)

@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import NVFP41DTensor, quantize
+from .tensor import NVFP41DTensor, quantize, quantize_buffers
 
 Tensor = NVFP41DTensor
 
-__all__ = ["LAYOUT", "NVFP41DTensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "NVFP41DTensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

@@ -4,8 +4,16 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import NVFP44OVER6Tensor, quantize
+from .tensor import NVFP44OVER6Tensor, quantize, quantize_buffers
 
 Tensor = NVFP44OVER6Tensor
 
-__all__ = ["LAYOUT", "NVFP44OVER6Tensor", "Tensor", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = [
+    "LAYOUT",
+    "NVFP44OVER6Tensor",
+    "Tensor",
+    "dequantize_reference",
+    "quantize",
+    "quantize_buffers",
+    "quantize_reference",
+]

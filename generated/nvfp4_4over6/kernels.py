@@ -30,7 +30,7 @@ from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, amax_at, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_nibbles import store_nibbles
 from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, tile_of, to_dtype
-from layoutc.runtime.triton_turns import move_codes, move_scales, turn_nibbles
+from layoutc.runtime.triton_turns import move_codes, move_scales, put_words, spread_scales, to_words, turn_nibbles
 
 from .layout import LAYOUT
 
@@ -48,12 +48,17 @@ TILES = {
     (2, True): (16, 64, 1, 1, None),
     (4, True): (16, 64, 1, 2, None),
 }
+# The same for writing buffers.
+BUFFER_TILES = {
+    (2, True): (64, 64, 1, 1, None),
+    (4, True): (64, 64, 1, 2, None),
+}
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
     "rowwise": (16, 256, 2),
     "columnwise": (16, 256, 2),
 }
-LAY_OUT_TILE = (256, 256, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -112,10 +117,24 @@ def block_error(blocks, scale, multiplier, tensor_amax, CONTRACTS_K: tl.constexp
 
 
 @triton.jit
+def gemm_place(free, contracted, free_count, contracted_count):
+    """Where a GEMM reads the scale of (free, contracted): (rt a b) (ct c) -> rt ct b a c."""
+    at_b = free % 32
+    at_a = free // 32 % 4
+    at_rt = free // 128
+    at_c = contracted % 4
+    at_ct = contracted // 4
+    return ((((at_rt) * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
+
+
+@triton.jit
 def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
+    to_rowwise_scale,
+    to_columnwise_data,
+    to_columnwise_scale,
     amax,
     row,
     column,
@@ -124,13 +143,15 @@ def quantize_tile(
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
+    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     tensor_amax = tl.load(amax)
     if ROWWISE:
@@ -146,6 +167,7 @@ def quantize_tile(
         if HARDWARE:
             store_nibbles(
                 rowwise_data,
+                to_columnwise_data,
                 x,
                 tile,
                 found,
@@ -168,8 +190,13 @@ def quantize_tile(
         else:
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
-            store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
+            put_words(to_words(words), rowwise_data, to_columnwise_data, row, column, m, k, 4, EVEN, HARDWARE)
+        if rowwise_scale is not None:
+            store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
+        if to_rowwise_scale is not None:
+            spread_scales(scale, to_rowwise_scale, row, column, m, k, 1, 16, 16, 16, 128, 4, False, PLACE, True)
+        if to_columnwise_scale is not None:
+            spread_scales(scale, to_columnwise_scale, row, column, m, k, 16, 1, 16, 16, 4, 128, True, PLACE, False)
 
 
 @triton.jit
@@ -177,27 +204,35 @@ def quantize_kernel(
     x,
     rowwise_data,
     rowwise_scale,
+    to_rowwise_scale,
+    to_columnwise_data,
+    to_columnwise_scale,
     amax,
     m,
     k,
+    cover_k,
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program quantizes one tile.
+    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
 
     Bytes an element: those of x in; out 0.503906 for rowwise.
     """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
     quantize_tile(
         x,
         rowwise_data,
         rowwise_scale,
+        to_rowwise_scale,
+        to_columnwise_data,
+        to_columnwise_scale,
         amax,
         row,
         column,
@@ -206,6 +241,7 @@ def quantize_kernel(
         stride_m,
         stride_k,
         ROWWISE,
+        SWIZZLED,
         TILE_M,
         TILE_K,
         PIECES,
@@ -234,6 +270,9 @@ def quantize_group_kernel(
         matrix_at(fields, DTYPE, ROWS, ALIGNED),
         plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
         plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
+        None,
+        None,
+        None,
         amax_at(amax, fields, ROWS),
         row,
         column,
@@ -242,6 +281,7 @@ def quantize_group_kernel(
         k,
         1,
         ROWWISE,
+        False,
         TILE_M,
         TILE_K,
         PIECES,
@@ -314,21 +354,17 @@ def lay_out_kernel(
     k,
     cover_m,
     cover_k,
-    rowwise_scale_m,
-    rowwise_scale_k,
-    columnwise_data_m,
-    columnwise_data_k,
-    columnwise_scale_m,
-    columnwise_scale_k,
+    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding; a buffer has {name}_m x {name}_k entries. WORDS: codes
-    can be moved in whole words of 32 bits.
+    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
     """
+    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
     row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
     if to_rowwise_scale is not None:
         move_scales(
@@ -338,40 +374,24 @@ def lay_out_kernel(
             column,
             m,
             k,
-            rowwise_scale_m,
-            rowwise_scale_k,
-            rowwise_scale_k,
-            1,
-            tl.cdiv(k, 16),
             1,
             16,
             16,
             16,
+            128,
+            4,
+            False,
+            PLACE,
+            True,
             TILE_M,
             TILE_K,
         )
     if to_columnwise_data is not None:
         if WORDS:
-            turn_nibbles(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K)
+            turn_nibbles(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
         else:
             move_codes(
-                rowwise_data,
-                to_columnwise_data,
-                row,
-                column,
-                m,
-                k,
-                columnwise_data_k,
-                columnwise_data_m,
-                4,
-                2,
-                1,
-                1,
-                True,
-                False,
-                True,
-                TILE_M,
-                TILE_K,
+                rowwise_data, to_columnwise_data, row, column, m, k, k, m, 4, 2, 1, 1, True, False, True, TILE_M, TILE_K
             )
     if to_columnwise_scale is not None:
         move_scales(
@@ -381,15 +401,15 @@ def lay_out_kernel(
             column,
             m,
             k,
-            columnwise_scale_m,
-            columnwise_scale_k,
-            1,
-            columnwise_scale_m,
-            tl.cdiv(k, 16),
             16,
             1,
             16,
             16,
+            4,
+            128,
+            True,
+            PLACE,
+            False,
             TILE_M,
             TILE_K,
         )
@@ -407,27 +427,88 @@ def quantize(
     if amax is None:
         amax = launch.matrix_amax(x, None)
     rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[x.element_size(), rowwise]
+    tile = TILES[x.element_size(), rowwise]
     if m and k:
-        args = (
-            x,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            amax,
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            rowwise,
-            tile_m,
-            tile_k,
-            pieces,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(x.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(x.device, registers))
+        _launch(x, amax, planes, {}, rowwise, tile, m, k, False)
     return planes
+
+
+def quantize_buffers(
+    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
+) -> dict[str, Tensor]:
+    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
+
+    In one launch, where whole words of codes can be transposed. amax: as for quantize.
+    swizzled: scales are flat, in the GEMM's order.
+    """
+    m, k = x.shape
+    if amax is None:
+        amax = launch.matrix_amax(x, None)
+    if m % 8 or k % 8 or not m or not k:
+        planes = quantize(x, amax, orientations)
+        planes["amax"] = amax
+        return lay_out(planes, m, k, orientations, swizzled)
+    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
+    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
+    rowwise = "rowwise" in orientations or "columnwise" in orientations
+    tile = BUFFER_TILES[x.element_size(), rowwise]
+    _launch(
+        x,
+        amax,
+        planes,
+        made,
+        rowwise,
+        tile,
+        max(launch.up(launch.cdiv(m, 16), 4) * 16, launch.up(m, 128), m),
+        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 16), 4) * 16),
+        swizzled,
+    )
+    planes["amax"] = amax
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def _launch(
+    x: Tensor,
+    amax: Tensor,
+    planes: Mapping[str, Tensor],
+    made: Mapping[str, Tensor],
+    rowwise: bool,
+    tile: tuple[int, int, int, int, int | None],
+    cover_m: int,
+    cover_k: int,
+    swizzled: bool,
+) -> None:
+    """Quantizes x into planes and buffers; the others are None."""
+    m, k = x.shape
+    tile_m, tile_k, pieces, warps, registers = tile
+    args = (
+        x,
+        planes.get("rowwise_data"),
+        planes.get("rowwise_scale"),
+        made.get("rowwise_scale"),
+        made.get("columnwise_data"),
+        made.get("columnwise_scale"),
+        amax,
+        m,
+        k,
+        cover_k,
+        x.stride(0),
+        x.stride(1),
+        rowwise,
+        swizzled,
+        tile_m,
+        tile_k,
+        pieces,
+        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
+        launch.hardware(x.device),
+    )
+    run(
+        quantize_kernel,
+        launch.programs(cover_m, cover_k, tile_m, tile_k),
+        args,
+        warps,
+        launch.registers(x.device, registers),
+    )
 
 
 def quantize_group(
@@ -490,18 +571,19 @@ def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, d
     return out
 
 
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch."""
+def lay_out(
+    planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+) -> dict[str, Tensor]:
+    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+    swizzled: scales are flat, in the GEMM's order.
+    """
     planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    sizes = {
-        "rowwise_scale": (launch.up(m, 128), launch.up(launch.cdiv(k, 16), 4)),
-        "columnwise_data": (m, k),
-        "columnwise_scale": (launch.up(launch.cdiv(m, 16), 4), launch.up(k, 128)),
-    }
+    device = next(iter(planes.values())).device
+    made = launch.buffers(LAYOUT, m, k, orientations, device)
     cover_m, cover_k = (
-        max(m, sizes["columnwise_scale"][0] * 16, sizes["rowwise_scale"][0]),
-        max(k, sizes["columnwise_scale"][1], sizes["rowwise_scale"][1] * 16),
+        max(launch.up(launch.cdiv(m, 16), 4) * 16, launch.up(m, 128), m),
+        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 16), 4) * 16),
     )
     tile_m, tile_k, warps = LAY_OUT_TILE
     if made and m and k:
@@ -515,20 +597,26 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
             k,
             cover_m,
             cover_k,
-            *sizes["rowwise_scale"],
-            *sizes["columnwise_data"],
-            *sizes["columnwise_scale"],
+            swizzled,
             tile_m,
             tile_k,
             m % 8 == 0 and k % 8 == 0,
+            launch.hardware(device),
         )
         run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def _buffers(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...], swizzled: bool
+) -> dict[str, Tensor]:
+    """All buffers of the orientations, in order, of those that are planes and those that were made."""
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"]
+        buffers["rowwise_scale"] = made["rowwise_scale"].flatten() if swizzled else made["rowwise_scale"]
     if "columnwise" in orientations:
         buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"]
+        buffers["columnwise_scale"] = made["columnwise_scale"].flatten() if swizzled else made["columnwise_scale"]
     buffers["amax"] = planes["amax"]
     return buffers

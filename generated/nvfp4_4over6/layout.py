@@ -94,6 +94,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
         "amax": "amax",
     },
+    swizzled=("rowwise_scale", "columnwise_scale"),
     planes=planes,
     buffers=buffers,
 )

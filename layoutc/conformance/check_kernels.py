@@ -14,7 +14,7 @@ from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 
 
-@check("kernels", "kernels give the bytes of the reference: quantize, dequantize, lay out")
+@check("kernels", "kernels give the bytes of the reference: quantize, to planes and to buffers, dequantize, lay out")
 def kernels(subject: Subject) -> None:
     """All orientations at once and each by itself; under the interpreter, which is slow, at the smallest shapes."""
     name = f"{subject.package.__name__}.kernels"
@@ -50,8 +50,12 @@ def _compare(subject: Subject, module: Any, x: Tensor, device: str, **details: A
         held = {name: plane.to(device) for name, plane in planes.items()}
         if not layout.history:
             laid_out = module.lay_out(held, m, k, orientations)
+            at_once = laid_out
+            if hasattr(module, "quantize_buffers"):
+                at_once = module.quantize_buffers(x.to(device), moved, orientations)
             for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
-                expect_same(subject, name, laid_out[name].cpu(), buffer, (m, k), **details)
+                for buffers in (laid_out, at_once):
+                    expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         for orientation in orientations:
             values = subject.reference.dequantize_reference(planes, m, k, orientation)
             out = module.dequantize(held, m, k, orientation, torch.float32)

@@ -67,18 +67,55 @@ def quantize(
     chosen = _chosen(layout, orientations)
     with torch.no_grad():
         matrix = x.detach().reshape(m, k)
-        current: Tensor | None = None
-        if layout.shares_amax:
-            if amax is None:
-                current = reduce_max(operators.shared_amax(cls, matrix), group, tag)
-            else:
-                current = _given(layout, amax, matrix)
+        current = _current(cls, matrix, amax, group, tag)
         if out is not None:
             _overwrite_(cls, [out], [matrix], [current], restart)
             return out
         shared, extra = _with_history(layout, current, None)
         planes = operators.quantize(cls, matrix, shared, chosen) | extra
         return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
+
+
+def quantize_buffers(
+    cls: type[QuantizedTensor],
+    x: Tensor,
+    *,
+    orientations: Sequence[str] | None = None,
+    amax: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    swizzled: bool = False,
+) -> dict[str, Tensor]:
+    """High precision to what a GEMM reads; the body of every generated `quantize_buffers`. Arguments as for `quantize`.
+
+    A recipe with a history takes the amax at hand, as for a weight that has none yet.
+    """
+    layout = cls.LAYOUT
+    _check_in(layout, x, amax)
+    layout.check_swizzled(swizzled)
+    m, k = layout.check_shape(tuple(x.shape))
+    chosen = _chosen(layout, orientations)
+    with torch.no_grad():
+        matrix = x.detach().reshape(m, k)
+        current = _current(cls, matrix, amax, group, None)
+        shared, extra = _with_history(layout, current, None)
+        made: dict[str, Tensor] | None = None
+        if not operators.traced(x):
+            made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
+        if made is None:
+            planes = operators.quantize(cls, matrix, shared, chosen) | extra
+            return operators.lay_out(cls, planes, m, k, chosen, swizzled)
+    return made | extra
+
+
+def _current(
+    cls: type[QuantizedTensor], matrix: Tensor, amax: Tensor | None, group: dist.ProcessGroup | None, tag: int | None
+) -> Tensor | None:
+    """The amax that shards share, given or found; None for recipes that share none."""
+    if not cls.LAYOUT.shares_amax:
+        return None
+    if amax is None:
+        return reduce_max(operators.shared_amax(cls, matrix), group, tag)
+    return _given(cls.LAYOUT, amax, matrix)
 
 
 def requantize_many_(weights: Sequence[tuple[QuantizedTensor, Tensor]], amaxes: Sequence[Tensor | None]) -> None:

@@ -104,6 +104,7 @@ class Layout:
     history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
     pick: str  # which of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that it is, unchanged but for being flat where it has one dim
+    swizzled: tuple[str, ...]  # buffers that a GEMM wants in another order
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 
@@ -131,10 +132,19 @@ class Layout:
         """The shape of what shards share, where they share an amax."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
 
-    def laid_out(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
-        """The buffers of orientations that are no planes, in order: name -> shape and dtype."""
-        made = ((name, facts) for name, facts in self.buffers(m, k).items() if name not in self.as_stored)
-        return {name: facts for name, facts in made if name.split("_")[0] in orientations}
+    def laid_out(self, m: int, k: int, orientations: Collection[str], swizzled: bool = False) -> dict[str, Facts]:
+        """The buffers of orientations that are no planes, in order: name -> shape and dtype. Swizzled ones are flat."""
+        made = {}
+        for name, facts in self.buffers(m, k).items():
+            flat = swizzled and name in self.swizzled
+            if name.split("_")[0] in orientations and (flat or name not in self.as_stored):
+                made[name] = Facts((prod(facts.shape),), facts.dtype) if flat else facts
+        return made
+
+    def check_swizzled(self, swizzled: bool) -> None:
+        """Raises ValueError where scales are asked for in a GEMM's order and the recipe states none."""
+        if swizzled and not self.swizzled:
+            raise ValueError(f"{self.name}: swizzled=True, but the spec has no gemm: {{scale: {{swizzle: ...}}}}")
 
     def matrix_of(self, planes: Mapping[str, torch.Tensor], known: tuple[int, int]) -> tuple[int, int]:
         """`known`; where that is symbolic and the planes are not, what the first plane of codes says."""

@@ -115,6 +115,20 @@ def buffers(layout: Layout, m: int, k: int, orientations: tuple[str, ...], devic
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
 
+def kept_planes(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
+) -> dict[str, Tensor]:
+    """New planes to write into, of those that are buffers of the orientations as they are."""
+    facts = _kept_facts(layout, m, k, orientations)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+
+
+@lru_cache(maxsize=4096)
+def _kept_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
+    return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}
+
+
 @lru_cache(maxsize=4096)
 def _buffer_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
     return layout.laid_out(m, k, orientations)

@@ -80,17 +80,24 @@ def dequantize(
 
 
 def lay_out(
-    cls: type[QuantizedTensor], planes: Mapping[str, Tensor], m: int, k: int, orientations: Sequence[str]
+    cls: type[QuantizedTensor],
+    planes: Mapping[str, Tensor],
+    m: int,
+    k: int,
+    orientations: Sequence[str],
+    swizzled: bool = False,
 ) -> dict[str, Tensor]:
     """Planes -> buffers of orientations; those that are planes are the tensors given, or flat views of them."""
+    cls.LAYOUT.check_swizzled(swizzled)
     if not traced(next(iter(planes.values()))):
-        return cls._lay_out(planes, m, k, tuple(orientations))
-    names = cls.LAYOUT.laid_out(m, k, orientations)
+        return cls._lay_out(planes, m, k, tuple(orientations), swizzled)
+    names = cls.LAYOUT.laid_out(m, k, orientations, swizzled)
     needed = _needed(cls.LAYOUT, orientations)
     made: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     if names:
-        made = dict(zip(names, _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations)), strict=True))
+        found = _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations), swizzled)
+        made = dict(zip(names, found, strict=True))
     for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
         if name == "amax" or name.split("_")[0] in orientations:
             stored = None if name in made else planes[cls.LAYOUT.as_stored[name]]
@@ -121,11 +128,13 @@ def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientati
     return _own(cls._matrix_values(named, m, k, orientation, dtype), *planes)
 
 
-def _run_lay_out(planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str]) -> list[Tensor]:
+def _run_lay_out(
+    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
+) -> list[Tensor]:
     cls = _recipe(recipe)
     named = dict(zip(_needed(cls.LAYOUT, orientations), planes, strict=True))
-    buffers = cls._lay_out(named, m, k, tuple(orientations))
-    return [_own(buffer, *planes) for name, buffer in buffers.items() if name not in cls.LAYOUT.as_stored]
+    buffers = cls._lay_out(named, m, k, tuple(orientations), swizzled)
+    return [_own(buffers[name], *planes) for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)]
 
 
 def _own(made: Tensor, *given: Tensor | None) -> Tensor:
@@ -153,8 +162,11 @@ def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientat
     return planes[0].new_empty((m, k), dtype=dtype)
 
 
-def _fake_lay_out(planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str]) -> list[Tensor]:
-    return [_like(facts, planes[0]) for facts in _recipe(recipe).LAYOUT.laid_out(m, k, orientations).values()]
+def _fake_lay_out(
+    planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
+) -> list[Tensor]:
+    facts = _recipe(recipe).LAYOUT.laid_out(m, k, orientations, swizzled)
+    return [_like(fact, planes[0]) for fact in facts.values()]
 
 
 _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -164,7 +176,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _run_dequantize,
         _fake_dequantize,
     ),
-    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations) -> Tensor[]": (
+    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled) -> Tensor[]": (
         _run_lay_out,
         _fake_lay_out,
     ),

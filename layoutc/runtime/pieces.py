@@ -57,3 +57,9 @@ class CutPlanes(MutableMapping[str, Tensor]):
     def values(self) -> ValuesView[Tensor]:
         """All planes, cut once."""
         return self._now().values()
+
+
+def own(plane: Tensor) -> Tensor:
+    """The plane, or a copy of it where its storage holds more than its own bytes."""
+    whole = plane.is_meta or plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
+    return plane if whole else plane.clone()

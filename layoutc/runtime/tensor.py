@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout, contiguous_strides
-from layoutc.runtime.pieces import CutPlanes
+from layoutc.runtime.pieces import CutPlanes, own
 
 Handler = Callable[..., Any]
 Tensors = Sequence[Tensor]
@@ -142,12 +142,13 @@ class QuantizedTensor(torch.Tensor):
         """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
         return {name: self._planes[name] for name in self.LAYOUT.stored if name in self._planes}
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self, *, swizzled: bool = False) -> dict[str, Tensor]:
         """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
 
-        A buffer that equals a stored plane is that plane; the others are laid out anew on each call, and not kept.
+        A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
+        are flat, in the order that the spec's gemm states; ValueError where it states none.
         """
-        return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations)
+        return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the outer shape, from rowwise where it can be had, else columnwise.
@@ -206,9 +207,16 @@ class QuantizedTensor(torch.Tensor):
         raise NotImplementedError
 
     @staticmethod
-    def _lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
+    def _lay_out(
+        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
         """The buffers of orientations, from planes; what equals a plane is that plane."""
         raise NotImplementedError
+
+    @classmethod
+    def _quantize_buffers(cls, x: Tensor, amax: Any, orientations: tuple[str, ...], swizzled: bool) -> Any:
+        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
+        return None
 
     @classmethod
     def _quantize_matrix(
@@ -287,15 +295,9 @@ class QuantizedTensor(torch.Tensor):
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Names of the planes, and what is not a tensor."""
-        names = list(self._planes)
-        return [f"plane_{name}" for name in names], (
-            tuple(names),
-            self._matrix,
-            self._orientations,
-            self._transposed,
-            self.dtype,
-            self.LAYOUT.layout_id,
-        )
+        names = tuple(self._planes)
+        context = (names, self._matrix, self._orientations, self._transposed, self.dtype, self.LAYOUT.layout_id)
+        return [f"plane_{name}" for name in names], context
 
     @classmethod
     def __tensor_unflatten__(
@@ -317,10 +319,10 @@ class QuantizedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Planes, compacted: a view of a larger storage is saved as its own bytes alone."""
-        planes = {name: _own(plane) for name, plane in self._planes.items()}
+        planes = {name: own(plane) for name, plane in self._planes.items()}
         state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
-        is_parameter = isinstance(self, nn.Parameter)
-        return rebuild, (type(self), *state, self.requires_grad, is_parameter, self.LAYOUT.layout_id)
+        of_parameter = self.requires_grad, isinstance(self, nn.Parameter)
+        return rebuild, (type(self), *state, *of_parameter, self.LAYOUT.layout_id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
@@ -392,9 +394,3 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     torch.serialization.add_safe_globals([cls, rebuild])
     cls.KEY = operators.register(cls)
     return cls
-
-
-def _own(plane: Tensor) -> Tensor:
-    """The plane, or a copy of it where its storage holds more than its own bytes."""
-    whole = plane.is_meta or plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
-    return plane if whole else plane.clone()

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from layoutc.runtime.triton_blocks import from_blocks, least_of_pairs, to_blocks, to_float, to_pairs
 from layoutc.runtime.triton_codes import bits_of, float_of
-from layoutc.runtime.triton_tiles import load, store
+from layoutc.runtime.triton_tiles import load
+from layoutc.runtime.triton_turns import put_words
 
 
 @triton.jit
@@ -24,7 +25,8 @@ def _permute_bytes(a, b, CODE: tl.constexpr):
 
 @triton.jit
 def store_nibbles(
-    pointer,
+    plane,
+    turned_out,
     x,
     tile,
     amax,
@@ -44,25 +46,24 @@ def store_nibbles(
     BOUNDED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Writes a tile of x, as it was loaded, times the multipliers of its blocks, in words as to_nibbles packs them.
+    """Writes a tile of x, as it was loaded, times the multipliers of its blocks, as put_words does.
 
     amax: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most, so that no magnitude need be cut off. bf16
     takes the shorter way; a program that finds its tile to hold more than ordinary blocks reads it again and mends it.
     """
-    words_at = pointer.to(tl.pointer_type(tl.int32))
     if tl.bfloat16 == tile.dtype:
         factor = multiplier * (2.0 ** (BIAS - 7))
         words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST, BOUNDED)
-        store(words_at, words, row, column // 8, m, k // 8, EVEN)
+        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
         ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
             tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
             words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
             tl.debug_barrier()  # other threads may have written these words
-            store(words_at, words, row, column // 8, m, k // 8, EVEN)
+            put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
     else:
         words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
-        store(words_at, words, row, column // 8, m, k // 8, EVEN)
+        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
 
 
 @triton.jit

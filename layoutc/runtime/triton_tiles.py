@@ -14,6 +14,12 @@ from layoutc.runtime.triton_codes import bits_of, float_of, isnan
 
 # --------------------------------------------------------------------------------------------------------------- memory
 @triton.jit
+def round_up(a, multiple: tl.constexpr):
+    """`a` rounded up to a multiple."""
+    return tl.cdiv(a, multiple) * multiple
+
+
+@triton.jit
 def tile_of(m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """(first row, first column) of this program's tile, int64; tiles follow one another along the columns."""
     return tile_at(tl.program_id(0), k, TILE_M, TILE_K)

@@ -108,11 +108,18 @@ def check() -> int:
                         if not layout.history:
                             moved = {n: p.cuda() for n, p in planes.items()}
                             laid = reference.lay_out(planes, m, k, orientations)
-                            found = kernels.lay_out(moved, m, k, orientations)
-                            for buffer, entries in laid.items():
-                                if not same(entries, found[buffer].cpu()):
-                                    bad += 1
-                                    print("DIFFERS lay_out", name, shape, kind, orientations, buffer)
+                            for swizzled in (False, True) if layout.swizzled else (False,):
+                                flags = (swizzled,) if layout.swizzled else ()
+                                made = {"lay_out": kernels.lay_out(moved, m, k, orientations, *flags)}
+                                if hasattr(kernels, "quantize_buffers"):
+                                    made["buffers"] = kernels.quantize_buffers(card, shared, orientations, *flags)
+                                for o in orientations if swizzled else ():
+                                    laid[f"{o}_scale"] = reference.gemm_scale(laid, o)
+                                for which, found in made.items():
+                                    for buffer, entries in laid.items():
+                                        if not same(entries, found[buffer].cpu()):
+                                            bad += 1
+                                            print("DIFFERS", which, name, shape, kind, orientations, buffer)
                         for orientation in orientations:
                             values = reference.dequantize_reference(planes, m, k, orientation)
                             for to in DTYPES:

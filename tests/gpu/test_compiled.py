@@ -95,7 +95,7 @@ def test_operators_run_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     compare((q, found), (expected, values))
     key, layout = recipe.Tensor.KEY, recipe.LAYOUT
     held = list(expected.planes().values())
-    made = torch.ops.layoutc.lay_out(held, *x.shape, key, list(layout.orientations))
+    made = torch.ops.layoutc.lay_out(held, *x.shape, key, list(layout.orientations), False)
     names = [buffer for buffer in buffers if buffer not in layout.as_stored]
     assert all(same(one, buffers[buffer]) for one, buffer in zip(made, names, strict=True))
 

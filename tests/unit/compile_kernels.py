@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
         if hasattr(kernels, "quantize_group_kernel"):
             yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
+        if hasattr(kernels, "BUFFER_TILES"):
+            tile = kernels.BUFFER_TILES[size, *flags]
+            yield f"quantize_buffers {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):
         yield (
             "lay_out",
@@ -52,6 +55,13 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, (*tile[:2], 1, tile[2], None), "bf16"
 
 
+def absent(name: str, layout: Any) -> set[str]:
+    """Parameters that are None: buffers where planes are written, and planes that are no buffers where those are."""
+    if name.startswith("quantize_buffers"):
+        return {plane for plane in layout.stored if plane not in layout.as_stored.values() and plane != "amax"}
+    return {f"to_{buffer}" for buffer in layout.buffers(1024, 1024)} if name.startswith("quantize") else set()
+
+
 def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
     """(name, constants, tile, dtype) of the amaxes of a group."""
     for dtype in ("bf16", "fp32"):
@@ -62,12 +72,22 @@ def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
 
 
 def compiled(
-    kernel: Any, layout: Any, flags: list[bool], tile: Tile, dtype: str, capability: int, **constants_: Any
+    kernel: Any,
+    layout: Any,
+    flags: list[bool],
+    tile: Tile,
+    dtype: str,
+    capability: int,
+    none: Collection[str] = (),
+    **constants_: Any,
 ) -> Any:
-    """The kernel as it is launched for a large contiguous weight of whole tiles, or for many of them."""
+    """The kernel as it is launched for a large contiguous weight of whole tiles, or for many of them.
+
+    none: parameters that are None.
+    """
     facts = layout.planes(1024, 1024) if layout else {}
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
-    fixed["PIECES"] = tile[2]
+    fixed |= {"PIECES": tile[2], "SWIZZLED": True}
     fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": groups.ROWS[-1], "ALIGNED": True}
     fixed |= constants_
     signature: dict[str, str] = {}
@@ -84,6 +104,10 @@ def compiled(
             continue
         laid_out = layout.buffers(1024, 1024) if layout else {}
         stored = {**facts, **{f"to_{buffer}": fact for buffer, fact in laid_out.items()}}
+        if name in none:
+            signature[name] = "constexpr"
+            constants[(index,)] = None
+            continue
         is_code = name in stored and stored[name].dtype == torch.uint8
         pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32" if layout else "*i32"
         pointer = "*i64" if name == "table" else pointer
@@ -130,7 +154,7 @@ def main() -> None:
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
         for name, kernel, flags, tile, dtype in variants(kernels, layout):
-            found = figures(compiled(kernel, layout, flags, tile, dtype, capability), tile)
+            found = figures(compiled(kernel, layout, flags, tile, dtype, capability, absent(name, layout)), tile)
             print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
 
 

@@ -65,9 +65,19 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     planes = expected if amax is None else {**expected, "amax": amax}
     if not layout.history:
         laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
-        assert list(laid_out) == list(moved)
+        buffers = recipe(name).quantize_buffers(x, amax=amax, orientations=orientations)
+        fused = hasattr(kernels(name), "quantize_buffers")
+        at_once = kernels(name).quantize_buffers(x, amax, orientations) if fused else buffers
+        assert list(laid_out) == list(moved) == list(buffers) == list(at_once)
         for buffer, entries in laid_out.items():
-            assert torch.equal(bits(entries), bits(moved[buffer])), buffer
+            for found in (moved, buffers, at_once):
+                assert torch.equal(bits(entries), bits(found[buffer])), buffer
+        for orientation in orientations if layout.swizzled else ():
+            expected_scale = reference(name).gemm_scale(laid_out, orientation)
+            moved = kernels(name).lay_out(planes, m, k, orientations, True)
+            at_once = kernels(name).quantize_buffers(x, amax, orientations, True) if fused else moved
+            for found in (moved, at_once):
+                assert torch.equal(expected_scale, found[f"{orientation}_scale"])
     for orientation in orientations:
         values_ = reference(name).dequantize_reference(planes, m, k, orientation)
         for dtype in (torch.float32, torch.bfloat16):

@@ -132,7 +132,8 @@ def test_operators_keep_their_contracts(name: str) -> None:
     check = torch.library.opcheck
     check(OPERATORS.quantize.default, (x, amax, cls.KEY, every))
     check(OPERATORS.quantize.default, (x.t().contiguous().t(), amax, cls.KEY, every[:1]))
-    check(OPERATORS.lay_out.default, (named, m, k, cls.KEY, every))
+    for swizzled in (False, True) if cls.LAYOUT.swizzled else (False,):
+        check(OPERATORS.lay_out.default, (named, m, k, cls.KEY, every, swizzled))
     if layout.shares_amax:
         check(OPERATORS.shared_amax.default, (x, cls.KEY))
     for orientation in every:
@@ -251,3 +252,18 @@ def test_two_builds_of_a_recipe_answer_for_themselves(tmp_path: Path, monkeypatc
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(LayoutError, match="no recipe nowhere 123 in this process: import its package"):
         OPERATORS.quantize(torch.zeros(32, 32), None, "nowhere 123", ["rowwise"])
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"])
+def test_buffers_are_compiled_in_one_graph(name: str) -> None:
+    """quantize_buffers is a function, whose dict dynamo lets out, while it breaks its graph at Tensor.buffers."""
+    swizzled = bool(recipe(name).LAYOUT.swizzled)
+    quantize_buffers = recipe(name).quantize_buffers
+
+    def function(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantize_buffers(x * 2, swizzled=swizzled)  # type: ignore[no-any-return]
+
+    x = weight(name, 4, 4)
+    made, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x)
+    assert list(made) == list(expected)
+    assert all(same(made[buffer], expected[buffer]) for buffer in expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,30 @@ def test_quantize_stores_what_the_reference_gives(recipe: str, dtype: torch.dtyp
     values = module(recipe).dequantize_reference(q.planes(), 512, 256)
     assert same_bits(q.dequantize(torch.float32).view(512, 256), values)
     assert same_bits(q.dequantize().view(512, 256), values.to(dtype))
+
+
+@each_recipe
+@pytest.mark.parametrize("orientations", [None, ("rowwise",), ("columnwise",)])
+def test_quantize_buffers_gives_the_buffers_of_a_quantized_tensor(recipe: str, orientations: Any) -> None:
+    """Flat scales too, where the spec says how a GEMM reads them; where it does not, they are refused."""
+    x = weight(4, 128, 256, dtype=torch.bfloat16)
+    package = module(recipe)
+    q = package.quantize(x, orientations=orientations)
+    for swizzled in (False, True):
+        if swizzled and not package.LAYOUT.swizzled:
+            for call in (lambda: q.buffers(swizzled=True), lambda: package.quantize_buffers(x, swizzled=True)):
+                with pytest.raises(ValueError, match=f"{recipe}: swizzled=True, but the spec has no gemm"):
+                    call()
+            continue
+        expected = q.buffers(swizzled=swizzled)
+        made = package.quantize_buffers(x, orientations=orientations, swizzled=swizzled)
+        assert list(made) == list(expected)
+        assert all(same_bits(made[name], buffer) for name, buffer in expected.items())
+        for name in set(package.LAYOUT.swizzled) & set(expected) if swizzled else ():
+            plain = q.buffers()
+            gemm_scale = importlib.import_module(f"layoutc.recipes.{recipe}.reference").gemm_scale
+            assert same_bits(made[name], gemm_scale(plain, name.split("_")[0]))
+            assert made[name].shape == (plain[name].numel(),)
 
 
 @each_recipe
