@@ -34,7 +34,7 @@ _IMPORTABLE = {
         "to_blocks",
         "to_float",
     ),
-    "nibbles": ("store_nibbles", "to_nibbles"),
+    "nibbles": ("from_nibbles", "store_nibbles", "to_nibbles"),
     "codes": (
         "F32_MAX",
         "cast_from_codes",

@@ -166,14 +166,14 @@ def tile(sources: Iterable[Source], itemsize: int) -> Tile:
         return block_m, max(block_k, 4096 // block_m), 1, 1, None
     if bits == 4:
         return block_m, max(block_k, 8192 // block_m), 2, 4, None
-    return block_m, max(block_k, 8192 // block_m), 1, 2, None
+    return block_m, max(block_k, (4096 if bits == 6 else 8192) // block_m), 1, 2, None
 
 
 def reading_tile(source: Source) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program that dequantizes; found in the same way."""
     block_m, block_k = source.quantization.block.m or 1, source.quantization.block.k or 1
     if block_m == 1:
-        rows, columns, warps = (2, 1024, 1) if source.data.bits <= 4 else (4, 1024, 4)
+        rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
         return (rows, columns, warps) if block_k <= columns else (1, block_k, max(4, block_k // 2048))
     if block_m >= 64 or block_k >= 64:
         columns = max(block_k, 64)
@@ -188,7 +188,8 @@ def buffer_tile(sources: Iterable[Source], itemsize: int, layout: Layout) -> Til
     rows, columns, pieces, warps, registers = tile(sources, itemsize)
     width = max([widest(layout), *(source.quantization.block.k or 1 for source in sources)])
     if not turns(layout):
-        return max(rows, widest(layout)), max(columns, width), pieces, warps, registers
+        tall = max(rows, widest(layout))
+        return tall, max(rows * columns // tall, width), pieces, warps, registers
     if min(source.data.bits for source in sources) == 4:
         least, most, warps = (64, 64, itemsize // 2) if len(sources) == 1 else (32, 128, 2)
         return max(least, widest(layout)), max(most, width), 1, warps, None
@@ -308,14 +309,14 @@ def _places(axis: str, first: str, size: int | None) -> View:
 def _nibbles(quantization: Quantization, layout: Layout) -> View | None:
     """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits.
 
-    `form`: of the format; `block`: of the block, where a program finds its amax.
+    `form`: of the format; `found`: and of the block, where a program finds its amax; `decode`: back.
     """
     fmt, block = quantization.element, quantization.block
     if fmt.bits != 4 or fmt.integer or not _is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
     form = f"{fmt.mantissa}, {fmt.bias}, {fmt.max!r}, {quantization.low_first}"
     found = f"{block.m}, {block.k}, {form}, {_is_bounded(quantization)}" if block.m and block.k else None
-    return {"form": form, "found": found}
+    return {"form": form, "found": found, "decode": f"{fmt.mantissa}, {fmt.bias}, {quantization.low_first}"}
 
 
 def _is_bounded(quantization: Quantization) -> bool:

@@ -28,11 +28,14 @@ def moves_view(layout: Layout) -> View:
 
 
 def is_fused(layout: Layout) -> bool:
-    """True where quantizing can write the buffers of a GEMM at once: codes transposed in words, scales of blocks."""
+    """True where quantizing can write the buffers of a GEMM at once: codes transposed in words, scales of blocks.
+
+    Not where a block tries several scales: what that takes in registers leaves none to transpose with.
+    """
     moved = _moved(layout)
     fits = all(_in_words(b) if b.kind == "data" else b.plane.per_m and b.plane.per_k for b in moved)
     turned = [buffer.plane.name for buffer in moved if buffer.kind == "data"]
-    plain = all(source.zero is None for source in layout.sources)
+    plain = all(s.zero is None and not s.quantization.definition.candidates for s in layout.sources)
     whole = all((s.quantization.block.m is None) == (s.quantization.block.k is None) for s in layout.sources)
     return bool(moved) and fits and plain and whole and len(set(turned)) == len(turned)
 
@@ -73,7 +76,7 @@ def _tile(moved: list[Buffer]) -> tuple[int, int, int]:
     if all(buffer.kind != "data" for buffer in moved):
         return max(128, widest_move), 512, 4
     bits = min((buffer.plane.bits for buffer in moved if buffer.kind == "data"), default=8)
-    rows, columns = (128, 256) if bits == 4 else (256, 128)
+    rows, columns = {4: (128, 256), 8: (256, 128)}.get(bits, (128, 128))
     return max(rows, widest_move), max(columns, widest_move), 8
 
 

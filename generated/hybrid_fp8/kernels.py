@@ -63,7 +63,7 @@ BUFFER_TILES = {
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4),
+    "rowwise": (4, 512, 2),
     "columnwise": (128, 128, 4),
 }
 LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps

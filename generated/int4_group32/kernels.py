@@ -50,7 +50,7 @@ TILES = {
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (2, 1024, 1),
+    "rowwise": (4, 1024, 2),
     "columnwise": (32, 128, 2),
 }
 LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
@@ -289,8 +289,7 @@ def dequantize_kernel(
             True,
             False,
         )
-        codes = unpack(words, 4, 2, True)
-        element = decode(codes, HARDWARE)
+        element = decode(unpack(words, 4, 2, True), HARDWARE)
         scale = load(
             rowwise_scale,
             row,
@@ -334,8 +333,7 @@ def dequantize_kernel(
             True,
             False,
         )
-        codes = unpack(words, 4, 2, True)
-        element = decode(codes, HARDWARE)
+        element = decode(unpack(words, 4, 2, True), HARDWARE)
         scale = load(
             columnwise_scale,
             row // 32,

@@ -40,17 +40,17 @@ INVERSE_ELEMENT_MAX = tl.constexpr(0.0357142873108387)  # fp32(1 / 28)
 TILES = {
     (2, True, True): (32, 64, 1, 2, None),
     (2, True, False): (4, 1024, 1, 4, None),
-    (2, False, True): (32, 256, 1, 2, None),
+    (2, False, True): (32, 128, 1, 2, None),
     (4, True, True): (32, 64, 1, 2, None),
     (4, True, False): (4, 1024, 1, 4, None),
     (4, False, True): (32, 128, 1, 2, None),
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4),
+    "rowwise": (4, 512, 2),
     "columnwise": (32, 128, 2),
 }
-LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
+LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 
 
 @triton.jit
@@ -286,8 +286,7 @@ def dequantize_kernel(
             True,
             False,
         )
-        codes = unpack(words, 6, 4, True)
-        element = decode(codes, HARDWARE)
+        element = decode(unpack(words, 6, 4, True), HARDWARE)
         scale = load(
             rowwise_scale,
             row,
@@ -319,8 +318,7 @@ def dequantize_kernel(
             True,
             False,
         )
-        codes = unpack(words, 6, 4, True)
-        element = decode(codes, HARDWARE)
+        element = decode(unpack(words, 6, 4, True), HARDWARE)
         scale = load(
             columnwise_scale,
             row // 32,

@@ -48,15 +48,15 @@ TILES = {
 # The same for writing buffers.
 BUFFER_TILES = {
     (2, True, True): (32, 256, 2, 2, None),
-    (2, True, False): (32, 1024, 1, 4, None),
+    (2, True, False): (32, 128, 1, 4, None),
     (2, False, True): (32, 256, 1, 2, None),
     (4, True, True): (32, 128, 1, 1, None),
-    (4, True, False): (32, 1024, 1, 4, None),
+    (4, True, False): (32, 128, 1, 4, None),
     (4, False, True): (32, 128, 1, 2, None),
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 4),
+    "rowwise": (4, 512, 2),
     "columnwise": (32, 128, 2),
 }
 LAY_OUT_TILE = (128, 512, 4)  # rows, columns and warps

@@ -28,8 +28,8 @@ from layoutc.runtime.triton_codes import (
 )
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, amax_at, matrix_at, member_of, plane_at
-from layoutc.runtime.triton_nibbles import store_nibbles
-from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, tile_of, to_dtype
+from layoutc.runtime.triton_nibbles import from_nibbles, store_nibbles
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales, put_words, spread_scales, to_words, turn_nibbles
 
 from .layout import LAYOUT
@@ -63,7 +63,7 @@ BUFFER_TILES = {
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
-    "rowwise": (2, 1024, 1),
+    "rowwise": (4, 1024, 2),
     "columnwise": (16, 256, 2),
 }
 LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
@@ -356,21 +356,13 @@ def dequantize_kernel(
     row, column = tile_of(m, k, TILE_M, TILE_K)
     tensor_amax = tl.load(amax)
     if ROWWISE:
-        words = load_words(
-            rowwise_data,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            TILE_M,
-            TILE_K // 2,
-            1,
-            1,
-            True,
-            False,
-        )
-        codes = unpack(words, 4, 2, True)
-        element = decode(codes, HARDWARE)
+        if HARDWARE:
+            words_at = rowwise_data.to(tl.pointer_type(tl.int32))
+            words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
+            element = from_nibbles(words, 1, 1, True)
+        else:
+            words = load(rowwise_data, row, column // 2, m, k // 2, k // 2, 1, TILE_M, TILE_K // 2, EVEN)
+            element = decode(unpack(words.to(tl.int32), 4, 2, True), HARDWARE)
         scale = load(
             rowwise_scale,
             row,
@@ -389,21 +381,13 @@ def dequantize_kernel(
         values = from_blocks(blocks * factor[:, None, :, None])
         store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
     if COLUMNWISE:
-        words = load_words(
-            columnwise_data,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            TILE_M,
-            TILE_K // 2,
-            1,
-            1,
-            True,
-            False,
-        )
-        codes = unpack(words, 4, 2, True)
-        element = decode(codes, HARDWARE)
+        if HARDWARE:
+            words_at = columnwise_data.to(tl.pointer_type(tl.int32))
+            words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
+            element = from_nibbles(words, 1, 1, True)
+        else:
+            words = load(columnwise_data, row, column // 2, m, k // 2, k // 2, 1, TILE_M, TILE_K // 2, EVEN)
+            element = decode(unpack(words.to(tl.int32), 4, 2, True), HARDWARE)
         scale = load(
             columnwise_scale,
             row // 16,

@@ -28,9 +28,9 @@ from layoutc.runtime.triton_codes import (
 )
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, amax_at, matrix_at, member_of, plane_at
-from layoutc.runtime.triton_nibbles import store_nibbles
-from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, tile_of, to_dtype
-from layoutc.runtime.triton_turns import move_codes, move_scales, put_words, spread_scales, to_words, turn_nibbles
+from layoutc.runtime.triton_nibbles import from_nibbles, store_nibbles
+from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
+from layoutc.runtime.triton_turns import move_codes, move_scales, turn_nibbles
 
 from .layout import LAYOUT
 
@@ -47,11 +47,6 @@ INVERSE_BOUNDED_RANGE = tl.constexpr(0.0006510416860692203)  # fp32(1 / (6 * 256
 TILES = {
     (2, True): (16, 64, 1, 1, None),
     (4, True): (16, 64, 1, 2, None),
-}
-# The same for writing buffers.
-BUFFER_TILES = {
-    (2, True): (64, 64, 1, 1, None),
-    (4, True): (64, 64, 1, 2, None),
 }
 # Rows, columns and warps of a program that reads a source.
 DEQUANTIZE_TILES = {
@@ -132,9 +127,6 @@ def quantize_tile(
     x,
     rowwise_data,
     rowwise_scale,
-    to_rowwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
     amax,
     row,
     column,
@@ -143,15 +135,13 @@ def quantize_tile(
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
-    PLACE: tl.constexpr = gemm_place if SWIZZLED else None
+    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
     tensor_amax = tl.load(amax)
     if ROWWISE:
@@ -167,7 +157,7 @@ def quantize_tile(
         if HARDWARE:
             store_nibbles(
                 rowwise_data,
-                to_columnwise_data,
+                None,
                 x,
                 tile,
                 found,
@@ -190,13 +180,8 @@ def quantize_tile(
         else:
             codes = encode(scaled, HARDWARE)
             words = pack(codes, 4, 2, True)
-            put_words(to_words(words), rowwise_data, to_columnwise_data, row, column, m, k, 4, EVEN, HARDWARE)
-        if rowwise_scale is not None:
-            store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
-        if to_rowwise_scale is not None:
-            spread_scales(scale, to_rowwise_scale, row, column, m, k, 1, 16, 16, 16, 128, 4, False, PLACE, True)
-        if to_columnwise_scale is not None:
-            spread_scales(scale, to_columnwise_scale, row, column, m, k, 16, 1, 16, 16, 4, 128, True, PLACE, False)
+            store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
+        store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
 
 
 @triton.jit
@@ -204,35 +189,27 @@ def quantize_kernel(
     x,
     rowwise_data,
     rowwise_scale,
-    to_rowwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
     amax,
     m,
     k,
-    cover_k,
     stride_m,
     stride_k,
     ROWWISE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
+    """One program quantizes one tile.
 
     Bytes an element: those of x in; out 0.503906 for rowwise.
     """
-    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
+    row, column = tile_of(m, k, TILE_M, TILE_K)
     quantize_tile(
         x,
         rowwise_data,
         rowwise_scale,
-        to_rowwise_scale,
-        to_columnwise_data,
-        to_columnwise_scale,
         amax,
         row,
         column,
@@ -241,7 +218,6 @@ def quantize_kernel(
         stride_m,
         stride_k,
         ROWWISE,
-        SWIZZLED,
         TILE_M,
         TILE_K,
         PIECES,
@@ -270,9 +246,6 @@ def quantize_group_kernel(
         matrix_at(fields, DTYPE, ROWS, ALIGNED),
         plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
         plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
-        None,
-        None,
-        None,
         amax_at(amax, fields, ROWS),
         row,
         column,
@@ -281,7 +254,6 @@ def quantize_group_kernel(
         k,
         1,
         ROWWISE,
-        False,
         TILE_M,
         TILE_K,
         PIECES,
@@ -309,21 +281,13 @@ def dequantize_kernel(
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
     tensor_amax = tl.load(amax)
-    words = load_words(
-        rowwise_data,
-        row,
-        column // 2,
-        m,
-        k // 2,
-        TILE_M,
-        TILE_K // 2,
-        1,
-        1,
-        True,
-        False,
-    )
-    codes = unpack(words, 4, 2, True)
-    element = decode(codes, HARDWARE)
+    if HARDWARE:
+        words_at = rowwise_data.to(tl.pointer_type(tl.int32))
+        words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
+        element = from_nibbles(words, 1, 1, True)
+    else:
+        words = load(rowwise_data, row, column // 2, m, k // 2, k // 2, 1, TILE_M, TILE_K // 2, EVEN)
+        element = decode(unpack(words.to(tl.int32), 4, 2, True), HARDWARE)
     scale = load(
         rowwise_scale,
         row // 16,
@@ -429,77 +393,35 @@ def quantize(
     rowwise = "rowwise" in orientations or "columnwise" in orientations
     tile = TILES[x.element_size(), rowwise]
     if m and k:
-        _launch(x, amax, planes, {}, rowwise, tile, m, k, False)
+        _launch(x, amax, planes, rowwise, tile)
     return planes
-
-
-def quantize_buffers(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
-
-    In one launch, where whole words of codes can be transposed. amax: as for quantize.
-    swizzled: scales are flat, in the GEMM's order.
-    """
-    m, k = x.shape
-    if amax is None:
-        amax = launch.matrix_amax(x, None)
-    if m % 8 or k % 8 or not m or not k:
-        planes = quantize(x, amax, orientations)
-        planes["amax"] = amax
-        return lay_out(planes, m, k, orientations, swizzled)
-    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
-    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile = BUFFER_TILES[x.element_size(), rowwise]
-    _launch(
-        x,
-        amax,
-        planes,
-        made,
-        rowwise,
-        tile,
-        max(launch.up(launch.cdiv(m, 16), 4) * 16, launch.up(m, 128), m),
-        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 16), 4) * 16),
-        swizzled,
-    )
-    planes["amax"] = amax
-    return _buffers(planes, made, orientations, swizzled)
 
 
 def _launch(
     x: Tensor,
     amax: Tensor,
     planes: Mapping[str, Tensor],
-    made: Mapping[str, Tensor],
     rowwise: bool,
     tile: tuple[int, int, int, int, int | None],
-    cover_m: int,
-    cover_k: int,
-    swizzled: bool,
 ) -> None:
-    """Quantizes x into planes and buffers; the others are None."""
+    """Quantizes x into planes."""
     m, k = x.shape
+    cover_m, cover_k = m, k
     tile_m, tile_k, pieces, warps, registers = tile
     args = (
         x,
         planes.get("rowwise_data"),
         planes.get("rowwise_scale"),
-        made.get("rowwise_scale"),
-        made.get("columnwise_data"),
-        made.get("columnwise_scale"),
         amax,
         m,
         k,
-        cover_k,
         x.stride(0),
         x.stride(1),
         rowwise,
-        swizzled,
         tile_m,
         tile_k,
         pieces,
-        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
+        m % tile_m == 0 and k % tile_k == 0,
         launch.hardware(x.device),
     )
     run(

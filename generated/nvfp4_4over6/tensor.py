@@ -127,16 +127,6 @@ class NVFP44OVER6Tensor(QuantizedTensor):
             buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
         return buffers
 
-    @classmethod
-    def _quantize_buffers(
-        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
-    ) -> dict[str, Tensor] | None:
-        if not launch.usable(x):
-            return None
-        from . import kernels
-
-        return kernels.quantize_buffers(x, amax, orientations, swizzled)
-
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
         return cut(planes, r0, r1, c0, c1)
@@ -174,7 +164,7 @@ def quantize_buffers(
 ) -> dict[str, Tensor]:
     """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
 
-    In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
+    On a card in two launches. Raises as quantize, and ValueError where the spec states no swizzle.
     """
     return amaxes.quantize_buffers(
         NVFP44OVER6Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled

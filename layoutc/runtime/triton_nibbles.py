@@ -185,3 +185,31 @@ def _four_bytes(v0, v1, v2, v3):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def from_nibbles(words, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Inverse of to_nibbles: (rows, n) words -> (rows, n * 8) fp32, exact."""
+    SHIFT: tl.constexpr = 3 - MANTISSA
+    low = ((words << SHIFT) & (0x01010101 * (0x7 << SHIFT))) | ((words << 4) & -0x7F7F7F80)
+    high = ((words >> (4 - SHIFT)) & (0x01010101 * (0x7 << SHIFT))) | (words & -0x7F7F7F80)
+    c0, c2, c4, c6 = _four_values(low if LOW_FIRST else high)
+    c1, c3, c5, c7 = _four_values(high if LOW_FIRST else low)
+    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8)) * (2.0 ** (7 - BIAS))
+
+
+@triton.jit
+def _four_values(bytes_):
+    """Four e4m3 bytes in a word -> their fp32 values, that of the lowest first."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second; mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {a, b}, first; mov.b32 {c, d}, second;
+        cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
+        "=f,=f,=f,=f,r",
+        [bytes_],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )

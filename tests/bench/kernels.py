@@ -1,12 +1,13 @@
 """Kernels of every recipe on this card: checked against the reference byte for byte, then timed.
 
-    python tests/bench/kernels.py check            every recipe, ragged shapes, special values, all dtypes
+    python tests/bench/kernels.py check [RECIPE...] every recipe, ragged shapes, special values, all dtypes
     python tests/bench/kernels.py time [RECIPE...] medians in us and share of the bandwidth of a copy of the same size
     python tests/bench/kernels.py time-all         the same at every shape
     python tests/bench/kernels.py peers            the reference under torch.compile, and torchao's kernels
 
 A share counts the fewest bytes that the work can move (x in, planes out) over the time, against those of a bf16 copy of
-the same shape over its own. L2 is flushed before every run, and outputs are allocated beforehand.
+the same shape over its own, timed in the same way: on sets of inputs and outputs that L2 can't hold, one after another
+in a CUDA graph; and with L2 flushed before every run, host included. Outputs of quantize are given.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +29,7 @@ from layoutc.runtime import launch
 from layoutc.runtime.numerics import tensor_amax
 
 SHAPES = [(8192, 8192), (4096, 14336), (14336, 4096), (131072, 7168), (4096, 4096), (512, 4096), (4100, 5120)]
+Row = dict[str, object]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38, 1e-45, -1e-40, 448.0, -6.0, 2.5]
 
@@ -65,10 +68,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def check() -> int:
+def check(chosen: list[str]) -> int:
     """Prints every difference from the reference, run on the CPU and on the card; returns how many."""
     bad = runs = 0
-    for name in recipes():
+    for name in chosen or recipes():
         reference, kernels, layout = module(name, "reference"), module(name, "kernels"), module(name, "layout").LAYOUT
         cls = importlib.import_module(f"layoutc.recipes.{name}").Tensor
         for shape in [(1, 1), (7, 33), (32, 32), (64, 160), (130, 257), (160, 288), (512, 4096), (1056, 2080)]:
@@ -87,15 +90,18 @@ def check() -> int:
                             bad += 1
                             print("DIFFERS", name, shape, kind, dtype, "amax")
                     for orientations in {layout.orientations, *((o,) for o in layout.orientations)}:
-                        expected = reference.quantize_reference(given, amax=amax, orientations=orientations)
+                        # The reference runs on the CPU and on the card; of large weights, on the card alone.
+                        shared = amax.cuda() if amax is not None else None
+                        on_card = reference.quantize_reference(card, amax=shared, orientations=orientations)
+                        expected = {plane: values.cpu() for plane, values in on_card.items()}
+                        if m * k < 100_000:
+                            expected = reference.quantize_reference(given, amax=amax, orientations=orientations)
                         out = {
                             n: torch.full_like(p, 0x5A if p.dtype == torch.uint8 else 1e30).cuda()
                             for n, p in expected.items()
                         }
-                        shared = amax.cuda() if amax is not None else None
                         made = kernels.quantize(card, shared, orientations, out)
                         strided = kernels.quantize(card.t().contiguous().t(), shared, orientations)
-                        on_card = reference.quantize_reference(card, amax=shared, orientations=orientations)
                         runs += 1
                         for plane, value in expected.items():
                             for which, found in (("kernel", made), ("strided", strided), ("reference", on_card)):
@@ -105,8 +111,9 @@ def check() -> int:
                                     pair = [(value[tuple(i)].item(), found[plane][tuple(i)].item()) for i in where]
                                     print("DIFFERS", which, name, shape, kind, dtype, orientations, plane, where, pair)
                         planes = {**expected, "amax": amax} if amax is not None else expected
+                        moved = {n: p.cuda() for n, p in planes.items()}
+                        planes = planes if m * k < 100_000 else moved
                         if not layout.history:
-                            moved = {n: p.cuda() for n, p in planes.items()}
                             laid = reference.lay_out(planes, m, k, orientations)
                             for swizzled in (False, True) if layout.swizzled else (False,):
                                 flags = (swizzled,) if layout.swizzled else ()
@@ -117,14 +124,14 @@ def check() -> int:
                                     laid[f"{o}_scale"] = reference.gemm_scale(laid, o)
                                 for which, found in made.items():
                                     for buffer, entries in laid.items():
-                                        if not same(entries, found[buffer].cpu()):
+                                        if not same(entries.cpu(), found[buffer].cpu()):
                                             bad += 1
                                             print("DIFFERS", which, name, shape, kind, orientations, buffer)
                         for orientation in orientations:
                             values = reference.dequantize_reference(planes, m, k, orientation)
                             for to in DTYPES:
-                                moved = {n: p.cuda() for n, p in planes.items()}
-                                if not same(values.to(to), kernels.dequantize(moved, m, k, orientation, to).cpu()):
+                                found = kernels.dequantize(moved, m, k, orientation, to)
+                                if not same(values.to(to).cpu(), found.cpu()):
                                     bad += 1
                                     print("DIFFERS dequantize", name, shape, kind, dtype, orientation, to)
                 if bad > 40:
@@ -135,11 +142,48 @@ def check() -> int:
 
 
 def median(work: Callable[[], object]) -> float:
-    """Microseconds."""
+    """Microseconds, host included, with L2 flushed before every run; what the flush left in L2 is written meanwhile."""
     return float(triton.testing.do_bench(work, warmup=15, rep=60, return_mode="median")) * 1e3
 
 
-def measure(name: str, shape: tuple[int, int], dtype: torch.dtype, copied: float) -> list[dict[str, object]]:
+def rotated(make: Callable[[], Callable[[], object]], nbytes: int) -> float:
+    """Microseconds on the card: sets of inputs and outputs that exceed three times L2, one after another in a graph."""
+    cache = torch.cuda.get_device_properties().L2_cache_size
+    works = [make() for _ in range(max(2, -(-3 * cache // nbytes)))]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for work in works:
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [work() for work in works]
+    times = []
+    for _ in range(25):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) * 1e3 / len(works))
+    del kept
+    return statistics.median(times[5:])
+
+
+def line(what: str, nbytes: int, make: Callable[[], Callable[[], object]], copied: tuple[float, float]) -> Row:
+    """Both times of a piece of work, and their shares of a copy's bandwidth measured in the same way."""
+    found = rotated(make, nbytes), median(make())
+    shares = [nbytes / took / rate for took, rate in zip(found, copied, strict=True)]
+    print(
+        f"  {what:64} {found[0]:9.1f} us {shares[0]:6.3f}   flushed {found[1]:9.1f} us {shares[1]:6.3f}",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+    return {"what": what, "nbytes": nbytes, "us": found[0], "share": shares[0], "flushed": found[1]}
+
+
+def measure(name: str, shape: tuple[int, int], dtype: torch.dtype, copied: tuple[float, float]) -> list[Row]:
     """Times of one recipe's kernels at a shape."""
     kernels, layout = module(name, "kernels"), module(name, "layout").LAYOUT
     cls = importlib.import_module(f"layoutc.recipes.{name}").Tensor
@@ -149,51 +193,99 @@ def measure(name: str, shape: tuple[int, int], dtype: torch.dtype, copied: float
         return []
     x = torch.randn(m, k, device="cuda", dtype=dtype) * 0.02
     amax = cls._shared_amax(x) if layout.shares_amax else None
-    found = []
+    label = f"{name:14} {m}x{k} {str(dtype)[6:]:8}"
+    rows = []
 
-    def note(what: str, nbytes: int, work: Callable[[], object]) -> None:
-        took = median(work)
-        share = nbytes / took / copied
-        found.append(
-            {"recipe": name, "what": what, "shape": shape, "dtype": str(dtype)[6:], "us": took, "share": share}
-        )
-        print(f"  {name:18} {what:24} {m}x{k} {str(dtype)[6:]:9} {took:9.1f} us  {share:6.3f}", flush=True)
+    def size(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    inward = x.numel() * x.element_size()
     options = {layout.orientations, *((o,) for o in layout.orientations)}
     for orientations in sorted(options, key=len):
-        planes = kernels.quantize(x, amax, orientations)
-        nbytes = inward + sum(p.numel() * p.element_size() for p in planes.values())
-        note(
-            "quantize " + "+".join(orientations),
-            nbytes,
-            lambda o=orientations, p=planes: kernels.quantize(x, amax, o, p),
-        )
+
+        def quantize(orientations: tuple[str, ...] = orientations) -> Callable[[], object]:
+            given = x.clone()
+            planes = kernels.quantize(given, amax, orientations)
+            return lambda: kernels.quantize(given, amax, orientations, planes)
+
+        written = kernels.quantize(x, amax, orientations)
+        nbytes = size([x, *written.values()])
+        rows.append(line(f"{label} quantize {'+'.join(orientations)}", nbytes, quantize, copied))
     planes = kernels.quantize(x, amax, layout.orientations)
     planes |= {"amax": amax} if "amax" in layout.stored else {}
-    if dtype == torch.bfloat16 and not layout.history:
-        laid = kernels.lay_out(planes, m, k, layout.orientations)
-        held = {p.data_ptr() for p in planes.values()}
-        made = [b for b in laid.values() if b.data_ptr() not in held]
-        if made:
-            read, written = (sum(p.numel() * p.element_size() for p in some) for some in (planes.values(), made))
-            note("lay_out", min(read, written) + written, lambda: kernels.lay_out(planes, m, k, layout.orientations))
-    for orientation in layout.orientations:
-        used = [planes[n] for n in layout.sources[orientation]]
-        nbytes = x.numel() * 2 + sum(p.numel() * p.element_size() for p in used)
-        note(
-            f"dequantize {orientation}",
-            nbytes,
-            lambda o=orientation: kernels.dequantize(planes, m, k, o, torch.bfloat16),
-        )
+
+    def copies() -> dict[str, torch.Tensor]:
+        return {plane: values.clone() for plane, values in planes.items()}
+
+    if not layout.history:
+        flags = (True,) if layout.swizzled else ()
+        laid = kernels.lay_out(planes, m, k, layout.orientations, *flags)
+        if hasattr(kernels, "quantize_buffers"):
+
+            def to_buffers() -> Callable[[], object]:
+                given = x.clone()
+                return lambda: kernels.quantize_buffers(given, amax, layout.orientations, *flags)
+
+            rows.append(line(f"{label} quantize_buffers", size([x, *laid.values()]), to_buffers, copied))
+        held = {plane.data_ptr() for plane in planes.values()}
+        made = [buffer for buffer in laid.values() if buffer.data_ptr() not in held]
+        if made and dtype == torch.bfloat16:
+
+            def lay_out() -> Callable[[], object]:
+                given = copies()
+                return lambda: kernels.lay_out(given, m, k, layout.orientations, *flags)
+
+            read, wrote = size(planes.values()), size(made)
+            rows.append(line(f"{label} lay_out", min(read, wrote) + wrote, lay_out, copied))
+    for orientation in layout.orientations if dtype == torch.bfloat16 else ():
+
+        def dequantize(orientation: str = orientation) -> Callable[[], object]:
+            given = copies()
+            return lambda: kernels.dequantize(given, m, k, orientation, torch.bfloat16)
+
+        nbytes = x.numel() * 2 + size(planes[plane] for plane in layout.sources[orientation])
+        rows.append(line(f"{label} dequantize {orientation}", nbytes, dequantize, copied))
+    return rows
+
+
+def copy_rates(shape: tuple[int, int]) -> tuple[float, float]:
+    """Bytes a microsecond of a bf16 copy of this shape, read and written; timed as `line` times."""
+    nbytes = 4 * shape[0] * shape[1]
+
+    def make() -> Callable[[], object]:
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty_like(x)
+        return lambda: y.copy_(x)
+
+    found = nbytes / rotated(make, nbytes), nbytes / median(make())
+    torch.cuda.empty_cache()
     return found
 
 
 def copy_rate(shape: tuple[int, int]) -> float:
-    """Bytes a microsecond of a bf16 copy of this shape, read and written."""
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / median(lambda: y.copy_(x))
+    """The second of copy_rates."""
+    return copy_rates(shape)[1]
+
+
+def amaxes(shape: tuple[int, int], copied: tuple[float, float]) -> list[Row]:
+    """The largest magnitude of a weight, and what torch takes for it."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(shape, device="cuda", dtype=dtype)
+        assert same(launch.matrix_amax(x, None), tensor_amax(x))
+        works: dict[str, Callable[[torch.Tensor], object]] = {
+            "amax": lambda x: launch.matrix_amax(x, None),
+            "vector_norm": lambda x: torch.linalg.vector_norm(x, torch.inf),
+            "fill (writes)": lambda x: x.fill_(1.0),
+        }
+        for what, work in works.items():
+
+            def make(work: Callable[[torch.Tensor], object] = work, x: torch.Tensor = x) -> Callable[[], object]:
+                given = x.clone()
+                return lambda: work(given)
+
+            label = f"{what:14} {shape[0]}x{shape[1]} {str(dtype)[6:]:8}"
+            rows.append(line(label, x.numel() * x.element_size(), make, copied))
+    return rows
 
 
 def compiled(name: str, shape: tuple[int, int], copied: float) -> None:
@@ -259,22 +351,16 @@ def main() -> None:
     command, *chosen = sys.argv[1:] or ["check"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     if command == "check":
-        sys.exit(1 if check() else 0)
+        sys.exit(1 if check(chosen) else 0)
     if command == "peers":
         return peers(chosen)
     shapes = SHAPES if command == "time-all" else SHAPES[:1]
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for shape in shapes:
-        copied = copy_rate(shape)
-        print(f"copy {shape}: {copied / 1e6:.3f} TB/s", flush=True)
+        copied = copy_rates(shape)
+        print(f"copy {shape}: {copied[0] / 1e6:.3f} TB/s, flushed {copied[1] / 1e6:.3f}", flush=True)
+        rows += amaxes(shape, copied)
         for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(shape, device="cuda", dtype=dtype)
-            took = median(lambda x=x: launch.matrix_amax(x, None))
-            norm = median(lambda x=x: torch.linalg.vector_norm(x, torch.inf))
-            assert same(launch.matrix_amax(x, None), tensor_amax(x))
-            nbytes = x.numel() * x.element_size()
-            print(f"  amax {dtype}: {took:.1f} us {nbytes / took / copied:.3f}; vector_norm {norm:.1f} us", flush=True)
-            del x
             for name in chosen or recipes():
                 rows += measure(name, shape, dtype, copied)
     if out := os.environ.get("OUT"):
