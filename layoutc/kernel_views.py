@@ -141,7 +141,9 @@ def tile(sources: Iterable[Source], itemsize: int) -> Tile:
     bits = min(source.data.bits for source in sources)
     wide = itemsize == 4
     if block_m == 1:
-        rows, columns, run, warps = (4, 1024, 1, 4) if bits > 4 else (4, 512, 2, 1) if wide else (1, 2048, 2, 1)
+        rows, columns, run, warps = 4, 1024, 1, 4
+        if bits <= 4 and not any(source.quantization.element.integer for source in sources):
+            rows, columns, run, warps = (4, 512, 2, 1) if wide else (1, 2048, 2, 1)
         if block_k > columns:
             return 1, block_k, 1, max(4, block_k // 2048), None
         return rows, columns, run, warps, None

@@ -42,10 +42,10 @@ INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 # rowwise, columnwise.
 TILES = {
     (2, True, True): (32, 128, 1, 2, None),
-    (2, True, False): (1, 2048, 2, 1, None),
+    (2, True, False): (4, 1024, 1, 4, None),
     (2, False, True): (32, 128, 1, 1, None),
     (4, True, True): (32, 64, 1, 1, None),
-    (4, True, False): (4, 512, 2, 1, None),
+    (4, True, False): (4, 1024, 1, 4, None),
     (4, False, True): (32, 128, 1, 2, None),
 }
 # Rows, columns and warps of a program that reads a source.

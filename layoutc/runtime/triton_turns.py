@@ -145,12 +145,16 @@ def put_words(
 
 @triton.jit
 def to_words(codes):
-    """(rows, columns) codes of 8 bits -> (rows, columns / 4) int32, the first lowest."""
-    lanes = tl.reshape(codes.to(tl.int32), (codes.shape[0], codes.shape[1] // 4, 2, 2))
+    """(rows, columns) codes of 8 bits -> (rows, columns / 4) int32, the first lowest.
+
+    They are made bytes before threads exchange them, not only for speed: of whole words, the assembler of CUDA 12.8
+    confuses some registers on sm_90, where codes have been selected for NaN.
+    """
+    lanes = tl.reshape(codes.to(tl.uint8), (codes.shape[0], codes.shape[1] // 4, 2, 2)).to(tl.int32)
     c02, c13 = tl.split(lanes)
     c0, c2 = tl.split(c02)
     c1, c3 = tl.split(c13)
-    return (c0 & 0xFF) | ((c1 & 0xFF) << 8) | ((c2 & 0xFF) << 16) | (c3 << 24)
+    return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
 
 
 @triton.jit
