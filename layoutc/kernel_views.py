@@ -158,7 +158,7 @@ def tile(sources: Iterable[Source], itemsize: int) -> Tile:
         if bits == 8 and wide:
             return block_m, max(block_k, 4096 // block_m), 1, 1, None
         if bits == 8:
-            return block_m, max(block_k, 8192 // block_m), 2, 2, None
+            return block_m, max(block_k, 8192 // block_m), 2, 2, 224
         if bits == 4 and not wide:
             return block_m, 128, 1, max(1, block_m // 16), None
         return block_m, max(block_k, 2048 // block_m), 1, 2 if bits == 6 else 1, None

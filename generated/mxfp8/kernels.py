@@ -38,7 +38,7 @@ INVERSE_ELEMENT_MAX = tl.constexpr(0.0022321429569274187)  # fp32(1 / 448)
 # of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (32, 256, 2, 2, None),
+    (2, True, True): (32, 256, 2, 2, 224),
     (2, True, False): (4, 1024, 1, 4, None),
     (2, False, True): (32, 256, 1, 2, None),
     (4, True, True): (32, 128, 1, 1, None),
@@ -47,7 +47,7 @@ TILES = {
 }
 # The same for writing buffers.
 BUFFER_TILES = {
-    (2, True, True): (32, 256, 2, 2, None),
+    (2, True, True): (32, 256, 2, 2, 224),
     (2, True, False): (32, 128, 1, 4, None),
     (2, False, True): (32, 256, 1, 2, None),
     (4, True, True): (32, 128, 1, 1, None),

@@ -37,7 +37,7 @@ INVERSE_ELEMENT_POWER = tl.constexpr(1.0)  # 1 / 1, the largest power of two up 
 # of a value of x and what is written:
 # rowwise, columnwise.
 TILES = {
-    (2, True, True): (32, 256, 2, 2, None),
+    (2, True, True): (32, 256, 2, 2, 224),
     (2, True, False): (4, 1024, 1, 4, None),
     (2, False, True): (32, 256, 1, 2, None),
     (4, True, True): (32, 128, 1, 1, None),
