@@ -54,7 +54,7 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 def level_of(capability: tuple[int, int]) -> int:
     """Which conversions a card of a compute capability has: 0, none; 90, to fp8; 100, also to e2m1, e2m3, e3m2, e8m0.
 
-    12.0 has all of them too, but nothing else of kernels has been compiled for it.
+    12.0 has all of them too, but kernels have not been compiled for it.
     """
     return 100 if capability[0] == 10 else 90 if capability >= (8, 9) else 0
 
@@ -77,9 +77,9 @@ def _find_level(device: torch.device) -> int:
     if level == 100:
         if torch.cuda.is_current_stream_capturing():
             return 90  # results can't be waited for; the next call finds out
-        from layoutc.runtime import triton_checks
+        from layoutc.runtime import checks
 
-        if differing := triton_checks.differing(device, triton_checks.COMPARISONS[100]):
+        if differing := checks.differing(device, checks.COMPARISONS[100]):
             level = 90
             name, formats = torch.cuda.get_device_name(device), ", ".join(differing)
             warnings.warn(

@@ -1,20 +1,12 @@
-"""The card's conversions compared with integer arithmetic on the same card, before kernels rely on them.
+"""The card's conversions beside integer arithmetic that gives the same codes, as Triton functions.
 
-Formats are those of the conversions by definition. A comparison is (format, what converts, what it has to give): Triton
-functions of a tile of fp32 values, which give int32 of one shape.
+Both take a tile of fp32 values and give int32 of one shape. Formats are those of the conversions, by definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.runtime.errors import PTXASError
 
 from layoutc.runtime.triton_codes import cast_to_codes, pack, to_exponents, to_small_codes
 from layoutc.runtime.triton_conversions import (
@@ -24,9 +16,6 @@ from layoutc.runtime.triton_conversions import (
     convert_up_to_e8m0,
     to_e2m1_words,
 )
-
-Comparison = tuple[str, Any, Any]
-ROWS, COLUMNS = 8, 512  # of a program's tile
 
 
 @triton.jit
@@ -95,8 +84,8 @@ def _e8m0(x):
     return to_exponents(tl.abs(x), 127, 254, 0xFF, "up")
 
 
-# What kernels use at a level (launch.hardware), beyond the level below.
-COMPARISONS: dict[int, tuple[Comparison, ...]] = {
+# (format, what converts, what it has to give), by the level from which on kernels use it (launch.level_of).
+COMPARISONS = {
     90: (("e4m3", _cast_to_e4m3, _e4m3), ("e5m2", _cast_to_e5m2, _e5m2)),
     100: (
         ("e2m1", convert_to_e2m1, _e2m1),
@@ -122,36 +111,3 @@ def count_kernel(
     values = tl.load(x + program * ROWS * COLUMNS + places) * tl.load(one)
     differ = (CONVERT(values) != EXPECT(values)).to(tl.int32)
     tl.store(counts + program, tl.sum(tl.sum(differ, 1), 0))
-
-
-def patterns(device: torch.device) -> Tensor:
-    """(524288,) fp32: every bf16 value, of both signs and with every NaN, and what lies one and two steps beside it or
-    beside the middle to the next.
-
-    All ties of formats with less than 7 bits of mantissa are among these. Neighbours are far from each other, so that
-    codes which change places in a word do not go unseen.
-    """
-    upper = torch.arange(1 << 16, dtype=torch.int32, device=device) * 40503 & 0xFFFF  # odd: each once
-    upper = (upper - (1 << 15)) * (1 << 16)
-    lower = torch.tensor([0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32, device=device)
-    return (lower[:, None] + upper).flatten().view(torch.float32)
-
-
-def differing(device: torch.device, comparisons: Sequence[Comparison]) -> list[str]:
-    """The formats, in order, to which a device converts in another way, or in one that its assembler doesn't know.
-
-    device: a CUDA device; under Triton's interpreter any. Waits for the device.
-    """
-    x, one = patterns(device), torch.ones(1, device=device)
-    counts = torch.empty(x.numel() // (ROWS * COLUMNS), dtype=torch.int32, device=device)
-    found: dict[str, None] = {}
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for name, convert, expect in comparisons:
-            try:
-                count_kernel[(counts.numel(),)](x, one, counts, convert, expect, ROWS, COLUMNS, enable_fp_fusion=False)
-            except PTXASError:
-                found[name] = None
-                continue
-            if counts.any():
-                found[name] = None
-    return list(found)
