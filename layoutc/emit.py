@@ -34,6 +34,13 @@ _IMPORTABLE = {
         "to_blocks",
         "to_float",
     ),
+    "conversions": (
+        "convert_to_e2m1",
+        "convert_to_e2m3",
+        "convert_to_e3m2",
+        "convert_up_to_e8m0",
+        "to_e2m1_words",
+    ),
     "nibbles": ("from_nibbles", "store_nibbles", "to_nibbles"),
     "codes": (
         "F32_MAX",

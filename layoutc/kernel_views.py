@@ -20,6 +20,14 @@ View = dict[str, Any]
 
 # Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
 _CASTS = {"float8_e4m3fn": ("tl.float8e4nv", 0x7F), "float8_e5m2": ("tl.float8e5", 0x7F)}
+# Conversions of compute capability 10, by what the format is (e2m1, e2m3, e3m2, e8m0) and how it is rounded.
+_E2M1 = Format("", exponent=2, mantissa=1, bias=1)
+_CONVERSIONS = {
+    (_E2M1, "nearest"): "convert_to_e2m1",
+    (Format("", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
+    (Format("", exponent=3, mantissa=2, bias=3), "nearest"): "convert_to_e3m2",
+    (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
+}
 _LARGEST_BLOCK = 16384  # elements that one program can hold
 _LARGEST_TILE = 65536  # the same where blocks of two sources must fit into one tile, which they share
 _WIDEST_MOVE = 256  # rows or columns of a tile that is laid out
@@ -243,7 +251,7 @@ def _arithmetic(quantization: Quantization, suffix: str) -> View:
 
 
 def _encode(fmt: Format, prefix: str, rounding: str) -> View:
-    """{hardware: expression or None, software: expression}."""
+    """{hardware: (condition, expression) or None, software: expression}."""
     nan = f"{prefix}_NAN"
     if fmt.integer:
         text = f"to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {nan})"
@@ -253,7 +261,9 @@ def _encode(fmt: Format, prefix: str, rounding: str) -> View:
     hardware = None
     if fmt.torch in _CASTS and rounding == "nearest":
         dtype, canonical = _CASTS[fmt.torch]
-        hardware = f"cast_to_codes(x, {dtype}, {nan}, 0x{canonical:02X})"
+        hardware = ("HARDWARE", f"cast_to_codes(x, {dtype}, {nan}, 0x{canonical:02X})")
+    elif (fmt, rounding) in _CONVERSIONS:
+        hardware = ("HARDWARE >= 100", f"{_CONVERSIONS[fmt, rounding]}(x)")
     if _is_small(fmt) and rounding == "nearest":
         rest = f"{fmt.max!r}, {last}, {nan}, HARDWARE"
         return {"hardware": hardware, "software": f"to_small_codes(x, {fmt.mantissa}, {fmt.bias}, {sign_bit}, {rest})"}
@@ -290,7 +300,7 @@ def _decode(fmt: Format, prefix: str) -> View | None:
     inf_from, nan_from = len(fmt.magnitudes), len(fmt.magnitudes) + len(fmt.inf)
     if abs(127 - fmt.bias) > 126 or list(fmt.inf) != list(range(inf_from, nan_from)):
         return None
-    hardware = f"cast_from_codes(codes, {_CASTS[fmt.torch][0]})" if fmt.torch in _CASTS else None
+    hardware = ("HARDWARE", f"cast_from_codes(codes, {_CASTS[fmt.torch][0]})") if fmt.torch in _CASTS else None
     text = f"from_codes(codes, {fmt.mantissa}, {fmt.bias}, {size}, {inf_from}, {nan_from})"
     return {"hardware": hardware, "software": text}
 
@@ -311,14 +321,17 @@ def _places(axis: str, first: str, size: int | None) -> View:
 def _nibbles(quantization: Quantization, layout: Layout) -> View | None:
     """Eight codes of 4 bits at a time through the card's conversion to a format of 8 bits, where that fits.
 
-    `form`: of the format; `found`: and of the block, where a program finds its amax; `decode`: back.
+    `form`: of the format; `found`: of the block too, where a program finds its amax; `converted`: eight codes at a time
+    through the conversion to the format itself, where newer cards have one; `decode`: back.
     """
     fmt, block = quantization.element, quantization.block
     if fmt.bits != 4 or fmt.integer or not _is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
     form = f"{fmt.mantissa}, {fmt.bias}, {fmt.max!r}, {quantization.low_first}"
     found = f"{block.m}, {block.k}, {form}, {_is_bounded(quantization)}" if block.m and block.k else None
-    return {"form": form, "found": found, "decode": f"{fmt.mantissa}, {fmt.bias}, {quantization.low_first}"}
+    converted = f"to_e2m1_words(scaled, {quantization.low_first})" if fmt == _E2M1 else None
+    decode = f"{fmt.mantissa}, {fmt.bias}, {quantization.low_first}"
+    return {"form": form, "found": found, "converted": converted, "decode": decode}
 
 
 def _is_bounded(quantization: Quantization) -> bool:

@@ -28,6 +28,7 @@ from layoutc.runtime.triton_codes import (
     to_exponents,
     to_small_codes,
 )
+from layoutc.runtime.triton_conversions import convert_up_to_e8m0
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
@@ -88,6 +89,8 @@ def decode_rowwise(codes, HARDWARE: tl.constexpr):
 @triton.jit
 def encode_scale_rowwise(x, HARDWARE: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up, saturating."""
+    if HARDWARE >= 100:
+        return convert_up_to_e8m0(x)
     return to_exponents(x, 127, 254, ROWWISE_SCALE_NAN, "up")
 
 

@@ -23,6 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_conversions import convert_to_e2m1, convert_up_to_e8m0, to_e2m1_words
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_nibbles import from_nibbles, store_nibbles
@@ -66,6 +67,8 @@ LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e2m1 codes; rounded nearest, saturating."""
+    if HARDWARE >= 100:
+        return convert_to_e2m1(x)
     return to_small_codes(x, 1, 1, 3, 6.0, 7, ELEMENT_NAN, HARDWARE)
 
 
@@ -78,6 +81,8 @@ def decode(codes, HARDWARE: tl.constexpr):
 @triton.jit
 def encode_scale(x, HARDWARE: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up, saturating."""
+    if HARDWARE >= 100:
+        return convert_up_to_e8m0(x)
     return to_exponents(x, 127, 254, SCALE_NAN, "up")
 
 
@@ -146,7 +151,9 @@ def quantize_tile(
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        if HARDWARE:
+        if HARDWARE >= 100:
+            put_words(to_e2m1_words(scaled, True), rowwise_data, None, row, column, m, k, 4, EVEN, HARDWARE)
+        elif HARDWARE:
             store_nibbles(
                 rowwise_data,
                 None,
@@ -184,7 +191,11 @@ def quantize_tile(
         scale, multiplier = scales(found, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        if HARDWARE:
+        if HARDWARE >= 100:
+            put_words(
+                to_e2m1_words(scaled, True), columnwise_data, to_columnwise_data, row, column, m, k, 4, EVEN, HARDWARE
+            )
+        elif HARDWARE:
             store_nibbles(
                 columnwise_data,
                 to_columnwise_data,

@@ -23,6 +23,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_conversions import convert_to_e3m2, convert_up_to_e8m0
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
@@ -56,6 +57,8 @@ LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e3m2 codes; rounded nearest, saturating."""
+    if HARDWARE >= 100:
+        return convert_to_e3m2(x)
     return to_small_codes(x, 2, 3, 5, 28.0, 31, ELEMENT_NAN, HARDWARE)
 
 
@@ -68,6 +71,8 @@ def decode(codes, HARDWARE: tl.constexpr):
 @triton.jit
 def encode_scale(x, HARDWARE: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up, saturating."""
+    if HARDWARE >= 100:
+        return convert_up_to_e8m0(x)
     return to_exponents(x, 127, 254, SCALE_NAN, "up")
 
 

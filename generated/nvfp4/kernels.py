@@ -26,6 +26,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
     unpack,
 )
+from layoutc.runtime.triton_conversions import convert_to_e2m1, to_e2m1_words
 from layoutc.runtime.triton_direct import run
 from layoutc.runtime.triton_groups import DTYPES, amax_at, matrix_at, member_of, plane_at
 from layoutc.runtime.triton_nibbles import from_nibbles, store_nibbles
@@ -64,6 +65,8 @@ LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e2m1 codes; rounded nearest, saturating."""
+    if HARDWARE >= 100:
+        return convert_to_e2m1(x)
     return to_small_codes(x, 1, 1, 3, 6.0, 7, ELEMENT_NAN, HARDWARE)
 
 
@@ -149,7 +152,11 @@ def quantize_tile(
         scale, multiplier = scales(found, tensor_amax, HARDWARE)
         scaled = blocks * multiplier[:, None, :, None]
         scaled = from_blocks(scaled)
-        if HARDWARE:
+        if HARDWARE >= 100:
+            put_words(
+                to_e2m1_words(scaled, True), rowwise_data, to_columnwise_data, row, column, m, k, 4, EVEN, HARDWARE
+            )
+        elif HARDWARE:
             store_nibbles(
                 rowwise_data,
                 to_columnwise_data,

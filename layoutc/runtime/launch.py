@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
@@ -22,6 +23,7 @@ __all__ = [
     "column_tile",
     "given_planes",
     "hardware",
+    "level_of",
     "matrix_amax",
     "plane_facts",
     "planes",
@@ -49,10 +51,44 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
 
 
-@cache
-def hardware(device: torch.device) -> bool:
-    """True where the card converts to fp8 by itself: compute capability 8.9 and up."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def level_of(capability: tuple[int, int]) -> int:
+    """Which conversions a card of a compute capability has: 0, none; 90, to fp8; 100, also to e2m1, e2m3, e3m2, e8m0.
+
+    12.0 has all of them too, but kernels have not been compiled for it.
+    """
+    return 100 if capability[0] == 10 else 90 if capability >= (8, 9) else 0
+
+
+_levels: dict[torch.device, int] = {}
+
+
+def hardware(device: torch.device) -> int:
+    """The conversions that kernels leave to a device: level_of its compute capability, and 0 of what is no card.
+
+    100 has to be earned: once in a process, the first call for a device compares what its conversions give with what
+    integer arithmetic gives there. Where any differs it warns, and the level is 90. Bytes are the same at every level.
+    """
+    level = _levels.get(device)
+    return _find_level(device) if level is None else level
+
+
+def _find_level(device: torch.device) -> int:
+    level = level_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else 0
+    if level == 100:
+        if torch.cuda.is_current_stream_capturing():
+            return 90  # results can't be waited for; the next call finds out
+        from layoutc.runtime import triton_levels
+
+        if differing := triton_levels.differing(device, triton_levels.COMPARISONS[100]):
+            level = 90
+            name, formats = torch.cuda.get_device_name(device), ", ".join(differing)
+            warnings.warn(
+                f"{name}: the card's conversions to {formats} do not give the bytes they should; kernels do without "
+                "those that compute capability 9.0 has not, and are slower",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return _levels.setdefault(device, level)
 
 
 def writable(out: Out, device: torch.device) -> Out:

@@ -86,7 +86,8 @@ def compiled(
     none: parameters that are None.
     """
     facts = layout.planes(1024, 1024) if layout else {}
-    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": True, "stride_k": 1, "WORDS": True}
+    level = launch.level_of(divmod(capability, 10))
+    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
     fixed |= {"PIECES": tile[2], "SWIZZLED": True}
     fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": groups.ROWS[-1], "ALIGNED": True}
     fixed |= constants_

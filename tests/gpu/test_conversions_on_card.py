@@ -1,0 +1,91 @@
+"""The card's conversions against integer arithmetic on the card itself, which is how launch.hardware finds a level."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+import triton.language as tl  # noqa: E402
+
+from layoutc.runtime import launch, triton_levels  # noqa: E402
+from layoutc.runtime.triton_codes import cast_to_codes, to_exponents, to_small_codes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+LEVEL = launch.level_of(CAPABILITY)
+CARD = torch.device("cuda", 0)
+
+
+@triton.jit
+def e4m3(x):
+    return to_small_codes(x, 3, 7, 7, 448.0, 126, 0x7F, 0)
+
+
+@triton.jit
+def e5m2(x):
+    return to_small_codes(x, 2, 15, 7, 57344.0, 123, 0x7D, 0)
+
+
+@triton.jit
+def with_nan_of_its_own(x):
+    return cast_to_codes(x, tl.float8e5, 0x7F, 0x7F)
+
+
+@triton.jit
+def up(x):
+    return to_exponents(tl.abs(x), 127, 254, 0xFF, "up")
+
+
+@triton.jit
+def nearest(x):
+    return to_exponents(tl.abs(x), 127, 254, 0xFF, "nearest")
+
+
+@pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
+def test_fp8_conversions_give_the_bytes_of_arithmetic() -> None:
+    """Half a million values, twice: what a first launch compiles, a second finds."""
+    assert triton_levels.differing(CARD, triton_levels.COMPARISONS[90]) == []
+    assert triton_levels.differing(CARD, triton_levels.COMPARISONS[90]) == []
+
+
+@pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
+def test_a_conversion_that_differs_is_found() -> None:
+    """Another NaN, another rounding, another format: by name, and only those."""
+    given = [("nan", with_nan_of_its_own, e5m2), ("same", e4m3, e4m3), ("up", nearest, up), ("format", e5m2, e4m3)]
+    assert triton_levels.differing(CARD, given) == ["nan", "up", "format"]
+
+
+@pytest.mark.skipif(LEVEL >= 100, reason="the card has these conversions")
+def test_conversions_that_the_card_has_not_are_refused_by_its_assembler() -> None:
+    """And not launched."""
+    assert triton_levels.differing(CARD, triton_levels.COMPARISONS[100]) == ["e2m1", "e2m3", "e3m2", "e8m0"]
+
+
+def test_the_card_has_the_level_of_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No warning: the card's conversions are as they should be."""
+    monkeypatch.setattr(launch, "_levels", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launch.hardware(CARD) == LEVEL
+
+
+@pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
+def test_a_capture_launches_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card of capability 10, first asked within a capture."""
+    monkeypatch.setattr(launch, "_levels", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    x = torch.ones(8, device=CARD)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        level = launch.hardware(CARD)
+        x += 1
+    graph.replay()
+    assert level == 90
+    assert x.tolist() == [2.0] * 8
+    assert launch._levels == {}
