@@ -1,5 +1,6 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
+Names of recipes may follow, and `checks`, which stands for what compares a card's conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, and instructions for
 each element. A process of its own, since the interpreter that other tests start can't be turned off again.
 """
@@ -24,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime import groups, launch, triton_groups
+from layoutc.runtime import checks, groups, launch, triton_groups
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
@@ -120,6 +121,19 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
+    """What compares a card's conversion with arithmetic, as it is launched."""
+    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": checks.TILE[0], "COLUMNS": checks.TILE[1]}
+    signature = {"x": "*fp32", "one": "*fp32", "counts": "*i32", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(
+        fn=checks.count_kernel,
+        signature=signature,
+        constexprs={(index,): value for index, value in enumerate(constants.values(), 3)},
+        attrs={(index,): ALIGNED for index in range(3)},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+
+
 def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
     """What the machine code shows."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -150,7 +164,13 @@ def main() -> None:
             kernel = triton_groups.amax_group_kernel
             found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
             print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
-    chosen = sys.argv[2:] or sorted(path.parent.name for path in folder.glob("*/kernels.py"))
+    level = launch.level_of(divmod(capability, 10))
+    for name, convert, expect in checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
+        found = figures(compiled_check(convert, expect, capability), (*checks.TILE, 1, 4, None))
+        print(json.dumps({"recipe": "checks", "kernel": name, "tile": checks.TILE, **found}), flush=True)
+    chosen = [name for name in sys.argv[2:] if name != "checks"] or sorted(
+        path.parent.name for path in folder.glob("*/kernels.py")
+    )
     for recipe in chosen:
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
