@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate, compress
+from math import prod
 from operator import or_
 from typing import NamedTuple
 
@@ -120,18 +121,20 @@ def shared_amaxes(
     weights: classes of recipes that share an amax, and (m, k) matrices on one device. Of a recipe, nothing matters but
     the columns that an amax is for, so that kernels serve several recipes in one launch.
     """
-    counts = [_count(x, cls.LAYOUT.amax_columns) for cls, x in weights]
-    packed = torch.zeros(sum(counts), dtype=torch.int32, device=weights[0][1].device)
-    kinds: dict[int | None, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, count, (cls, x) in zip(accumulate(counts, initial=0), counts, weights, strict=False):
-        if launch.usable(x):
-            kinds[cls.LAYOUT.amax_columns].append((place, x))
-        else:
-            packed[place : place + count] = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
-    for block_k, matrices in kinds.items():
-        places, xs = zip(*matrices, strict=True)
-        _raise_amaxes(packed, places, xs, block_k)
-    return packed.view(torch.float32), [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
+    shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
+    places = list(accumulate(map(prod, shapes), initial=0))
+    packed = torch.zeros(places.pop(), dtype=torch.int32, device=weights[0][1].device)
+    kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
+    for place, (cls, x) in zip(places, weights, strict=True):
+        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((place, cls, x))
+    for (block_k, *_), members in kinds.items():
+        if launch.usable(members[0][2]):
+            _raise_amaxes(packed, [place for place, _, _ in members], [x for _, _, x in members], block_k)
+            continue
+        for place, cls, x in members:
+            found = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
+            packed[place : place + found.numel()] = found
+    return packed.view(torch.float32), shapes
 
 
 def _count(x: Tensor, block_k: int | None) -> int:

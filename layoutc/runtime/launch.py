@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -57,10 +58,14 @@ def hardware(device: torch.device) -> bool:
 
 def writable(out: Out, device: torch.device) -> Out:
     """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
-    for plane in out.values() if out is not None else ():
-        if not plane.is_contiguous() or plane.data_ptr() % 4 or plane.device != device:
-            return None
-    return out
+    return out if out is not None and all_writable([out], device) else None
+
+
+def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
+    """True where kernels can write into the planes of all."""
+    planes = [plane for out in outs for plane in out.values()]
+    words = reduce(or_, map(Tensor.data_ptr, planes), 0) % 4 == 0
+    return words and all(map(Tensor.is_contiguous, planes)) and all(plane.device == device for plane in planes)
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:

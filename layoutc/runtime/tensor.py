@@ -247,12 +247,6 @@ class QuantizedTensor(torch.Tensor):
         """Planes of pieces that follow one another along the rows."""
         raise NotImplementedError
 
-    def _written(self) -> None:
-        """Says that planes have been written, to whoever made something of what they held."""
-        self._writes[0] += 1
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
-
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
 
@@ -363,6 +357,13 @@ class QuantizedTensor(torch.Tensor):
         from layoutc.runtime.dispatch import fallback
 
         return fallback(func, args, kwargs or {})
+
+
+def written(tensors: Sequence[QuantizedTensor]) -> None:
+    """Says that planes of tensors have been written, to whoever made something of what they held."""
+    for tensor in tensors:
+        tensor._writes[0] += 1
+    torch.autograd.graph.increment_version(tensors)
 
 
 def rebuild(
