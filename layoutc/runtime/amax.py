@@ -61,21 +61,18 @@ def quantize(
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
-    if out is not None:
-        _check_out(layout, x, out, orientations, alone=amax is None and group is None)
-        m, k = out._matrix
-    else:
-        m, k = layout.check_shape(tuple(x.shape))
     chosen = _chosen(layout, orientations)
-    with torch.no_grad():
-        matrix = x.detach().reshape(m, k)
-        current = _current(cls, matrix, amax, group, tag)
-        if out is not None:
-            _overwrite_(cls, [out], [matrix], [current], restart)
-            return out
-        shared, extra = _with_history(layout, current, None)
-        planes = operators.quantize(cls, matrix, shared, chosen) | extra
-        return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
+    if out is not None:
+        asked = None if orientations is None else chosen
+        _check_out(layout, x, out, asked, alone=amax is None and group is None)
+        matrix = as_matrix(x, out._matrix)
+        _overwrite_(cls, [out], [matrix], [_current(cls, matrix, amax, group, tag)], restart)
+        return out
+    m, k = layout.check_shape(x.shape)
+    matrix = as_matrix(x, (m, k))
+    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, tag), None)
+    planes = operators.quantize(cls, matrix, shared, chosen) | extra
+    return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
 
 def quantize_buffers(
@@ -94,23 +91,21 @@ def quantize_buffers(
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
     layout.check_swizzled(swizzled)
-    m, k = layout.check_shape(tuple(x.shape))
+    m, k = layout.check_shape(x.shape)
     chosen = _chosen(layout, orientations)
-    with torch.no_grad():
-        matrix = x.detach().reshape(m, k)
-        current = _current(cls, matrix, amax, group, None)
-        shared, extra = _with_history(layout, current, None)
-        made: dict[str, Tensor] | None = None
-        if not operators.traced(x):
-            made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
-        if made is None:
-            planes = operators.quantize(cls, matrix, shared, chosen) | extra
-            return operators.lay_out(cls, planes, m, k, chosen, swizzled)
+    matrix = as_matrix(x, (m, k))
+    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, None), None)
+    made: dict[str, Tensor] | None = None
+    if not operators.traced(matrix):
+        made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
+    if made is None:
+        planes = operators.quantize(cls, matrix, shared, chosen) | extra
+        return operators.lay_out(cls, planes, m, k, chosen, swizzled)
     return made | extra
 
 
 def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A weight's values as kernels and the reference read them: plain, (m, k), and nothing that autograd follows."""
+    """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
     if type(x) is Tensor and x.shape == shape and not x.requires_grad:
         return x
     return x.detach().reshape(shape)
@@ -251,13 +246,16 @@ def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
             f"{layout.name}: amax must be floating point of shape {shape}, not {amax.dtype} of shape "
             f"{tuple(amax.shape)}"
         )
-    return amax.detach().to(matrix.device, torch.float32).reshape(shape)
+    amax = amax.detach()
+    if amax.dtype == torch.float32 and amax.shape == shape and amax.device == matrix.device:
+        return amax
+    return amax.to(matrix.device, torch.float32).reshape(shape)
 
 
 def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(orientations, str):
-        orientations = (orientations,)
-    chosen = tuple(orientations) if orientations is not None else layout.orientations
+    if orientations is None:
+        return layout.orientations
+    chosen = (orientations,) if isinstance(orientations, str) else tuple(orientations)
     unknown = [name for name in chosen if name not in layout.orientations]
     if unknown or not chosen:
         raise ValueError(

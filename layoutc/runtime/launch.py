@@ -46,8 +46,8 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
     Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
     """
-    plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
-    return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
+    plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
+    return plain and x.numel() > 0 and _has_triton() and x.get_device() == torch.cuda.current_device()
 
 
 @cache
