@@ -3,6 +3,8 @@
 """HybridFP8Tensor: a weight in hybrid_fp8, and its FSDP2 all-gather hooks."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -105,9 +107,7 @@ class HybridFP8Tensor(QuantizedTensor):
         cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
-            from . import kernels  # which need Triton
-
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
+            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
@@ -118,17 +118,13 @@ class HybridFP8Tensor(QuantizedTensor):
         orientations: Sequence[str],
         outs: Sequence[Mapping[str, Tensor]],
     ) -> bool:
-        from . import kernels  # which need Triton
-
-        kernels.quantize_group(xs, amaxes, tuple(orientations), outs)
+        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
         return True
 
     @staticmethod
     def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            from . import kernels
-
-            return kernels.dequantize(planes, m, k, orientation, dtype)
+            return _kernels().dequantize(planes, m, k, orientation, dtype)
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
@@ -136,9 +132,7 @@ class HybridFP8Tensor(QuantizedTensor):
         planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
-            from . import kernels
-
-            return kernels.lay_out(planes, m, k, orientations)
+            return _kernels().lay_out(planes, m, k, orientations)
         return lay_out(planes, m, k, orientations)
 
     @classmethod
@@ -147,9 +141,7 @@ class HybridFP8Tensor(QuantizedTensor):
     ) -> dict[str, Tensor] | None:
         if not launch.usable(x):
             return None
-        from . import kernels
-
-        return kernels.quantize_buffers(x, amax, orientations)
+        return _kernels().quantize_buffers(x, amax, orientations)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
@@ -158,6 +150,14 @@ class HybridFP8Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The kernels, which need Triton."""
+    from . import kernels
+
+    return kernels
 
 
 def quantize(

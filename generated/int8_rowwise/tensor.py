@@ -3,6 +3,8 @@
 """INT8RowwiseTensor: a weight in int8_rowwise, and its FSDP2 all-gather hooks."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -103,9 +105,7 @@ class INT8RowwiseTensor(QuantizedTensor):
         cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
-            from . import kernels  # which need Triton
-
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
+            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
@@ -118,9 +118,7 @@ class INT8RowwiseTensor(QuantizedTensor):
     @staticmethod
     def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            from . import kernels
-
-            return kernels.dequantize(planes, m, k, orientation, dtype)
+            return _kernels().dequantize(planes, m, k, orientation, dtype)
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
@@ -128,9 +126,7 @@ class INT8RowwiseTensor(QuantizedTensor):
         planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
-            from . import kernels
-
-            return kernels.lay_out(planes, m, k, orientations)
+            return _kernels().lay_out(planes, m, k, orientations)
         return lay_out(planes, m, k, orientations)
 
     @staticmethod
@@ -140,6 +136,14 @@ class INT8RowwiseTensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The kernels, which need Triton."""
+    from . import kernels
+
+    return kernels
 
 
 def quantize(

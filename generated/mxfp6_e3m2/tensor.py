@@ -3,6 +3,8 @@
 """MXFP6E3M2Tensor: a weight in mxfp6_e3m2, and its FSDP2 all-gather hooks."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -104,9 +106,7 @@ class MXFP6E3M2Tensor(QuantizedTensor):
         cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
-            from . import kernels  # which need Triton
-
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
+            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
@@ -117,17 +117,13 @@ class MXFP6E3M2Tensor(QuantizedTensor):
         orientations: Sequence[str],
         outs: Sequence[Mapping[str, Tensor]],
     ) -> bool:
-        from . import kernels  # which need Triton
-
-        kernels.quantize_group(xs, amaxes, tuple(orientations), outs)
+        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
         return True
 
     @staticmethod
     def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            from . import kernels
-
-            return kernels.dequantize(planes, m, k, orientation, dtype)
+            return _kernels().dequantize(planes, m, k, orientation, dtype)
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
@@ -135,9 +131,7 @@ class MXFP6E3M2Tensor(QuantizedTensor):
         planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
-            from . import kernels
-
-            return kernels.lay_out(planes, m, k, orientations, swizzled)
+            return _kernels().lay_out(planes, m, k, orientations, swizzled)
         buffers = lay_out(planes, m, k, orientations)
         for orientation in orientations if swizzled else ():
             buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
@@ -150,6 +144,14 @@ class MXFP6E3M2Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The kernels, which need Triton."""
+    from . import kernels
+
+    return kernels
 
 
 def quantize(

@@ -3,6 +3,8 @@
 """NVFP4Tensor: a weight in nvfp4, and its FSDP2 all-gather hooks."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -81,9 +83,7 @@ class NVFP4Tensor(QuantizedTensor):
         cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if launch.usable(x):
-            from . import kernels  # which need Triton
-
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
+            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
         return quantize_reference(x, amax=amax, orientations=tuple(orientations))
 
     @classmethod
@@ -94,9 +94,7 @@ class NVFP4Tensor(QuantizedTensor):
         orientations: Sequence[str],
         outs: Sequence[Mapping[str, Tensor]],
     ) -> bool:
-        from . import kernels  # which need Triton
-
-        kernels.quantize_group(xs, amaxes, tuple(orientations), outs)
+        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
         return True
 
     @classmethod
@@ -109,9 +107,7 @@ class NVFP4Tensor(QuantizedTensor):
     @staticmethod
     def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            from . import kernels
-
-            return kernels.dequantize(planes, m, k, orientation, dtype)
+            return _kernels().dequantize(planes, m, k, orientation, dtype)
         return dequantize_reference(planes, m, k, orientation).to(dtype)
 
     @staticmethod
@@ -119,9 +115,7 @@ class NVFP4Tensor(QuantizedTensor):
         planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         if orientations and launch.usable(next(iter(planes.values()))):
-            from . import kernels
-
-            return kernels.lay_out(planes, m, k, orientations, swizzled)
+            return _kernels().lay_out(planes, m, k, orientations, swizzled)
         buffers = lay_out(planes, m, k, orientations)
         for orientation in orientations if swizzled else ():
             buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
@@ -133,9 +127,7 @@ class NVFP4Tensor(QuantizedTensor):
     ) -> dict[str, Tensor] | None:
         if not launch.usable(x):
             return None
-        from . import kernels
-
-        return kernels.quantize_buffers(x, amax, orientations, swizzled)
+        return _kernels().quantize_buffers(x, amax, orientations, swizzled)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
@@ -144,6 +136,14 @@ class NVFP4Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The kernels, which need Triton."""
+    from . import kernels
+
+    return kernels
 
 
 def quantize(

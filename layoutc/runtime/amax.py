@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from layoutc.runtime import launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.tensor import QuantizedTensor, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Requantized = tuple[QuantizedTensor, Tensor, Tensor | None]  # a target, its new (m, k) values and their amax
 
 
 def reduce_max(values: Tensor, group: dist.ProcessGroup | None, tag: int | None = None) -> Tensor:
@@ -59,21 +61,18 @@ def quantize(
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
-    if out is not None:
-        _check_out(layout, x, out, orientations, alone=amax is None and group is None)
-        m, k = out._matrix
-    else:
-        m, k = layout.check_shape(tuple(x.shape))
     chosen = _chosen(layout, orientations)
-    with torch.no_grad():
-        matrix = x.detach().reshape(m, k)
-        current = _current(cls, matrix, amax, group, tag)
-        if out is not None:
-            _overwrite_(cls, [out], [matrix], [current], restart)
-            return out
-        shared, extra = _with_history(layout, current, None)
-        planes = operators.quantize(cls, matrix, shared, chosen) | extra
-        return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
+    if out is not None:
+        asked = None if orientations is None else chosen
+        _check_out(layout, x, out, asked, alone=amax is None and group is None)
+        matrix = as_matrix(x, out._matrix)
+        _overwrite_(cls, [out], [matrix], [_current(cls, matrix, amax, group, tag)], restart)
+        return out
+    m, k = layout.check_shape(x.shape)
+    matrix = as_matrix(x, (m, k))
+    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, tag), None)
+    planes = operators.quantize(cls, matrix, shared, chosen) | extra
+    return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
 
 def quantize_buffers(
@@ -92,19 +91,24 @@ def quantize_buffers(
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
     layout.check_swizzled(swizzled)
-    m, k = layout.check_shape(tuple(x.shape))
+    m, k = layout.check_shape(x.shape)
     chosen = _chosen(layout, orientations)
-    with torch.no_grad():
-        matrix = x.detach().reshape(m, k)
-        current = _current(cls, matrix, amax, group, None)
-        shared, extra = _with_history(layout, current, None)
-        made: dict[str, Tensor] | None = None
-        if not operators.traced(x):
-            made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
-        if made is None:
-            planes = operators.quantize(cls, matrix, shared, chosen) | extra
-            return operators.lay_out(cls, planes, m, k, chosen, swizzled)
+    matrix = as_matrix(x, (m, k))
+    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, None), None)
+    made: dict[str, Tensor] | None = None
+    if not operators.traced(matrix):
+        made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
+    if made is None:
+        planes = operators.quantize(cls, matrix, shared, chosen) | extra
+        return operators.lay_out(cls, planes, m, k, chosen, swizzled)
     return made | extra
+
+
+def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
+    if type(x) is Tensor and x.shape == shape and not x.requires_grad:
+        return x
+    return x.detach().reshape(shape)
 
 
 def _current(
@@ -128,16 +132,29 @@ def requantize_many_(weights: Sequence[tuple[QuantizedTensor, Tensor]], amaxes: 
         _check_in(target.LAYOUT, x, amax)
         _check_out(target.LAYOUT, x, target, None, alone=amax is None)
     with torch.no_grad():
-        kinds: dict[Any, list[tuple[QuantizedTensor, Tensor, Tensor | None]]] = defaultdict(list)
+        kinds: dict[Any, list[Requantized]] = defaultdict(list)
         for (target, x), amax in zip(weights, amaxes, strict=True):
-            matrix = x.detach().reshape(target._matrix)
-            planes = target._planes
-            alike = launch.usable(matrix) and launch.writable(planes, matrix.device) is not None
-            kind = (type(target), matrix.dtype, matrix.device, target._orientations, *planes) if alike else id(target)
-            kinds[kind].append((target, matrix, amax))
-        for members in kinds.values():
-            targets, matrices, currents = zip(*members, strict=True)
-            _overwrite_(type(targets[0]), targets, matrices, currents)
+            matrix = as_matrix(x, target._matrix)
+            usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
+            kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
+                (target, matrix, amax)
+            )
+        for alike in kinds.values():
+            for members in _together(alike):
+                targets, matrices, currents = zip(*members, strict=True)
+                _overwrite_(type(targets[0]), targets, matrices, currents)
+
+
+def _together(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
+    """Weights that hold the same planes, of one dtype and device: in as few parts as they can be quantized in."""
+    device = members[0][1].device
+    if not launch.usable(members[0][1]):
+        return [[member] for member in members]
+    if launch.all_writable([target._planes for target, *_ in members], device):
+        return [members]
+    able = [launch.all_writable([target._planes], device) for target, *_ in members]
+    rest = [[member] for member, one in zip(members, able, strict=True) if not one]
+    return [*filter(None, [list(compress(members, able))]), *rest]
 
 
 def _overwrite_(
@@ -151,17 +168,22 @@ def _overwrite_(
     layout, orientations = cls.LAYOUT, outs[0].orientations
     shared, extras = _with_histories(layout, outs, currents, restart)
     amaxes = [amax for amax in shared if amax is not None] or None
-    together = len(outs) > 1 and cls._quantize_group(matrices, amaxes, orientations, [out._planes for out in outs])
-    copies: list[tuple[Tensor, Tensor]] = []
-    for out, matrix, amax, planes in zip(outs, matrices, shared, extras, strict=True):
-        if not together:
-            planes = operators.quantize(cls, matrix, amax, orientations, out._planes) | planes
-        held = [(out._planes[name], plane) for name, plane in planes.items()]
-        copies += [(into, plane) for into, plane in held if into is not plane]
+    held = [out._planes for out in outs]
+    made = extras
+    if len(outs) == 1 or not cls._quantize_group(matrices, amaxes, orientations, held):
+        made = [
+            operators.quantize(cls, matrix, amax, orientations, planes) | extra
+            for matrix, amax, planes, extra in zip(matrices, shared, held, extras, strict=True)
+        ]
+    copies = [
+        (into, plane)
+        for planes, new in zip(held, made, strict=True)
+        for name, plane in new.items()
+        if (into := planes[name]) is not plane
+    ]
     if copies:
         torch._foreach_copy_([into for into, _ in copies], [plane for _, plane in copies])
-    for out in outs:
-        out._written()
+    written(outs)
 
 
 def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:
@@ -184,9 +206,12 @@ def _with_histories(
     layout: Layout, outs: Sequence[QuantizedTensor], currents: Sequence[Tensor | None], restart: bool
 ) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
     """_with_history for each of the tensors, in as many launches as for one."""
+    if not layout.history:
+        keeps = "amax" in layout.stored
+        return list(currents), [{"amax": one} if keeps and one is not None else {} for one in currents]
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
-    if layout.history and len(outs) == len(current) == len(before) > 1:
+    if len(outs) == len(current) == len(before) > 1:
         shared, extra = _with_history(layout, torch.stack(current), torch.stack(before))
         return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
     found = [_with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
@@ -221,13 +246,16 @@ def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
             f"{layout.name}: amax must be floating point of shape {shape}, not {amax.dtype} of shape "
             f"{tuple(amax.shape)}"
         )
-    return amax.detach().to(matrix.device, torch.float32).reshape(shape)
+    amax = amax.detach()
+    if amax.dtype == torch.float32 and amax.shape == shape and amax.device == matrix.device:
+        return amax
+    return amax.to(matrix.device, torch.float32).reshape(shape)
 
 
 def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(orientations, str):
-        orientations = (orientations,)
-    chosen = tuple(orientations) if orientations is not None else layout.orientations
+    if orientations is None:
+        return layout.orientations
+    chosen = (orientations,) if isinstance(orientations, str) else tuple(orientations)
     unknown = [name for name in chosen if name not in layout.orientations]
     if unknown or not chosen:
         raise ValueError(
@@ -252,13 +280,14 @@ def _check_out(
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
-    if (out._common - layout.shared) or (out._common and alone):
+    if out._common and (alone or out._common - layout.shared):
         raise UnsupportedOperator(
             f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
             "itself would change what the rest means; quantize the whole weight"
         )
-    lacking = [name for name in orientations or () if name not in out.orientations]
-    if lacking:
+    if orientations is None:
+        return
+    if lacking := [name for name in orientations if name not in out.orientations]:
         raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
 
 aten = torch.ops.aten
@@ -186,7 +186,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     for name, plane in tensor._planes.items():
         if name not in tensor._common:
             plane.zero_()
-    tensor._written()
+    written([tensor])
     return tensor
 
 
@@ -236,7 +236,7 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
     _check_common(target, source)
     for name, plane in target._planes.items():
         plane.copy_(source._planes[name])
-    target._written()
+    written([target])
     return target
 
 

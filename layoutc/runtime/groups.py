@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, reduce
+from itertools import accumulate, compress
+from math import prod
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from layoutc.runtime.facts import Facts, Layout, cdiv
 from layoutc.runtime.tensor import QuantizedTensor
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
-KEPT = 128  # tables, the latest ones
+KEPT = 128  # groups whose tables are kept, the latest ones
 AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
 _MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
 
@@ -36,10 +38,6 @@ class Table(NamedTuple):
     even: bool
 
 
-# (aligned, even, row): what a matrix's launch is compiled for, and its programs and fields.
-Member = tuple[bool, bool, tuple[int, ...]]
-
-
 # ------------------------------------------------------------------------------------------------------------- quantize
 def split(
     layout: Layout,
@@ -49,7 +47,7 @@ def split(
     orientations: Sequence[str],
     outs: Sequence[Mapping[str, Tensor]],
     tile: tuple[int, int],
-) -> tuple[list[Table], list[int]]:
+) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of the matrices that are quantized together, and the positions of those that are to be one by one.
 
     names: the planes that the kernel takes, in its order. amaxes: fp32; their places are as seen from the first. Raises
@@ -59,40 +57,42 @@ def split(
     if len(outs) != len(xs) or (amaxes is not None and len(amaxes) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
     where = xs[0].get_device()
-    if any(x.dtype != xs[0].dtype or x.get_device() != where for x in xs):
+    if not _alike(xs, xs[0].dtype, where):
         raise ValueError(f"{layout.name}: the matrices of a group have one dtype and lie on one device")
-    if any(amax.dtype != torch.float32 or amax.get_device() != where for amax in amaxes or ()):
+    if amaxes and not _alike(amaxes, torch.float32, where):
         raise ValueError(f"{layout.name}: amaxes of a group are float32, on the device of its matrices")
-    slots = {shape: _slots(layout, names, shape, orientations) for shape in {x.shape for x in xs}}
-    capturing = _capturing(xs)
-    base = amaxes[0].data_ptr() if amaxes else 0
-    members, alone = [], []
-    for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        (m, k), address = x.shape, x.data_ptr()
-        fields = [m, k, (amaxes[index].data_ptr() - base) // 4 if amaxes else 0, address, *[0] * len(names)]
-        unaligned = k | address
-        for slot, name, shape, dtype in slots[x.shape]:
-            plane = out[name]
-            fields[slot] = address = plane.data_ptr()
-            if plane.shape != shape or plane.dtype != dtype or address % 4 or not plane.is_contiguous():
-                launch.given_planes(layout, {name: Facts(shape, dtype)}, out)  # says what is wrong
+    shapes = [x.shape for x in xs]
+    columns, wide = [_addresses(xs)], [True]
+    for name, expected in zip(names, _written(layout, tuple(names), tuple(orientations), *shapes), strict=True):
+        columns.append(_plane_addresses(layout, name, expected, outs, where) if expected else (0,) * len(xs))
+        wide.append(bool(expected) and len(expected[0].shape) > 1)
+    base, *_ = starts = _addresses(amaxes) if amaxes else (0,) * len(xs)
+    places = [(start - base) // 4 for start in starts]
+    return _listed(xs, shapes, places, columns, wide, tile)
+
+
+@lru_cache(maxsize=KEPT)
+def _written(
+    layout: Layout, names: tuple[str, ...], orientations: tuple[str, ...], *shapes: tuple[int, ...]
+) -> list[list[Facts]]:
+    """For each name the planes that are written for matrices of the given shapes; none where it is not written."""
+    facts = [launch.plane_facts(layout, m, k, orientations) for m, k in shapes]
+    return [[one[name] for one in facts if name in one] for name in names]
+
+
+def _plane_addresses(
+    layout: Layout, name: str, expected: Sequence[Facts], outs: Sequence[Mapping[str, Tensor]], where: int
+) -> tuple[int, ...]:
+    """Where a plane of each matrix begins, all of which are as a kernel can write into. Raises ValueError."""
+    planes = [out[name] for out in outs]
+    found = _addresses(planes)
+    same = [plane.shape for plane in planes] == [shape for shape, _ in expected]
+    if not (same and _alike(planes, expected[0].dtype, where) and _whole(planes) and reduce(or_, found) % 4 == 0):
+        for out, plane, facts in zip(outs, planes, expected, strict=True):
+            launch.given_planes(layout, {name: facts}, out)
             if plane.get_device() != where:
-                raise ValueError(f"{layout.name}: {name} lies on {plane.device}, the matrices on {x.device}")
-            if len(shape) > 1:
-                unaligned |= address
-        if capturing or not _fits(x):
-            alone.append(index)
-        else:
-            members.append(_member(fields, unaligned, tile))
-    return _tables(xs[0].device, members) if members else [], alone
-
-
-def _slots(
-    layout: Layout, names: Sequence[str], shape: Sequence[int], orientations: Sequence[str]
-) -> list[tuple[int, str, tuple[int, ...], torch.dtype]]:
-    """(field, name, shape, dtype) of each plane that is written for a matrix."""
-    facts = launch.plane_facts(layout, shape[0], shape[1], tuple(orientations))
-    return [(4 + slot, name, *facts[name]) for slot, name in enumerate(names) if name in facts]
+                raise ValueError(f"{layout.name}: {name} lies on {plane.device}, the matrices elsewhere")
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- amaxes
@@ -104,7 +104,7 @@ def group_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
     """
     places = list(accumulate((_count(x, block_k) for x in xs), initial=0))
     packed = torch.zeros(places.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
-    _raise_amaxes(packed, list(zip(places, xs, strict=True)), block_k)
+    _raise_amaxes(packed, places, xs, block_k)
     return packed.view(torch.float32)
 
 
@@ -121,42 +121,43 @@ def shared_amaxes(
     weights: classes of recipes that share an amax, and (m, k) matrices on one device. Of a recipe, nothing matters but
     the columns that an amax is for, so that kernels serve several recipes in one launch.
     """
-    counts = [_count(x, cls.LAYOUT.amax_columns) for cls, x in weights]
-    packed = torch.zeros(sum(counts), dtype=torch.int32, device=weights[0][1].device)
-    kinds: dict[int | None, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, count, (cls, x) in zip(accumulate(counts, initial=0), counts, weights, strict=False):
-        if launch.usable(x):
-            kinds[cls.LAYOUT.amax_columns].append((place, x))
-        else:
-            packed[place : place + count] = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
-    for block_k, matrices in kinds.items():
-        _raise_amaxes(packed, matrices, block_k)
-    return packed.view(torch.float32), [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
+    shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
+    places = list(accumulate(map(prod, shapes), initial=0))
+    packed = torch.zeros(places.pop(), dtype=torch.int32, device=weights[0][1].device)
+    kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
+    for place, (cls, x) in zip(places, weights, strict=True):
+        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((place, cls, x))
+    for (block_k, *_), members in kinds.items():
+        if launch.usable(members[0][2]):
+            _raise_amaxes(packed, [place for place, _, _ in members], [x for _, _, x in members], block_k)
+            continue
+        for place, cls, x in members:
+            found = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
+            packed[place : place + found.numel()] = found
+    return packed.view(torch.float32), shapes
 
 
 def _count(x: Tensor, block_k: int | None) -> int:
     return 1 if block_k is None else cdiv(x.shape[1], block_k)
 
 
-def _raise_amaxes(packed: Tensor, matrices: Sequence[tuple[int, Tensor]], block_k: int | None) -> None:
+def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
     """Raises entries of `packed`, bits of fp32, from given places on to the amaxes of matrices."""
-    from layoutc.runtime import triton_groups
+    from layoutc.runtime import triton_direct, triton_groups
 
-    tile_m, tile_k, warps = AMAX_TILE if block_k is None else launch.column_tile(block_k)
-    kinds: dict[torch.dtype, list[Member]] = defaultdict(list)
-    capturing = _capturing([x for _, x in matrices])
-    alone = []
-    if any(x.get_device() != packed.get_device() for _, x in matrices):
+    where = packed.get_device()
+    if any(x.get_device() != where for x in xs):
         raise ValueError("matrices whose amaxes are taken together lie on one device")
-    for place, x in matrices:
-        if capturing or not _fits(x):
-            alone.append((place, x))
-            continue
-        (m, k), address = (1, x.numel()) if block_k is None else x.shape, x.data_ptr()
-        kinds[x.dtype].append(_member([m, k, place, address], k | address, (tile_m, tile_k)))
+    kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
+    for place, x in zip(places, xs, strict=True):
+        kinds[x.dtype].append((place, x))
+    tile_m, tile_k, warps = AMAX_TILE if block_k is None else launch.column_tile(block_k)
     for dtype, members in kinds.items():
-        for table in _tables(packed.device, members):
-            triton_groups.amax_group_kernel[(table.programs,)](
+        starts, alike = zip(*members, strict=True)
+        shapes = [(1, x.numel()) if block_k is None else x.shape for x in alike]
+        tables, alone = _listed(alike, shapes, starts, [_addresses(alike)], [True], (tile_m, tile_k))
+        for table in tables:
+            args = (
                 table.entries,
                 packed,
                 triton_groups.DTYPES[dtype],
@@ -168,42 +169,81 @@ def _raise_amaxes(packed: Tensor, matrices: Sequence[tuple[int, Tensor]], block_
                 table.aligned,
                 table.even,
                 launch.hardware(packed.device),
-                num_warps=warps,
             )
-    for place, x in alone:
-        found = launch.matrix_amax(x, block_k).view(torch.int32).reshape(-1)
-        packed[place : place + found.numel()] = found
+            triton_direct.run(triton_groups.amax_group_kernel, (table.programs,), args, warps)
+        for index in alone:
+            found = launch.matrix_amax(alike[index], block_k).view(torch.int32).reshape(-1)
+            packed[starts[index] : starts[index] + found.numel()] = found
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def _capturing(xs: Sequence[Tensor]) -> bool:
-    """True where a table could be gone when what is launched now runs again."""
-    return bool(xs) and xs[0].is_cuda and torch.cuda.is_current_stream_capturing()
+def _listed(
+    xs: Sequence[Tensor],
+    shapes: Iterable[tuple[int, ...]],
+    places: Iterable[int],
+    columns: Iterable[tuple[int, ...]],
+    wide: Iterable[bool],
+    tile: tuple[int, int],
+) -> tuple[Sequence[Table], Sequence[int]]:
+    """Tables of matrices on one device, and the positions of those that no table holds.
+
+    shapes: the rows and columns that kernels take a matrix for. places: of the amaxes. columns: what begins where, the
+    matrices and each plane; wide: which of them are moved 16 bytes at a time.
+    """
+    device, stream = xs[0].device, 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():  # a table could be gone when what is launched now runs again
+            return (), range(len(xs))
+        stream = torch.cuda.current_stream(device).cuda_stream
+    strided = () if _whole(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
+    return _tables(device, stream, tile, tuple(shapes), tuple(places), tuple(columns), tuple(wide), strided)
 
 
-def _fits(x: Tensor) -> bool:
-    """True for matrices that a table can hold."""
-    return x.is_contiguous() and 0 < x.numel() <= _MOST
+def _whole(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors))
 
 
-def _member(fields: Sequence[int], unaligned: int, tile: tuple[int, int]) -> Member:
-    """The row of a matrix. unaligned: k and the addresses of what is moved 16 bytes at a time, or-ed."""
-    m, k, tile_m, tile_k = fields[0], fields[1], tile[0], tile[1]
-    programs = cdiv(m, tile_m) * cdiv(k, tile_k)
-    return unaligned % 16 == 0, m % tile_m == 0 and k % tile_k == 0, (programs, *fields)
+def _alike(tensors: Sequence[Tensor], dtype: torch.dtype, where: int) -> bool:
+    """True where all are of one dtype, on one device."""
+    count = len(tensors)
+    return [one.dtype for one in tensors].count(dtype) == [one.get_device() for one in tensors].count(where) == count
 
 
-def _tables(device: torch.device, members: Iterable[Member]) -> list[Table]:
-    """A table for the matrices that a launch can be compiled alike for, or more where they are too many for one."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(map(Tensor.data_ptr, tensors))
+
+
+@lru_cache(maxsize=KEPT)
+def _tables(
+    device: torch.device,
+    stream: int,
+    tile: tuple[int, int],
+    shapes: tuple[tuple[int, int], ...],
+    places: tuple[int, ...],
+    columns: tuple[tuple[int, ...], ...],
+    wide: tuple[bool, ...],
+    strided: tuple[int, ...],
+) -> tuple[list[Table], list[int]]:
+    """See _listed. A function of nothing but its arguments, so that what it keeps is never stale.
+
+    A table for the matrices that a launch can be compiled alike for, or more where they are too many for one. `stream`,
+    the current one, orders the copy of a table before each launch that reads it. strided: positions to leave out.
+    """
+    alone: list[int] = []
     kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = defaultdict(list)
-    for aligned, even, row in members:
-        kinds[aligned, even].append(row)
-    return [
-        Table(*_uploaded(device, stream, rows), aligned, even)
+    for index, ((m, k), place, *addresses) in enumerate(zip(shapes, places, *columns, strict=True)):
+        if index in strided or not 0 < m * k <= _MOST:
+            alone.append(index)
+            continue
+        aligned = reduce(or_, compress(addresses, wide), k) % 16 == 0
+        even = m % tile[0] == 0 and k % tile[1] == 0
+        kinds[aligned, even].append((cdiv(m, tile[0]) * cdiv(k, tile[1]), m, k, place, *addresses))
+    tables = [
+        Table(*_uploaded(device, rows), aligned, even)
         for (aligned, even), all_rows in kinds.items()
         for rows in _launches(all_rows)
     ]
+    return tables, alone
 
 
 def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -217,12 +257,8 @@ def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ..
     yield tuple(rows[first:])
 
 
-@lru_cache(maxsize=KEPT)
-def _uploaded(device: torch.device, stream: int, rows: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, int]:
-    """(table, its rows, programs of its launch). A function of nothing else, so that what it keeps is never stale.
-
-    `stream`, the current one, orders the copy before each launch that reads it.
-    """
+def _uploaded(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, int]:
+    """(table, its rows, programs of its launch)."""
     size = next(size for size in ROWS if len(rows) <= size)
     *starts, programs = accumulate((row[0] for row in rows), initial=0)
     filling = size - len(rows)

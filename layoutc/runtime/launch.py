@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
     Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
     """
-    plain = x.is_cuda and type(x) is Tensor and (dtype or torch.float32) in FLOATS
-    return plain and x.numel() > 0 and _has_triton() and x.device.index == torch.cuda.current_device()
+    plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
+    return plain and x.numel() > 0 and _has_triton() and x.get_device() == torch.cuda.current_device()
 
 
 def level_of(capability: tuple[int, int]) -> int:
@@ -93,10 +94,14 @@ def _find_level(device: torch.device) -> int:
 
 def writable(out: Out, device: torch.device) -> Out:
     """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
-    for plane in out.values() if out is not None else ():
-        if not plane.is_contiguous() or plane.data_ptr() % 4 or plane.device != device:
-            return None
-    return out
+    return out if out is not None and all_writable([out], device) else None
+
+
+def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
+    """True where kernels can write into the planes of all."""
+    planes = [plane for out in outs for plane in out.values()]
+    words = reduce(or_, map(Tensor.data_ptr, planes), 0) % 4 == 0
+    return words and all(map(Tensor.is_contiguous, planes)) and all(plane.device == device for plane in planes)
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -195,12 +195,13 @@ def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
     if sharing:
-        found, shapes = shared_amaxes([(type(target), values.reshape(target._matrix)) for target, values in sharing])
+        matrices = [(type(target), amax.as_matrix(values, target._matrix)) for target, values in sharing]
+        found, shapes = shared_amaxes(matrices)
         for group in groups:
             found = amax.reduce_max(found, group)
         pieces = torch.split(found, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
-            shared[id(target)] = piece.view(shape)
+            shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
     amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch])
 
 

@@ -62,9 +62,8 @@ class QuantizedTensor(torch.Tensor):
     ) -> Self:
         """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given."""
         shape = tuple(shape)
-        if matrix is None:
-            matrix = (prod(shape[:-1]), shape[-1])
-        strides = list(contiguous_strides(shape))
+        matrix = matrix or (prod(shape[:-1]), shape[-1])
+        strides = None  # contiguous
         if transposed:  # the last two dims of a contiguous tensor, swapped
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
             strides[-2:] = strides[-1], strides[-2]
@@ -128,6 +127,8 @@ class QuantizedTensor(torch.Tensor):
     @property
     def orientations(self) -> tuple[str, ...]:
         """The orientations that can be had from what it holds, without loss."""
+        if len(self._planes) == len(self.LAYOUT.stored):
+            return self._orientations
         sources = self.LAYOUT.sources
         return tuple(o for o in self._orientations if all(plane in self._planes for plane in sources[o]))
 
@@ -175,16 +176,18 @@ class QuantizedTensor(torch.Tensor):
         planes = self._planes if orientation in self.orientations else self._fetch(orientation)
         matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
         if not self._transposed:
-            return matrix.view(self.shape)
+            return matrix if matrix.shape == self.shape else matrix.view(self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return matrix.view(shape).transpose(-2, -1)
 
     def _shard(self) -> QuantizedTensor | None:
         """This rank's shard of a gathered weight, where FSDP2 holds it."""
+        shard = self._home() if self._home is not None else None
+        if shard is None:
+            return None
         from layoutc.runtime import fsdp
 
-        shard = self._home() if self._home is not None else None
-        return shard if shard is not None and fsdp.find(shard) is not None else None
+        return shard if fsdp.find(shard) is not None else None
 
     def _fetch(self, orientation: str) -> dict[str, Tensor]:
         from layoutc.runtime import fsdp
@@ -246,12 +249,6 @@ class QuantizedTensor(torch.Tensor):
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Planes of pieces that follow one another along the rows."""
         raise NotImplementedError
-
-    def _written(self) -> None:
-        """Says that planes have been written, to whoever made something of what they held."""
-        self._writes[0] += 1
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
@@ -363,6 +360,13 @@ class QuantizedTensor(torch.Tensor):
         from layoutc.runtime.dispatch import fallback
 
         return fallback(func, args, kwargs or {})
+
+
+def written(tensors: Sequence[QuantizedTensor]) -> None:
+    """Says that planes of tensors have been written, to whoever made something of what they held."""
+    for tensor in tensors:
+        tensor._writes[0] += 1
+    torch.autograd.graph.increment_version(tensors)
 
 
 def rebuild(

@@ -139,13 +139,13 @@ def test_steps_of_an_optimizer(names: list[str]) -> None:
     """Three, so that histories fill. Masters stay where they are, and the second step takes the tables of the first."""
     targets, others = batch_of(names, 12)
     values = [torch.empty(target.shape, device="cuda") for target in targets]
-    groups._uploaded.cache_clear()
+    groups._tables.cache_clear()
     misses = []
     for step in range(3):
         for index, each in enumerate(values):
             each.normal_().mul_(2.0 ** (step + index % 5))
         requantize_batch_(list(zip(targets, values, strict=True)), [])
-        misses.append(groups._uploaded.cache_info().misses)
+        misses.append(groups._tables.cache_info().misses)
         for other, each in zip(others, values, strict=True):
             one_by_one(other, each)
         expect_same(targets, others)
@@ -181,10 +181,10 @@ def test_under_a_captured_graph_weights_go_one_by_one(monkeypatch: pytest.Monkey
         requantize_batch_(batch, [])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    kept = groups._uploaded.cache_info().misses
+    kept = groups._tables.cache_info().misses
     with torch.cuda.graph(graph):
         requantize_batch_(batch, [])
-    assert groups._uploaded.cache_info().misses == kept
+    assert groups._tables.cache_info().misses == kept
     for each in values:
         each.normal_().mul_(3)
     graph.replay()

@@ -154,16 +154,16 @@ def test_amaxes_of_a_group(block_k: int | None, count: int) -> None:
 
 def test_a_table_is_made_once_for_the_same_places() -> None:
     """And anew when a plane moves, or the matrix."""
-    groups._uploaded.cache_clear()
+    groups._tables.cache_clear()
     xs = [weight(32, 64, seed) for seed in range(3)]
     outs = [poisoned("fp8_current", x, ("rowwise",)) for x in xs]
     amaxes = groups.group_amaxes(xs, None)
     for _ in range(3):
         kernels("fp8_current").quantize_group(xs, [amax.clone() for amax in amaxes[:1]] * 3, ("rowwise",), outs)
-    assert groups._uploaded.cache_info().misses == 2
+    assert groups._tables.cache_info().misses == 2
     outs[1] = poisoned("fp8_current", xs[1], ("rowwise",))
     kernels("fp8_current").quantize_group(xs, [amaxes[0]] * 3, ("rowwise",), outs)
-    assert groups._uploaded.cache_info().misses == 3
+    assert groups._tables.cache_info().misses == 3
 
 
 # ------------------------------------------------------------------------------------------------- an optimizer's step
