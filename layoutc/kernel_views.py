@@ -21,12 +21,12 @@ View = dict[str, Any]
 # Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
 _CASTS = {"float8_e4m3fn": ("tl.float8e4nv", 0x7F), "float8_e5m2": ("tl.float8e5", 0x7F)}
 # Conversions of compute capability 10, by what the format is and how it is rounded.
-_E2M1 = Format("e2m1", exponent=2, mantissa=1, bias=1)
+_E2M1 = Format("", exponent=2, mantissa=1, bias=1)
 _CONVERSIONS = {
     (_E2M1, "nearest"): "convert_to_e2m1",
-    (Format("e2m3", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
-    (Format("e3m2", exponent=3, mantissa=2, bias=3), "nearest"): "convert_to_e3m2",
-    (Format("e8m0", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
+    (Format("", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
+    (Format("", exponent=3, mantissa=2, bias=3), "nearest"): "convert_to_e3m2",
+    (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _LARGEST_BLOCK = 16384  # elements that one program can hold
 _LARGEST_TILE = 65536  # the same where blocks of two sources must fit into one tile, which they share

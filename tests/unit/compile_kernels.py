@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime import checks, groups, launch, triton_groups
+from layoutc.runtime import groups, launch, triton_checks, triton_groups
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
@@ -123,10 +123,10 @@ def compiled(
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     """What compares a card's conversion with arithmetic, as it is launched."""
-    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": checks.TILE[0], "COLUMNS": checks.TILE[1]}
+    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": triton_checks.TILE[0], "COLUMNS": triton_checks.TILE[1]}
     signature = {"x": "*fp32", "one": "*fp32", "counts": "*i32", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
-        fn=checks.count_kernel,
+        fn=triton_checks.count_kernel,
         signature=signature,
         constexprs={(index,): value for index, value in enumerate(constants.values(), 3)},
         attrs={(index,): ALIGNED for index in range(3)},
@@ -165,9 +165,9 @@ def main() -> None:
             found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
             print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
     level = launch.level_of(divmod(capability, 10))
-    for name, convert, expect in checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
-        found = figures(compiled_check(convert, expect, capability), (*checks.TILE, 1, 4, None))
-        print(json.dumps({"recipe": "checks", "kernel": name, "tile": checks.TILE, **found}), flush=True)
+    for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
+        found = figures(compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
+        print(json.dumps({"recipe": "checks", "kernel": name, "tile": triton_checks.TILE, **found}), flush=True)
     chosen = [name for name in sys.argv[2:] if name != "checks"] or sorted(
         path.parent.name for path in folder.glob("*/kernels.py")
     )
