@@ -19,11 +19,11 @@ __all__ = ["COMPARISONS", "differing", "patterns"]
 
 
 def patterns(device: torch.device) -> Tensor:
-    """(524288,) fp32: every bf16 value, of both signs and with every NaN, and what lies one and two steps beside it or
-    beside the middle to the next.
+    """(524288,) fp32: every bf16 value, of both signs and with every NaN, what lies one and two steps beside it, and
+    the middle to the next with its neighbours.
 
-    All ties of formats with less than 7 bits of mantissa are among these. Neighbours are far from each other, so that
-    codes which change places in a word do not go unseen.
+    All ties of formats with less than 7 bits of mantissa are among these. Values that follow one another are far apart,
+    so that codes which change places in a word do not go unseen.
     """
     upper = torch.arange(1 << 16, dtype=torch.int32, device=device) * 40503 & 0xFFFF  # odd: each once
     upper = (upper - (1 << 15)) * (1 << 16)
