@@ -1,8 +1,9 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow, and `checks`, which stands for what compares a card's conversions with arithmetic.
-Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, and instructions for
-each element. A process of its own, since the interpreter that other tests start can't be turned off again.
+Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, its conversions, and
+instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
+again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from layoutc.runtime import groups, launch, triton_checks, triton_groups
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
+UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -135,24 +137,32 @@ def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
 
 
 def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
-    """What the machine code shows."""
+    """What the machine code shows; of cards that the disassembler doesn't know, what can be had without it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        code, usage = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-sass", "-res-usage")
-        )
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
-    real = [one for one in operations if not one.startswith("NOP")]
-    return {
+        usage = _read("-res-usage", file.name)
+        code = "" if kernel.metadata.target.arch in UNREADABLE else _read("-sass", file.name)
+    found = {
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
+    }
+    if not code:
+        return found
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
+    real = [one for one in operations if not one.startswith("NOP")]
+    return found | {
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
         "accesses": sorted({one for one in real if one.startswith(("LDG", "STG"))}),
         "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
+
+
+def _read(option: str, name: str) -> str:
+    command = [TOOLS / "cuobjdump", option, name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
