@@ -20,7 +20,7 @@ View = dict[str, Any]
 
 # Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
 _CASTS = {"float8_e4m3fn": ("tl.float8e4nv", 0x7F), "float8_e5m2": ("tl.float8e5", 0x7F)}
-# Conversions of compute capability 10, by what the format is (e2m1, e2m3, e3m2, e8m0) and how it is rounded.
+# Conversions of compute capability 10, by what the format is and how it is rounded.
 _E2M1 = Format("", exponent=2, mantissa=1, bias=1)
 _CONVERSIONS = {
     (_E2M1, "nearest"): "convert_to_e2m1",

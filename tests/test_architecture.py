@@ -116,8 +116,8 @@ def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     names |= set(yaml.safe_load((ROOT / "layoutc" / "rules.yaml").read_text(encoding="utf-8")))
     word = re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, names)))})(?![\w-])")
     templates = sorted((ROOT / "layoutc" / "templates").glob("*.j2"))
-    # A table of what to type, which is examples, and one that names what a card's instructions convert to.
-    examples = {"findings.py", "triton_checks.py"}
+    # Its table of what to type is examples.
+    examples = {"findings.py"}
     for path in (path for path in (*COMPILER, *RUNTIME, *templates) if path.name not in examples):
         text = path.read_text(encoding="utf-8")
         code = text if path.suffix == ".j2" else _without_prose(text)

@@ -78,13 +78,13 @@ def _find_level(device: torch.device) -> int:
     if level == 100:
         if torch.cuda.is_current_stream_capturing():
             return 90  # results can't be waited for; the next call finds out
-        from layoutc.runtime import triton_levels
+        from layoutc.runtime import triton_checks
 
-        if differing := triton_levels.differing(device, triton_levels.COMPARISONS[100]):
+        if differing := triton_checks.differing(device, triton_checks.COMPARISONS[100]):
             level = 90
-            name, formats = torch.cuda.get_device_name(device), ", ".join(differing)
+            name, conversions = torch.cuda.get_device_name(device), ", ".join(differing)
             warnings.warn(
-                f"{name}: the card's conversions to {formats} do not give the bytes they should; kernels do without "
+                f"{name}: the card's conversions {conversions} do not give the bytes they should; kernels do without "
                 "those that compute capability 9.0 has not, and are slower",
                 RuntimeWarning,
                 stacklevel=3,

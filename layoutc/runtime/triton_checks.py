@@ -1,113 +1,51 @@
-"""The card's conversions beside integer arithmetic that gives the same codes, as Triton functions.
-
-Both take a tile of fp32 values and give int32 of one shape. Formats are those of the conversions, by definition.
-"""
+"""Whether a card's conversions to small formats give the bytes that they should, before kernels rely on them."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
-from layoutc.runtime.triton_codes import cast_to_codes, pack, to_exponents, to_small_codes
-from layoutc.runtime.triton_conversions import (
-    convert_to_e2m1,
-    convert_to_e2m3,
-    convert_to_e3m2,
-    convert_up_to_e8m0,
-    to_e2m1_words,
-)
+import torch
+from torch import Tensor
+from triton.runtime.errors import PTXASError
 
+from layoutc.runtime.triton_comparisons import COMPARISONS, count_kernel
 
-@triton.jit
-def _cast_to_e4m3(x):
-    return cast_to_codes(x, tl.float8e4nv, 0x7F, 0x7F)
+Comparison = tuple[str, Any, Any]  # name, what converts, what it has to give
+TILE = (8, 512)  # rows and columns of a program
+
+__all__ = ["COMPARISONS", "differing", "patterns"]
 
 
-@triton.jit
-def _e4m3(x):
-    return to_small_codes(x, 3, 7, 7, 448.0, 126, 0x7F, 0)
+def patterns(device: torch.device) -> Tensor:
+    """(524288,) fp32: every bf16 value, of both signs and with every NaN, what lies one and two steps beside it, and
+    the middle to the next with its neighbours.
 
-
-@triton.jit
-def _cast_to_e5m2(x):
-    return cast_to_codes(x, tl.float8e5, 0x7D, 0x7F)
-
-
-@triton.jit
-def _e5m2(x):
-    return to_small_codes(x, 2, 15, 7, 57344.0, 123, 0x7D, 0)
-
-
-@triton.jit
-def _e2m1(x):
-    return to_small_codes(x, 1, 1, 3, 6.0, 7, 7, 0)
-
-
-@triton.jit
-def _convert_to_words(x):
-    return to_e2m1_words(x, True)
-
-
-@triton.jit
-def _words(x):
-    return pack(_e2m1(x), 4, 8, True).to(tl.int32)
-
-
-@triton.jit
-def _convert_to_turned_words(x):
-    return to_e2m1_words(x, False)
-
-
-@triton.jit
-def _turned_words(x):
-    bytes_ = pack(_e2m1(x), 4, 2, False)
-    return pack(bytes_, 8, 4, True).to(tl.int32)
-
-
-@triton.jit
-def _e2m3(x):
-    return to_small_codes(x, 3, 1, 5, 7.5, 31, 31, 0)
-
-
-@triton.jit
-def _e3m2(x):
-    return to_small_codes(x, 2, 3, 5, 28.0, 31, 31, 0)
-
-
-@triton.jit
-def _convert_up_to_e8m0(x):
-    return convert_up_to_e8m0(tl.abs(x))
-
-
-@triton.jit
-def _e8m0(x):
-    return to_exponents(tl.abs(x), 127, 254, 0xFF, "up")
-
-
-# (format, what converts, what it has to give), by the level from which on kernels use it (launch.level_of).
-COMPARISONS = {
-    90: (("e4m3", _cast_to_e4m3, _e4m3), ("e5m2", _cast_to_e5m2, _e5m2)),
-    100: (
-        ("e2m1", convert_to_e2m1, _e2m1),
-        ("e2m1", _convert_to_words, _words),
-        ("e2m1", _convert_to_turned_words, _turned_words),
-        ("e2m3", convert_to_e2m3, _e2m3),
-        ("e3m2", convert_to_e3m2, _e3m2),
-        ("e8m0", _convert_up_to_e8m0, _e8m0),
-    ),
-}
-
-
-@triton.jit
-def count_kernel(
-    x, one, counts, CONVERT: tl.constexpr, EXPECT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """counts[program]: how many results of CONVERT are not EXPECT's, of a tile (ROWS, COLUMNS) of x * one.
-
-    one: 1, unknown to the compiler, so that values come out of an operation, as they do in kernels.
+    All ties of formats with less than 7 bits of mantissa are among these. Values that follow one another are far apart,
+    so that codes which change places in a word do not go unseen.
     """
-    program = tl.program_id(0)
-    places = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    values = tl.load(x + program * ROWS * COLUMNS + places) * tl.load(one)
-    differ = (CONVERT(values) != EXPECT(values)).to(tl.int32)
-    tl.store(counts + program, tl.sum(tl.sum(differ, 1), 0))
+    upper = torch.arange(1 << 16, dtype=torch.int32, device=device) * 40503 & 0xFFFF  # odd: each once
+    upper = (upper - (1 << 15)) * (1 << 16)
+    lower = torch.tensor([0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32, device=device)
+    return (lower[:, None] + upper).flatten().view(torch.float32)
+
+
+def differing(device: torch.device, comparisons: Sequence[Comparison]) -> list[str]:
+    """The names, in order, of conversions that give other codes than they have to, or that the assembler doesn't know.
+
+    device: a CUDA device; under Triton's interpreter any. Waits for the device.
+    """
+    x, one = patterns(device), torch.ones(1, device=device)
+    counts = torch.empty(x.numel() // (TILE[0] * TILE[1]), dtype=torch.int32, device=device)
+    found: dict[str, None] = {}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for name, convert, expect in comparisons:
+            try:
+                count_kernel[(counts.numel(),)](x, one, counts, convert, expect, *TILE, enable_fp_fusion=False)
+            except PTXASError:
+                found[name] = None
+                continue
+            if counts.any():
+                found[name] = None
+    return list(found)

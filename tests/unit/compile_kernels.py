@@ -1,8 +1,9 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow, and `checks`, which stands for what compares a card's conversions with arithmetic.
-Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, and instructions for
-each element. A process of its own, since the interpreter that other tests start can't be turned off again.
+Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, its conversions, and
+instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
+again.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime import checks, groups, launch, triton_groups
+from layoutc.runtime import groups, launch, triton_checks, triton_groups
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
+UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -123,10 +125,10 @@ def compiled(
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     """What compares a card's conversion with arithmetic, as it is launched."""
-    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": checks.TILE[0], "COLUMNS": checks.TILE[1]}
+    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": triton_checks.TILE[0], "COLUMNS": triton_checks.TILE[1]}
     signature = {"x": "*fp32", "one": "*fp32", "counts": "*i32", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
-        fn=checks.count_kernel,
+        fn=triton_checks.count_kernel,
         signature=signature,
         constexprs={(index,): value for index, value in enumerate(constants.values(), 3)},
         attrs={(index,): ALIGNED for index in range(3)},
@@ -135,24 +137,32 @@ def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
 
 
 def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
-    """What the machine code shows."""
+    """What the machine code shows; of cards that the disassembler doesn't know, what can be had without it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        code, usage = (
-            subprocess.run([TOOLS / "cuobjdump", option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-sass", "-res-usage")
-        )
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
-    real = [one for one in operations if not one.startswith("NOP")]
-    return {
+        usage = _read("-res-usage", file.name)
+        code = "" if kernel.metadata.target.arch in UNREADABLE else _read("-sass", file.name)
+    found = {
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
+    }
+    if not code:
+        return found
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
+    real = [one for one in operations if not one.startswith("NOP")]
+    return found | {
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
         "accesses": sorted({one for one in real if one.startswith(("LDG", "STG"))}),
         "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
+
+
+def _read(option: str, name: str) -> str:
+    command = [TOOLS / "cuobjdump", option, name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
@@ -165,9 +175,9 @@ def main() -> None:
             found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
             print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
     level = launch.level_of(divmod(capability, 10))
-    for name, convert, expect in checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
-        found = figures(compiled_check(convert, expect, capability), (*checks.TILE, 1, 4, None))
-        print(json.dumps({"recipe": "checks", "kernel": name, "tile": checks.TILE, **found}), flush=True)
+    for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
+        found = figures(compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
+        print(json.dumps({"recipe": "checks", "kernel": name, "tile": triton_checks.TILE, **found}), flush=True)
     chosen = [name for name in sys.argv[2:] if name != "checks"] or sorted(
         path.parent.name for path in folder.glob("*/kernels.py")
     )

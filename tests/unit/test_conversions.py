@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which kernels are w
 import triton.language as tl  # noqa: E402
 from triton.runtime.errors import PTXASError  # noqa: E402
 
-from layoutc.runtime import triton_checks, triton_direct, triton_levels  # noqa: E402
+from layoutc.runtime import triton_checks, triton_comparisons, triton_direct  # noqa: E402
 from layoutc.runtime.triton_codes import pack, to_codes, to_exponents, to_small_codes  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def short_of_range(x):
 
 def test_patterns_are_every_bf16_value_and_what_lies_around() -> None:
     """Signs, infinities, every NaN, both zeros; each once."""
-    found = triton_levels.patterns(CPU)
+    found = triton_checks.patterns(CPU)
     bits = found.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     assert found.shape == (1 << 19,)
     assert len(bits.unique()) == len(bits)
@@ -108,13 +108,13 @@ def test_patterns_are_every_bf16_value_and_what_lies_around() -> None:
     for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 26.0, 0.0625, 7.25, 2.0**-127):
         at = int(torch.tensor(tie).view(torch.int32))
         assert {at - 2, at - 1, at, at + 1, at + 2} <= set(bits.tolist())
-    assert found.numel() % (triton_levels.TILE[0] * triton_levels.TILE[1]) == 0
+    assert found.numel() % (triton_checks.TILE[0] * triton_checks.TILE[1]) == 0
 
 
 @pytest.fixture
 def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all patterns: the interpreter takes its time for every program."""
-    monkeypatch.setattr(triton_levels, "TILE", (64, 8192))
+    monkeypatch.setattr(triton_checks, "TILE", (64, 8192))
 
 
 @interpreted
@@ -122,9 +122,9 @@ def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_tile")
 def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
     """The oracle of every comparison, against integer arithmetic for any format."""
-    for name, _, expect in triton_checks.COMPARISONS[100]:
-        assert triton_levels.differing(CPU, [(name, expect, expect)]) == []
-    assert triton_levels.differing(CPU, [("e2m1", right, triton_checks._e2m1)]) == []
+    for name, _, expect in triton_comparisons.COMPARISONS[100]:
+        assert triton_checks.differing(CPU, [(name, expect, expect)]) == []
+    assert triton_checks.differing(CPU, [("e2m1", right, triton_comparisons._e2m1)]) == []
 
 
 @interpreted
@@ -133,25 +133,25 @@ def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
 @pytest.mark.parametrize(
     ("wrong", "expect"),
     [
-        (rounds_down, triton_checks._e2m1),
-        (ties_away, triton_checks._e2m1),
-        (loses_the_sign_of_zero, triton_checks._e2m1),
-        (keeps_the_sign_of_nan, triton_checks._e2m1),
-        (nan_is_zero, triton_checks._e2m1),
-        (flushes_subnormals, triton_checks._e2m1),
-        (swaps_nibbles, triton_checks._words),
-        (swaps_bytes, triton_checks._words),
-        (nearest_power, triton_checks._e8m0),
-        (flushes_small_scales, triton_checks._e8m0),
-        (infinity_is_nan, triton_checks._e8m0),
-        (short_of_range, triton_checks._e3m2),
+        (rounds_down, triton_comparisons._e2m1),
+        (ties_away, triton_comparisons._e2m1),
+        (loses_the_sign_of_zero, triton_comparisons._e2m1),
+        (keeps_the_sign_of_nan, triton_comparisons._e2m1),
+        (nan_is_zero, triton_comparisons._e2m1),
+        (flushes_subnormals, triton_comparisons._e2m1),
+        (swaps_nibbles, triton_comparisons._words),
+        (swaps_bytes, triton_comparisons._words),
+        (nearest_power, triton_comparisons._e8m0),
+        (flushes_small_scales, triton_comparisons._e8m0),
+        (infinity_is_nan, triton_comparisons._e8m0),
+        (short_of_range, triton_comparisons._e3m2),
     ],
     ids=lambda function: getattr(function, "__name__", str(function)),
 )
 def test_a_wrong_conversion_is_found(wrong: Any, expect: Any) -> None:
     """By its format's name, once, beside those that are right."""
     given = [("good", expect, expect), ("bad", expect, expect), ("bad", wrong, expect), ("bad", wrong, expect)]
-    assert triton_levels.differing(CPU, given) == ["bad"]
+    assert triton_checks.differing(CPU, given) == ["bad"]
 
 
 def test_a_conversion_that_the_assembler_refuses_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +161,13 @@ def test_a_conversion_that_the_assembler_refuses_differs(monkeypatch: pytest.Mon
         def __getitem__(self, grid: Any) -> Any:
             raise PTXASError("Instruction 'cvt with .e2m1x2' not supported on .target 'sm_100'")
 
-    monkeypatch.setattr(triton_levels, "count_kernel", Refused())
-    assert triton_levels.differing(CPU, triton_checks.COMPARISONS[100]) == ["e2m1", "e2m3", "e3m2", "e8m0"]
+    monkeypatch.setattr(triton_checks, "count_kernel", Refused())
+    assert triton_checks.differing(CPU, triton_comparisons.COMPARISONS[100]) == [
+        "e2m1x2",
+        "e2m3x2",
+        "e3m2x2",
+        "ue8m0x2",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- levels
@@ -180,7 +185,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     state: dict[str, Any] = {"capability": (10, 0), "capturing": False, "differing": [], "asked": 0}
 
     def differing(device: torch.device, comparisons: Any) -> list[str]:
-        assert comparisons is triton_checks.COMPARISONS[100]
+        assert comparisons is triton_comparisons.COMPARISONS[100]
         state["asked"] += 1
         return list(state["differing"])
 
@@ -188,7 +193,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up B200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(triton_levels, "differing", differing)
+    monkeypatch.setattr(triton_checks, "differing", differing)
     return state
 
 
@@ -203,8 +208,8 @@ def test_a_card_that_gives_the_right_bytes_is_asked_once(card: dict[str, Any]) -
 
 
 def test_a_card_that_gives_others_does_without_and_says_so_once(card: dict[str, Any]) -> None:
-    card["differing"] = ["e2m1", "e8m0"]
-    with pytest.warns(RuntimeWarning, match="Made-up B200: the card's conversions to e2m1, e8m0 do not give"):
+    card["differing"] = ["e2m1x2", "ue8m0x2"]
+    with pytest.warns(RuntimeWarning, match="Made-up B200: the card's conversions e2m1x2, ue8m0x2 do not give"):
         assert launch.hardware(CARD) == 90
     with warnings.catch_warnings():
         warnings.simplefilter("error")
