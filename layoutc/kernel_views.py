@@ -199,7 +199,7 @@ def buffer_tile(sources: Iterable[Source], itemsize: int, layout: Layout) -> Til
     width = max([widest(layout), *(source.quantization.block.k or 1 for source in sources)])
     if not turns(layout):
         tall = max(rows, widest(layout))
-        return tall, max(rows * columns // tall, width), pieces, warps, registers
+        return tall, max(rows * columns // tall, width), pieces, warps, None
     if min(source.data.bits for source in sources) == 4:
         least, most, warps = (64, 64, itemsize // 2) if len(sources) == 1 else (32, 128, 2)
         return max(least, widest(layout)), max(most, width), 1, warps, None

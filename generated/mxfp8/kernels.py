@@ -48,7 +48,7 @@ TILES = {
 }
 # The same for writing buffers.
 BUFFER_TILES = {
-    (2, True, True): (32, 256, 2, 2, 224),
+    (2, True, True): (32, 256, 2, 2, None),
     (2, True, False): (32, 128, 1, 4, None),
     (2, False, True): (32, 256, 1, 2, None),
     (4, True, True): (32, 128, 1, 1, None),

@@ -86,16 +86,16 @@ def load_runs(
             i = run // RUNS
             j = (run % RUNS) * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, :]
         places = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
-        left = tl.where(row + i < rows, columns - column - j, 0)
         step = WIDTH * stride_column
-        a = _load_piece(places, left, EVEN)
-        b = _load_piece(places + step, left - WIDTH, EVEN)
+        there = row + i < rows
+        a = _load_piece(places, there & (column + j < columns), EVEN)
+        b = _load_piece(places + step, there & (column + j + WIDTH < columns), EVEN)
         if PIECES == 2:
             pieces = _turned(tl.join(a, b))
         else:
             tl.static_assert(PIECES == 4)
-            c = _load_piece(places + 2 * step, left - 2 * WIDTH, EVEN)
-            d = _load_piece(places + 3 * step, left - 3 * WIDTH, EVEN)
+            c = _load_piece(places + 2 * step, there & (column + j + 2 * WIDTH < columns), EVEN)
+            d = _load_piece(places + 3 * step, there & (column + j + 3 * WIDTH < columns), EVEN)
             pieces = _turned(tl.join(_turned(tl.join(a, c)), _turned(tl.join(b, d))))
         return tl.reshape(pieces, (TILE_M, TILE_K))
 
@@ -112,11 +112,11 @@ def _turned(x):
 
 
 @triton.jit
-def _load_piece(places, left, EVEN: tl.constexpr):
-    """Values at places, zeros where nothing of the row is left."""
+def _load_piece(places, inside, EVEN: tl.constexpr):
+    """Values at places, zeros outside."""
     if EVEN:
         return tl.load(places)
-    return tl.load(places, mask=left > 0, other=0)
+    return tl.load(places, mask=inside, other=0)
 
 
 @triton.jit
