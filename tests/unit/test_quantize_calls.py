@@ -48,6 +48,18 @@ def test_quantize_stores_what_the_reference_gives(recipe: str, dtype: torch.dtyp
 
 
 @each_recipe
+def test_an_orientation_may_be_given_by_its_name_alone(recipe: str) -> None:
+    """Also beside `out`, which must hold it."""
+    x = weight(128, 256)
+    q = module(recipe).quantize(x, orientations="rowwise")
+    assert q.orientations == module(recipe).quantize(x, orientations=("rowwise",)).orientations
+    again = module(recipe).quantize(2 * x, orientations="rowwise", out=q)
+    assert again is q
+    if not module(recipe).LAYOUT.history:  # which follows the amaxes of both
+        assert same(q, module(recipe).quantize(2 * x, orientations="rowwise"))
+
+
+@each_recipe
 @pytest.mark.parametrize("orientations", [None, ("rowwise",), ("columnwise",)])
 def test_quantize_buffers_gives_the_buffers_of_a_quantized_tensor(recipe: str, orientations: Any) -> None:
     """Flat scales too, where the spec says how a GEMM reads them; where it does not, they are refused."""
