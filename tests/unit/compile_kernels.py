@@ -40,7 +40,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
-        if hasattr(kernels, "quantize_group_kernel"):
+        # Of a group, whose tiles and arithmetic are the same, inputs of one dtype.
+        if hasattr(kernels, "quantize_group_kernel") and size == 2:
             yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
         if hasattr(kernels, "BUFFER_TILES"):
             tile = kernels.BUFFER_TILES[size, *flags]

@@ -55,11 +55,8 @@ SPILLS = {
     },
     100: {
         ("fp8_block_1d", "quantize rowwise+columnwise fp32"): 22,
-        ("fp8_block_1d", "quantize_group rowwise+columnwise fp32"): 40,
         ("int4_group32", "quantize rowwise+columnwise bf16"): 2,
-        ("mxint8", "quantize_group rowwise+columnwise fp32"): 4,
         ("nvfp4_4over6", "quantize all fp32"): 15,
-        ("nvfp4_4over6", "quantize_group all fp32"): 7,
     },
 }
 
@@ -158,6 +155,8 @@ def test_newer_cards_convert_by_themselves(capability: int) -> None:
         "nvfp4": {"e2m1x2", "e4m3x2"},
         "nvfp4_1d": {"e2m1x2", "e4m3x2"},
     }
+    if capability == 103:  # whose instructions are those of 100, which is compiled in full
+        expected = {name: expected[name] for name in ("mxfp4", "nvfp4")}
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(PROGRAM), str(capability), "checks", *expected]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
