@@ -195,7 +195,7 @@ def buffer_tile(sources: Iterable[Source], itemsize: int, layout: Layout) -> Til
     """As tile, of a program that writes buffers. Where codes are transposed it has rows enough for whole sectors of the
     transposed codes; more of them, and more warps, made for more traffic through shared memory than that was worth."""
     sources = list(sources)
-    rows, columns, pieces, warps, registers = tile(sources, itemsize)
+    rows, columns, pieces, warps, _ = tile(sources, itemsize)
     width = max([widest(layout), *(source.quantization.block.k or 1 for source in sources)])
     if not turns(layout):
         tall = max(rows, widest(layout))
