@@ -8,19 +8,13 @@ import triton.language as tl
 from layoutc.runtime.triton_blocks import from_blocks, least_of_pairs, to_blocks, to_float, to_pairs
 from layoutc.runtime.triton_codes import bits_of, float_of
 from layoutc.runtime.triton_tiles import load
-from layoutc.runtime.triton_turns import put_words
+from layoutc.runtime.triton_turns import permute_bytes, put_words
 
 
 @triton.jit
 def _reciprocal(x):
     """1 / x of a normal x, to about 2^-23."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _permute_bytes(a, b, CODE: tl.constexpr):
-    """Four of the eight bytes of a (0 to 3) and b (4 to 7), as a prmt instruction says."""
-    return tl.inline_asm_elementwise(CODE, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -133,10 +127,10 @@ def _pairs_to_nibbles(
     w02, w13 = tl.split(lanes)
     w0, w2 = tl.split(w02)
     w1, w3 = tl.split(w13)
-    first = _permute_bytes(w0, w1, "prmt.b32 $0, $1, $2, 0x7351;")  # the upper bytes of columns 0 2 1 3
-    second = _permute_bytes(w2, w3, "prmt.b32 $0, $1, $2, 0x7351;")
-    even_bytes |= _permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x5410;") & -0x7F7F7F80
-    odd_bytes |= _permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x7632;") & -0x7F7F7F80
+    first = permute_bytes(w0, w1, "prmt.b32 $0, $1, $2, 0x7351;")  # the upper bytes of columns 0 2 1 3
+    second = permute_bytes(w2, w3, "prmt.b32 $0, $1, $2, 0x7351;")
+    even_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x5410;") & -0x7F7F7F80
+    odd_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x7632;") & -0x7F7F7F80
     return _merged(even_bytes, odd_bytes, MANTISSA, LOW_FIRST)
 
 

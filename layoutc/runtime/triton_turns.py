@@ -11,7 +11,7 @@ from layoutc.runtime.triton_tiles import load_words, store, store_words
 
 
 @triton.jit
-def _prmt(a, b, CODE: tl.constexpr):
+def permute_bytes(a, b, CODE: tl.constexpr):
     """Four of the eight bytes of a (0 to 3) and b (4 to 7), as a prmt instruction says."""
     return tl.inline_asm_elementwise(CODE, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -26,7 +26,7 @@ def _swap(a, b, SHIFT: tl.constexpr, MASK: tl.constexpr):
 def _swap_halves(a, b, HARDWARE: tl.constexpr):
     """The upper 16 bits of a and the lower ones of b change places."""
     if HARDWARE:
-        return _prmt(a, b, "prmt.b32 $0, $1, $2, 0x5410;"), _prmt(a, b, "prmt.b32 $0, $1, $2, 0x7632;")
+        return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x5410;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7632;")
     else:
         return _swap(a, b, 16, 0x0000FFFF)
 
@@ -35,7 +35,7 @@ def _swap_halves(a, b, HARDWARE: tl.constexpr):
 def _swap_bytes(a, b, HARDWARE: tl.constexpr):
     """Bytes 1 and 3 of a and bytes 0 and 2 of b change places."""
     if HARDWARE:
-        return _prmt(a, b, "prmt.b32 $0, $1, $2, 0x6240;"), _prmt(a, b, "prmt.b32 $0, $1, $2, 0x7351;")
+        return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x6240;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7351;")
     else:
         return _swap(a, b, 8, 0x00FF00FF)
 
