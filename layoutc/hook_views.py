@@ -6,7 +6,6 @@ from typing import Any
 
 from layoutc.layout import Plane
 from layoutc.plan import Gather, Plan
-from layoutc.sizes import Sizes
 
 View = dict[str, Any]
 
@@ -32,7 +31,7 @@ def _names(gather: Gather) -> str:
     return " and ".join(plane.name for plane in gather.planes)
 
 
-def hook_view(plan: Plan, sizes: Sizes) -> View:
+def hook_view(plan: Plan) -> View:
     """The bodies of the two hooks: straight lines where all passes gather the same, else a branch for each pass."""
     shared = [f'"{plane.name}": metadata.shared["{plane.name}"],' for plane in plan.shared]
     pre_doc = "Both passes send the same planes."
@@ -40,8 +39,8 @@ def hook_view(plan: Plan, sizes: Sizes) -> View:
         names = ", ".join(plane.name for plane in plan.shared)
         pre_doc += f" {names}, equal on all shards, {'goes' if len(plan.shared) == 1 else 'go'} along as metadata."
     if not plan.passes_differ:
-        pre = [f"{plane.kind} = {_wire(plane, sizes)}" for plane in plan.forward.planes]
-        post = ["gathered = {", *(f"    {_receive(p, i, sizes)}" for i, p in enumerate(plan.forward.planes))]
+        pre = [f"{plane.kind} = {_wire(plane)}" for plane in plan.forward.planes]
+        post = ["gathered = {", *(f"    {_receive(p, i)}" for i, p in enumerate(plan.forward.planes))]
         kinds = [plane.kind for plane in plan.forward.planes]
         sent = f"({', '.join(kinds)}{',' if len(kinds) == 1 else ''})"
         return {
@@ -54,9 +53,9 @@ def hook_view(plan: Plan, sizes: Sizes) -> View:
     post = ["gathered: dict[str, Tensor] = {}" if not shared else "gathered = dict(metadata.shared)", "slot = 0"]
     for gather, other in ((plan.forward, "backward"), (plan.backward, "forward")):
         pre += [f'if gathering.which != "{other}":', "    sent += ["]
-        pre += [f"        {_wire(plane, sizes)}," for plane in gather.planes] + ["    ]"]
+        pre += [f"        {_wire(plane)}," for plane in gather.planes] + ["    ]"]
         post += [f'if metadata.which != "{other}":']
-        post += [f"    gathered[{_receive(p, i, sizes, 'slot')}" for i, p in enumerate(gather.planes)]
+        post += [f"    gathered[{_receive(p, i, 'slot')}" for i, p in enumerate(gather.planes)]
         post += [f"    slot += {len(gather.planes)}"]
     post = [line.replace('": ', '"] = ', 1).rstrip(",") if line.startswith("    gathered[") else line for line in post]
     forward, backward = _names(plan.forward), _names(plan.backward)
@@ -68,12 +67,10 @@ def hook_view(plan: Plan, sizes: Sizes) -> View:
     return {"pre_body": pre, "post_body": post[:-1], "sent": "tuple(sent)", "pre_doc": pre_doc}
 
 
-def _wire(plane: Plane, sizes: Sizes) -> str:
-    return f'fsdp.wire(stored["{plane.name}"], {sizes.count("m", plane.per_m, "rows")})'
+def _wire(plane: Plane) -> str:
+    return f'fsdp.wire(self, gathering, "{plane.name}")'
 
 
-def _receive(plane: Plane, index: int, sizes: Sizes, base: str = "") -> str:
+def _receive(plane: Plane, index: int, base: str = "") -> str:
     position = f"{base} + {index}" if base and index else base or str(index)
-    text = f"received[{position}][:{sizes.count('m', plane.per_m)}]"
-    typed = f"{text}.view(torch.{plane.dtype})" if plane.dtype != "uint8" else text
-    return f'"{plane.name}": {typed},'
+    return f'"{plane.name}": fsdp.arrived(self, metadata, "{plane.name}", received[{position}]),'

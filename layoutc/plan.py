@@ -90,6 +90,17 @@ class Plan:
         return next(iter(per_k), None)
 
     @property
+    def extremes(self) -> bool:
+        """True when a block's scales follow from the least and the greatest value of each of its columns.
+
+        Rules that weigh the errors of several candidates want every value, and so do rows that share some scales of a
+        block and not others.
+        """
+        shared = {plane.per_m or 1 for plane in self.layout.planes} - {1}
+        tries = any(source.quantization.definition.candidates for source in self.layout.sources)
+        return not tries and len(shared) <= 1
+
+    @property
     def passes_differ(self) -> bool:
         """True when backward gathers other planes than forward."""
         return self.forward.planes != self.backward.planes

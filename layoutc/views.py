@@ -61,13 +61,14 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "shares_amax": plan.shares_amax,
         "amax_columns": plan.amax_columns,
         "slots_differ": plan.slots_differ,
+        "extremes": plan.extremes,
         "history": layout.history,
         "pick": layout.pick,
         "as_stored": _as_stored(layout),
         "has_amax": bool(_amax_buffer(layout)),
         "swizzle": swizzle_view(layout),
         "swizzled": tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
-        **hook_view(plan, sizes),
+        **hook_view(plan),
         **numerics_view(plan),
     }
 

@@ -89,6 +89,7 @@ LAYOUT = Layout(
         "rowwise_scale": "rowwise_scale",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
-from layoutc.runtime.facts import cdiv
 from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -51,9 +50,8 @@ class E3M4BlockTensor(QuantizedTensor):
         Both passes send the same planes.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
-        data = fsdp.wire(stored["rowwise_data"], rows)
-        scale = fsdp.wire(stored["rowwise_scale"], cdiv(rows, 64))
+        data = fsdp.wire(self, gathering, "rowwise_data")
+        scale = fsdp.wire(self, gathering, "rowwise_scale")
         return fsdp.send((data, scale), gathering)
 
     def fsdp_post_all_gather(
@@ -66,13 +64,12 @@ class E3M4BlockTensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": received[0][:m],
-            "rowwise_scale": received[1][: cdiv(m, 64)].view(torch.float32),
+            "rowwise_data": fsdp.arrived(self, metadata, "rowwise_data", received[0]),
+            "rowwise_scale": fsdp.arrived(self, metadata, "rowwise_scale", received[1]),
         }
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 

@@ -90,6 +90,7 @@ LAYOUT = Layout(
         "columnwise_scale": "rowwise_scale",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -96,6 +96,7 @@ LAYOUT = Layout(
         "amax": "amax",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

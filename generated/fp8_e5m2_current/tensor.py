@@ -51,8 +51,7 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
         Both passes send the same planes. rowwise_scale, equal on all shards, goes along as metadata.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
-        data = fsdp.wire(stored["rowwise_data"], rows)
+        data = fsdp.wire(self, gathering, "rowwise_data")
         return fsdp.send((data,), gathering)
 
     def fsdp_post_all_gather(
@@ -65,12 +64,11 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": received[0][:m],
+            "rowwise_data": fsdp.arrived(self, metadata, "rowwise_data", received[0]),
             "rowwise_scale": metadata.shared["rowwise_scale"],
         }
         return fsdp.finish(self, gathered, metadata, param_dtype, out)

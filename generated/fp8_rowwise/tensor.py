@@ -62,16 +62,15 @@ class FP8RowwiseTensor(QuantizedTensor):
         wants the same sizes in each pass; a weight that stays gathered sends all of them once.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
         sent: list[Tensor] = []
         if gathering.which != "backward":
             sent += [
-                fsdp.wire(stored["rowwise_data"], rows),
-                fsdp.wire(stored["rowwise_scale"], rows),
+                fsdp.wire(self, gathering, "rowwise_data"),
+                fsdp.wire(self, gathering, "rowwise_scale"),
             ]
         if gathering.which != "forward":
             sent += [
-                fsdp.wire(stored["columnwise_data"], rows),
+                fsdp.wire(self, gathering, "columnwise_data"),
             ]
         return fsdp.send(tuple(sent), gathering)
 
@@ -85,18 +84,17 @@ class FP8RowwiseTensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered = dict(metadata.shared)
         slot = 0
         if metadata.which != "backward":
-            gathered["rowwise_data"] = received[slot][:m]
-            gathered["rowwise_scale"] = received[slot + 1][:m].view(torch.float32)
+            gathered["rowwise_data"] = fsdp.arrived(self, metadata, "rowwise_data", received[slot])
+            gathered["rowwise_scale"] = fsdp.arrived(self, metadata, "rowwise_scale", received[slot + 1])
             slot += 2
         if metadata.which != "forward":
-            gathered["columnwise_data"] = received[slot][:m]
+            gathered["columnwise_data"] = fsdp.arrived(self, metadata, "columnwise_data", received[slot])
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls

@@ -115,6 +115,7 @@ LAYOUT = Layout(
         "rowwise_zero": "rowwise_zero",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -72,19 +72,18 @@ class INT4GROUP32Tensor(QuantizedTensor):
         sends all of them once.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
         sent: list[Tensor] = []
         if gathering.which != "backward":
             sent += [
-                fsdp.wire(stored["rowwise_data"], rows),
-                fsdp.wire(stored["rowwise_scale"], rows),
-                fsdp.wire(stored["rowwise_zero"], rows),
+                fsdp.wire(self, gathering, "rowwise_data"),
+                fsdp.wire(self, gathering, "rowwise_scale"),
+                fsdp.wire(self, gathering, "rowwise_zero"),
             ]
         if gathering.which != "forward":
             sent += [
-                fsdp.wire(stored["columnwise_data"], rows),
-                fsdp.wire(stored["columnwise_scale"], rows // 32),
-                fsdp.wire(stored["columnwise_zero"], rows // 32),
+                fsdp.wire(self, gathering, "columnwise_data"),
+                fsdp.wire(self, gathering, "columnwise_scale"),
+                fsdp.wire(self, gathering, "columnwise_zero"),
             ]
         return fsdp.send(tuple(sent), gathering)
 
@@ -98,21 +97,20 @@ class INT4GROUP32Tensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
         slot = 0
         if metadata.which != "backward":
-            gathered["rowwise_data"] = received[slot][:m]
-            gathered["rowwise_scale"] = received[slot + 1][:m].view(torch.float32)
-            gathered["rowwise_zero"] = received[slot + 2][:m]
+            gathered["rowwise_data"] = fsdp.arrived(self, metadata, "rowwise_data", received[slot])
+            gathered["rowwise_scale"] = fsdp.arrived(self, metadata, "rowwise_scale", received[slot + 1])
+            gathered["rowwise_zero"] = fsdp.arrived(self, metadata, "rowwise_zero", received[slot + 2])
             slot += 3
         if metadata.which != "forward":
-            gathered["columnwise_data"] = received[slot][:m]
-            gathered["columnwise_scale"] = received[slot + 1][: m // 32].view(torch.float32)
-            gathered["columnwise_zero"] = received[slot + 2][: m // 32]
+            gathered["columnwise_data"] = fsdp.arrived(self, metadata, "columnwise_data", received[slot])
+            gathered["columnwise_scale"] = fsdp.arrived(self, metadata, "columnwise_scale", received[slot + 1])
+            gathered["columnwise_zero"] = fsdp.arrived(self, metadata, "columnwise_zero", received[slot + 2])
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls

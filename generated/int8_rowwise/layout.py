@@ -97,6 +97,7 @@ LAYOUT = Layout(
         "columnwise_scale": "columnwise_scale",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

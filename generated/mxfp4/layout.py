@@ -96,6 +96,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
     },
     swizzled=("rowwise_scale", "columnwise_scale"),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

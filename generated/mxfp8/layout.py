@@ -97,6 +97,7 @@ LAYOUT = Layout(
         "columnwise_data": "columnwise_data",
     },
     swizzled=("rowwise_scale", "columnwise_scale"),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -61,17 +61,16 @@ class MXFP8Tensor(QuantizedTensor):
         since FSDP2 wants the same sizes in each pass; a weight that stays gathered sends all of them once.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
         sent: list[Tensor] = []
         if gathering.which != "backward":
             sent += [
-                fsdp.wire(stored["rowwise_data"], rows),
-                fsdp.wire(stored["rowwise_scale"], rows),
+                fsdp.wire(self, gathering, "rowwise_data"),
+                fsdp.wire(self, gathering, "rowwise_scale"),
             ]
         if gathering.which != "forward":
             sent += [
-                fsdp.wire(stored["columnwise_data"], rows),
-                fsdp.wire(stored["columnwise_scale"], rows // 32),
+                fsdp.wire(self, gathering, "columnwise_data"),
+                fsdp.wire(self, gathering, "columnwise_scale"),
             ]
         return fsdp.send(tuple(sent), gathering)
 
@@ -85,19 +84,18 @@ class MXFP8Tensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
         slot = 0
         if metadata.which != "backward":
-            gathered["rowwise_data"] = received[slot][:m]
-            gathered["rowwise_scale"] = received[slot + 1][:m]
+            gathered["rowwise_data"] = fsdp.arrived(self, metadata, "rowwise_data", received[slot])
+            gathered["rowwise_scale"] = fsdp.arrived(self, metadata, "rowwise_scale", received[slot + 1])
             slot += 2
         if metadata.which != "forward":
-            gathered["columnwise_data"] = received[slot][:m]
-            gathered["columnwise_scale"] = received[slot + 1][: m // 32]
+            gathered["columnwise_data"] = fsdp.arrived(self, metadata, "columnwise_data", received[slot])
+            gathered["columnwise_scale"] = fsdp.arrived(self, metadata, "columnwise_scale", received[slot + 1])
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls

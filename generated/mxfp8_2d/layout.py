@@ -89,6 +89,7 @@ LAYOUT = Layout(
         "columnwise_data": "rowwise_data",
     },
     swizzled=("rowwise_scale", "columnwise_scale"),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -96,6 +96,7 @@ LAYOUT = Layout(
         "rowwise_data": "rowwise_data",
     },
     swizzled=(),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

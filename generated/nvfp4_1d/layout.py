@@ -101,6 +101,7 @@ LAYOUT = Layout(
         "amax": "amax",
     },
     swizzled=("rowwise_scale", "columnwise_scale"),
+    extremes=True,
     planes=planes,
     buffers=buffers,
 )

@@ -95,6 +95,7 @@ LAYOUT = Layout(
         "amax": "amax",
     },
     swizzled=("rowwise_scale", "columnwise_scale"),
+    extremes=False,
     planes=planes,
     buffers=buffers,
 )

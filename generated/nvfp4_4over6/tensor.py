@@ -51,9 +51,8 @@ class NVFP44OVER6Tensor(QuantizedTensor):
         Both passes send the same planes. amax, equal on all shards, goes along as metadata.
         """
         gathering = fsdp.begin(self, mesh)
-        stored, rows = self._planes, gathering.rows
-        data = fsdp.wire(stored["rowwise_data"], rows)
-        scale = fsdp.wire(stored["rowwise_scale"], rows // 16)
+        data = fsdp.wire(self, gathering, "rowwise_data")
+        scale = fsdp.wire(self, gathering, "rowwise_scale")
         return fsdp.send((data, scale), gathering)
 
     def fsdp_post_all_gather(
@@ -66,13 +65,12 @@ class NVFP44OVER6Tensor(QuantizedTensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
 
-        Views alone: nothing is copied, and all that is held are the gather's outputs, which FSDP2 frees.
+        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        m = metadata.matrix[0]
         received = fsdp.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": received[0][:m],
-            "rowwise_scale": received[1][: m // 16],
+            "rowwise_data": fsdp.arrived(self, metadata, "rowwise_data", received[0]),
+            "rowwise_scale": fsdp.arrived(self, metadata, "rowwise_scale", received[1]),
             "amax": metadata.shared["amax"],
         }
         return fsdp.finish(self, gathered, metadata, param_dtype, out)

@@ -15,6 +15,7 @@ from torch import Tensor
 from layoutc.runtime import launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.halo import Place, check_place, extended
 from layoutc.runtime.tensor import QuantizedTensor, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +43,11 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | None, tag: int | None 
     return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
 
 
+def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises LayoutError on all ranks of a group where they do not write the same weight."""
+    reduce_max(torch.zeros(1, device=device), group, tag)
+
+
 def quantize(
     cls: type[QuantizedTensor],
     x: Tensor,
@@ -52,12 +58,14 @@ def quantize(
     out: QuantizedTensor | None = None,
     restart: bool = False,
     tag: int | None = None,
+    place: Place | None = None,
 ) -> QuantizedTensor:
     """High precision to quantized; the body of every generated `quantize`.
 
     x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
     `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten. restart: forget its
-    history of amaxes. tag: see reduce_max. Raises ValueError, TypeError.
+    history of amaxes. tag: see reduce_max. place: where `out` lies among the shards of a weight; then all ranks call.
+    Raises ValueError, TypeError.
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
@@ -65,8 +73,10 @@ def quantize(
     if out is not None:
         asked = None if orientations is None else chosen
         _check_out(layout, x, out, asked, alone=amax is None and group is None)
-        matrix = as_matrix(x, out._matrix)
-        _overwrite_(cls, [out], [matrix], [_current(cls, matrix, amax, group, tag)], restart)
+        check_place(out, place)
+        matrix = as_matrix(x, (out._rows, out._matrix[1]))
+        current = _current(cls, matrix, amax, group, tag)
+        _overwrite_(cls, [out], extended([out], [matrix], [place]), [current], restart)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
@@ -122,27 +132,34 @@ def _current(
     return _given(cls.LAYOUT, amax, matrix)
 
 
-def requantize_many_(weights: Sequence[tuple[QuantizedTensor, Tensor]], amaxes: Sequence[Tensor | None]) -> None:
+def requantize_many_(
+    weights: Sequence[tuple[QuantizedTensor, Tensor]],
+    amaxes: Sequence[Tensor | None],
+    places: Sequence[Place | None] | None = None,
+) -> None:
     """Each (target, values) as `quantize` with out=target and its amax: checked all first, then in few launches.
 
     amaxes: fp32, what the shards of each weight have agreed on, in the shape that its recipe shares; None for recipes
-    that share none. Raises as `quantize` does, before anything is written.
+    that share none. places: as for `quantize`. Raises as `quantize` does, before anything is written.
     """
-    for (target, x), amax in zip(weights, amaxes, strict=True):
+    places = places or [None] * len(weights)
+    for (target, x), amax, place in zip(weights, amaxes, places, strict=True):
         _check_in(target.LAYOUT, x, amax)
         _check_out(target.LAYOUT, x, target, None, alone=amax is None)
+        check_place(target, place)
     with torch.no_grad():
         kinds: dict[Any, list[Requantized]] = defaultdict(list)
-        for (target, x), amax in zip(weights, amaxes, strict=True):
-            matrix = as_matrix(x, target._matrix)
+        targets = [target for target, _ in weights]
+        own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
+        for target, matrix, amax in zip(targets, extended(targets, own, places), amaxes, strict=True):
             usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
             kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
                 (target, matrix, amax)
             )
         for alike in kinds.values():
             for members in _together(alike):
-                targets, matrices, currents = zip(*members, strict=True)
-                _overwrite_(type(targets[0]), targets, matrices, currents)
+                outs, matrices, currents = zip(*members, strict=True)
+                _overwrite_(type(outs[0]), outs, matrices, currents)
 
 
 def _together(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
@@ -186,19 +203,29 @@ def _overwrite_(
     written(outs)
 
 
-def requantize_(target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:
-    """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew."""
-    quantize(type(target), x, out=target, group=group, restart=True, tag=tag if group is not None else None)
+def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None = None) -> None:
+    """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew.
+
+    Where FSDP2 holds the tensor (or `like`, for which it stands in) as a shard, all ranks call, and share amaxes and
+    what blocks need that cuts go through.
+    """
+    from layoutc.runtime import fsdp
+
+    like = target if like is None else like
+    (group, tag), place = fsdp.amax_group(like), fsdp.place(like)
+    if place is not None and place.joins(like.LAYOUT) and group is None:
+        check_same(fsdp.tag(like), place.group, x.device)
+    quantize(
+        type(target), x, out=target, group=group, restart=True, tag=tag if group is not None else None, place=place
+    )
 
 
 def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device."""
-    from layoutc.runtime import fsdp
-
     new = target._with_planes(
         {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
     )
-    requantize_(new, x if x.dtype in FLOATS else x.float(), *fsdp.amax_group(target))
+    requantize_(new, x if x.dtype in FLOATS else x.float(), target)
     return new
 
 

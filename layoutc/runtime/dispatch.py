@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
 
@@ -165,19 +166,26 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     if type(a) is not type(b) or a._planes.keys() != b._planes.keys():
         plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
         return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
-    same = (tuple(a.shape), a._matrix, a._transposed) == (tuple(b.shape), b._matrix, b._transposed)
-    return same and all(
-        torch.equal(plane.flatten().view(torch.uint8), b._planes[name].flatten().view(torch.uint8))
-        for name, plane in a._planes.items()
-    )
+    same = (tuple(a.shape), a._transposed, _phase(a)) == (tuple(b.shape), b._transposed, _phase(b))
+    pairs = ([x._entries(name).flatten().view(torch.uint8) for x in (a, b)] for name in a._planes)
+    return same and all(torch.equal(*pair) for pair in pairs)
+
+
+def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
+    """What two tensors of one recipe must have in common for their planes to mean the same, entry by entry."""
+    return tensor._rows, tensor._matrix[1], tensor._halo.before
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
-    tensor: QuantizedTensor = args[0]
-    if not tensor._common and not tensor._transposed and not tensor.is_meta:
-        from layoutc.runtime import amax
+    from layoutc.runtime import amax, fsdp
 
+    tensor: QuantizedTensor = args[0]
+    place = None if tensor.is_meta else fsdp.place(tensor)
+    if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
+        amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
+        return tensor
+    if not tensor._common and not tensor._transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
         matrix = zeros.view(tensor._matrix)
         shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
@@ -213,15 +221,18 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
-        if same and (source._matrix, source._transposed) == (target._matrix, target._transposed):
+        new = target._made_in() if target._made_in is not None and target._writes[0] == 0 else None
+        if same and new is not None and source._halo.rows:
+            return _take_over(target, new, source)
+        if same and (_phase(source), source._transposed) == (_phase(target), target._transposed):
             return _copy_planes(target, source)
         strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target._label())
         source = source.dequantize(torch.float32)
     if target._transposed:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
-    from layoutc.runtime import amax, fsdp
+    from layoutc.runtime import amax
 
-    amax.requantize_(target, source.to(target.device), *fsdp.amax_group(target))
+    amax.requantize_(target, source.to(target.device))
     return target
 
 
@@ -229,21 +240,43 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
     missing = [name for name in target._planes if name not in source._planes]
     if missing:
         raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")
-    for name, plane in target._planes.items():
-        if plane.shape != source._planes[name].shape:
-            found = tuple(source._planes[name].shape)
-            raise LayoutError(f"copy_: {name} is {tuple(plane.shape)} in the target, {found} in the source")
-    _check_common(target, source)
-    for name, plane in target._planes.items():
-        plane.copy_(source._planes[name])
+    pairs = {name: (target._entries(name), source._entries(name)) for name in target._planes}
+    for name, (into, plane) in pairs.items():
+        if into.shape != plane.shape:
+            raise LayoutError(f"copy_: {name} is {tuple(into.shape)} in the target, {tuple(plane.shape)} in the source")
+    _check_common(target, pairs)
+    for into, plane in pairs.values():
+        into.copy_(plane)
     written([target])
     return target
 
 
-def _check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
+def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
+    """Makes the first rows of a new tensor hold copies of the planes of a source that is cut inside a block.
+
+    FSDP2 copies a shard into a new tensor of the padded size, and takes the shard's rows of that again. The new tensor
+    can't know where in a block its rows will begin.
+    """
+    pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
+    planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))
+    planes = {name: plane.pin_memory() for name, plane in planes.items()} if pin else planes
+    for tensor in (target, new):
+        tensor._planes.clear()
+        tensor._planes.update(planes)
+        tensor._matrix, tensor._halo = source._matrix, Halo(*source._halo[:2])
+    new._held = target.shape[0]
+    written([target])
+    return target
+
+
+def _check_common(target: QuantizedTensor, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     """A part may take the planes of a tensor that shares the same scale, not overwrite what the rest means."""
-    for name in target._common & target._planes.keys():
-        if not torch.equal(target._planes[name], source._planes[name]):
+    tied = target._halo.tied_before, target._halo.tied_after
+    ends = [end for end, is_tied in zip((slice(None, 1), slice(-1, None)), tied, strict=True) if is_tied]
+    for name, (into, plane) in pairs.items():
+        cut = ends if (target.LAYOUT.stored[name].rows_per_value or 1) > 1 else []
+        parts = [slice(None)] if name in target._common else cut
+        if not all(torch.equal(into[part], plane[part]) for part in parts):
             raise LayoutError(
                 f"copy_: {target._label()} is a part of a weight whose {name} covers more than the part, and the "
                 "source has another; copy into the whole weight"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
-from math import prod
+from math import lcm, prod
 from typing import Literal, NamedTuple
 
 import torch
+
+from layoutc.runtime.sharding import Cuts, sent_blocks
 
 PassName = Literal["forward", "backward", "both"]
 
@@ -98,13 +100,14 @@ class Layout:
     sources: Mapping[str, tuple[str, ...]]  # orientation -> planes that its buffers are made of
     travels: Mapping[PassName, tuple[str, ...]]
     serves: Mapping[PassName, tuple[str, ...]]
-    slots_differ: bool  # passes gather planes of different bytes, so they are filled up to the larger
+    slots_differ: bool  # passes gather planes of different bytes, even where cuts are aligned
     shares_amax: bool
     amax_columns: int | None  # columns for which shards share one amax, of all rows; None: one for the whole weight
     history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
     pick: str  # which of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that it is, unchanged but for being flat where it has one dim
     swizzled: tuple[str, ...]  # buffers that a GEMM wants in another order
+    extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 
@@ -117,6 +120,21 @@ class Layout:
     def shared(self) -> frozenset[str]:
         """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Rows that share values of some plane: at multiples of it, rows have planes that are theirs alone."""
+        return lcm(*(plane.rows_per_value or 1 for plane in self.stored.values()))
+
+    @cached_property
+    def passes_differ(self) -> bool:
+        """Backward gathers other planes than forward."""
+        return self.travels["forward"] != self.travels["backward"]
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each plane."""
+        return {name: facts.dtype for name, facts in self.planes(self.multiple_m, self.multiple_k).items()}
 
     @cached_property
     def shared_along_rows(self) -> frozenset[str]:
@@ -170,26 +188,34 @@ class Layout:
     def gather(self, m: int, k: int, world: int, which: PassName = "forward") -> GatherFacts:
         """What each of `world` ranks contributes in a pass: plane name -> shape and dtype of the padded shard.
 
-        Raises ValueError for a shape that the recipe does not take, ShardAlignmentError when it does not shard.
+        Where a cut falls inside a block, the ranks on both sides send what the block's rows share.
+        Raises ValueError for a shape that the recipe does not take.
         """
-        from layoutc.runtime.sharding import check_alignment
-
         self.check_shape((m, k))
-        check_alignment(self, (m, k), cdiv(m, world), world=world)
-        shard = self.planes(cdiv(m, world), k)
-        sent = {name: shard[name] for name in self.travels[which]}
-        slots = self.slots(which, cdiv(m, world), k)
+        cuts = Cuts(m, cdiv(m, world), world)
+        sent = self.sent(which, cuts, k)
+        slots = self.slots(which, cuts, k)
         filling = sum(slots) - sum(facts.nbytes for facts in sent.values()) if slots else 0
         return GatherFacts(sent, self.serves[which], world, filling)
 
-    def slots(self, which: PassName, rows: int, k: int) -> tuple[int, ...]:
+    def sent(self, which: PassName, cuts: Cuts, k: int) -> Mapping[str, Facts]:
+        """What each rank sends of a matrix of k columns in a pass: plane name -> shape and dtype."""
+        return _sent(self, which, cuts, k)
+
+    def slots(self, which: PassName, cuts: Cuts, k: int) -> tuple[int, ...]:
         """The bytes of each slot of a pass's planes, where the two passes differ; else none.
 
         FSDP2 wants the same sizes in each pass, so a slot holds the larger of the two passes' planes.
         """
-        if not self.slots_differ or which == "both":
+        if which == "both" or not (self.slots_differ or (self.passes_differ and not cuts.aligned(self.block_rows))):
             return ()
-        facts = self.planes(rows, k)
         passes: tuple[PassName, ...] = ("forward", "backward")
-        sizes = ([facts[name].nbytes for name in self.travels[one]] for one in passes)
+        sizes = ([facts.nbytes for facts in self.sent(one, cuts, k).values()] for one in passes)
         return tuple(map(max, zip_longest(*sizes, fillvalue=0)))
+
+
+@lru_cache(maxsize=4096)
+def _sent(layout: Layout, which: PassName, cuts: Cuts, k: int) -> Mapping[str, Facts]:
+    whole = layout.planes(cuts.rows, k)
+    rows = {name: sent_blocks(cuts, layout.stored[name].rows_per_value or 1) for name in layout.travels[which]}
+    return {name: Facts((n, *whole[name].shape[1:]), whole[name].dtype) for name, n in rows.items()}

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -26,7 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import PassName
+from layoutc.runtime.facts import PassName, cdiv
+from layoutc.runtime.halo import Place
+from layoutc.runtime.sharding import Cuts, picks, sent_blocks
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -38,6 +41,7 @@ class Sharding:
     param: Any
     group: Any
     keeps: bool | None = None  # stays gathered after forward; decided at the first gather
+    joined: dict[str, Tensor] = field(default_factory=dict)  # planes of the gathered weight that are no gather outputs
 
 
 @dataclass
@@ -45,13 +49,12 @@ class Gathering:
     """What the pre-all-gather hook tells the post-all-gather hook. Equal on all ranks but for `alone`."""
 
     which: PassName
-    world: int
-    rows: int  # matrix rows of a padded shard
+    cuts: Cuts
     shape: tuple[int, ...]  # of the whole weight
     shared: dict[str, Tensor] = field(default_factory=dict)
     alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
     slots: tuple[int, ...] = ()  # bytes of each slot, where the passes' planes differ in bytes
-    sent: tuple[tuple[int, ...], ...] = ()  # shapes of the planes in the slots
+    joined: dict[str, Tensor] = field(default_factory=dict)  # see Sharding
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -107,8 +110,26 @@ def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
     param = known.param() if known else None
     if param is None:
         return None, 0
-    name = f"{getattr(param, '_param_fqn', None) or shard._name} {tuple(param._orig_size)}"
-    return getattr(param.mesh_info, "shard_process_group", None), zlib.crc32(name.encode()) & 0x7FFFFFFF
+    return getattr(param.mesh_info, "shard_process_group", None), tag(shard)
+
+
+def tag(shard: QuantizedTensor) -> int:
+    """A number that stands for the parameter that this tensor is a shard of, alike on all ranks."""
+    known = find(shard)
+    param = known.param() if known else None
+    shape = tuple(shard.shape if param is None else param._orig_size)
+    return zlib.crc32(f"{parameter_name(shard)} {shape}".encode()) & 0x7FFFFFFF
+
+
+def place(shard: QuantizedTensor) -> Place | None:
+    """Where this tensor lies among the shards of a weight that FSDP2 holds; None where it does not."""
+    known = find(shard)
+    param: Any = known.param() if known else None
+    group = getattr(param.mesh_info, "shard_process_group", None) if param is not None else None
+    if group is None or param.fsdp_placement.dim != 0:
+        return None
+    cuts = Cuts(prod(param._orig_size[:-1]), prod(param.padded_sharded_param_size[:-1]), group.size())
+    return Place(group, group.rank(), cuts)
 
 
 def parameter_name(shard: QuantizedTensor) -> str | None:
@@ -122,10 +143,11 @@ def parameter_name(shard: QuantizedTensor) -> str | None:
 def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     """Which planes the pass needs, and the padded shard's rows. Raises on all ranks alike, before any collective."""
     world = mesh.size()
+    known = None
     if (simulated := _simulated.get()) is not None:
         which, shape, rows = simulated
     elif (known := find(shard)) is None:
-        which, rows = "forward", shard._matrix[0]
+        which, rows = "forward", shard._rows
         shape = (shard.shape[0] * world, *shard.shape[1:])
     else:
         param, group = known.param(), known.group()
@@ -141,10 +163,11 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     if missing:
         raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
     # Copies: a weight that is still gathered when the shard is requantized keeps the scale of the codes that it holds.
-    layout = shard.LAYOUT
+    layout, cuts = shard.LAYOUT, Cuts(prod(shape[:-1]), rows, world)
     needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
     shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
-    return Gathering(which, world, rows, shape, shared, slots=layout.slots(which, rows, shard._matrix[1]))
+    slots = layout.slots(which, cuts, shard._matrix[1])
+    return Gathering(which, cuts, shape, shared, slots=slots, joined=known.joined if known else {})
 
 
 def _pass(known: Sharding, group: Any) -> PassName:
@@ -159,11 +182,14 @@ def _pass(known: Sharding, group: Any) -> PassName:
     return "backward" if group._training_state.name == "PRE_BACKWARD" else "forward"
 
 
-def wire(plane: Tensor, rows: int) -> Tensor:
-    """A plane as it travels: bytes, `rows` rows, zeros after the rows of a short shard.
+def wire(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
+    """A plane as it travels: bytes, as many rows from each rank, zeros after those of a short shard.
 
-    A view where nothing is short.
+    Of blocks that a cut goes through, the ranks on both sides send what the block's rows share. A view where nothing is
+    short.
     """
+    plane = shard._entries(name)
+    rows = sent_blocks(gathering.cuts, shard.LAYOUT.stored[name].rows_per_value or 1)
     if plane.shape[0] != rows:
         full = plane.new_zeros(rows, *plane.shape[1:])
         full[: plane.shape[0]] = plane
@@ -183,23 +209,63 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
     as metadata.
     """
     if gathering.slots:
-        gathering.sent = tuple(tuple(plane.shape) for plane in planes)
         planes = _fill(planes, gathering.slots)
-    if gathering.world == 1:
+    if gathering.cuts.world == 1:
         gathering.alone = planes[1:]
         return planes[:1], gathering
     return planes, gathering
 
 
 def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
-    """All planes that travelled, in order: bytes, all ranks' padded rows."""
-    planes = (*outputs, *gathering.alone)
-    if not gathering.slots:
-        return planes
-    return tuple(
-        plane.view(gathering.world, -1)[:, : prod(shape)].reshape(gathering.world * shape[0], *shape[1:])
-        for plane, shape in zip(planes, gathering.sent, strict=False)
-    )
+    """All slots that travelled, in order: bytes of all ranks."""
+    return (*outputs, *gathering.alone)
+
+
+def arrived(shard: QuantizedTensor, gathering: Gathering, name: str, received: Tensor) -> Tensor:
+    """A plane of the whole weight, from the bytes of all ranks: a view, unless cuts go through its blocks.
+
+    Then, of what several ranks have sent, one rank's is taken. Such a plane, and one that does not fill its slot, is no
+    gather output; it is made once and refilled, and FSDP2 frees it with them.
+    """
+    cuts, block = gathering.cuts, shard.LAYOUT.stored[name].rows_per_value or 1
+    (rows, *columns), dtype = shard.LAYOUT.sent(gathering.which, cuts, gathering.shape[-1])[name]
+    width = prod(columns) * dtype.itemsize
+    slots, chosen = received.view(cuts.world, -1), picks(cuts, block)
+    if slots.shape[1] == rows * width and chosen is None:
+        plane = received.view(cuts.world * rows, width)
+    else:
+        sent = slots[:, : rows * width]
+        number = cuts.world * rows if chosen is None else len(chosen)
+        if name not in gathering.joined:
+            gathering.joined[name] = received.new_empty(number, width)
+        plane = gathering.joined[name]
+        with torch.autograd._unsafe_preserve_version_counter(plane):  # type: ignore[attr-defined]
+            if chosen is None:
+                plane.view(cuts.world, -1).copy_(sent)
+            else:
+                torch.index_select(sent.reshape(-1, width), 0, _index(chosen, received.device), out=plane)
+    plane = plane[: cdiv(cuts.rows, block)]
+    return plane if dtype == torch.uint8 else plane.view(dtype)
+
+
+@lru_cache(maxsize=1024)
+def _index(chosen: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(chosen, device=device)
+
+
+def _join_later(shard: QuantizedTensor, gathering: Gathering, device: torch.device) -> None:
+    """Room for what the other pass will join: FSDP2 asks once which tensors it shall free."""
+    layout, cuts, k = shard.LAYOUT, gathering.cuts, gathering.shape[-1]
+    passes: tuple[PassName, ...] = ("both",) if gathering.which == "both" else ("forward", "backward")
+    for which in passes:
+        sent = layout.sent(which, cuts, k)
+        slots = gathering.slots or [facts.nbytes for facts in sent.values()]
+        for (name, facts), slot in zip(sent.items(), slots, strict=False):
+            chosen = picks(cuts, layout.stored[name].rows_per_value or 1)
+            if name not in gathering.joined and (chosen is not None or slot != facts.nbytes):
+                rows = cuts.world * facts.shape[0] if chosen is None else len(chosen)
+                width = prod(facts.shape[1:]) * facts.dtype.itemsize
+                gathering.joined[name] = torch.empty(rows, width, dtype=torch.uint8, device=device)
 
 
 def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -218,13 +284,14 @@ def finish(
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
     """What the post-all-gather hook returns: a new tensor, or, with `out`, nothing: all planes of that object replaced.
 
-    No inner tensors: all planes are gather outputs, which FSDP2 frees by itself. Aliases of `out` share its dict of
-    planes, so those that autograd saved in forward see what backward gathered.
+    Inner tensors are planes that had to be joined; the others are gather outputs, which FSDP2 frees by itself. Aliases
+    of `out` share its dict of planes, so those that autograd saved in forward see what backward gathered.
     """
     if out is None:
         tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
         tensor._name, tensor._home = shard._name, weakref.ref(shard)
-        return tensor, ()
+        _join_later(shard, gathering, tensor.device)
+        return tensor, tuple(gathering.joined.values())
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
     target._planes.update(planes)
@@ -241,17 +308,17 @@ def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], dev
     if param is None:
         raise MissingOrientation(f"{shard._label()}: FSDP2 does not hold this shard any more")
     group: dist.ProcessGroup = param.mesh_info.shard_process_group
-    layout, padded = shard.LAYOUT, prod(param.padded_sharded_param_size[:-1])
-    sizes, whole = layout.planes(padded, matrix[1]), layout.planes(*matrix)
+    padded = prod(param.padded_sharded_param_size[:-1])
+    gathering = Gathering("both", Cuts(matrix[0], padded, group.size()), matrix)
     planes = {}
-    for name in layout.sources[orientation]:
-        plane = shard._planes[name].to(device)
-        if name not in layout.shared:
-            sent = wire(plane, sizes[name].shape[0])
-            received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
-            dist.all_gather_into_tensor(received, sent, group=group)
-            plane = received[: whole[name].shape[0]].view(whole[name].dtype)
-        planes[name] = plane
+    for name in shard.LAYOUT.sources[orientation]:
+        if name in shard.LAYOUT.shared:
+            planes[name] = shard._planes[name].to(device)
+            continue
+        sent = wire(shard, gathering, name).to(device)
+        received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
+        dist.all_gather_into_tensor(received, sent, group=group)
+        planes[name] = arrived(shard, gathering, name, received)
     return planes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax
+from layoutc.runtime import amax, fsdp
+from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
+from layoutc.runtime.halo import Place
+from layoutc.runtime.sharding import Cuts
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -158,7 +161,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _write_back(self) -> None:
         """Parameters from masters; what shards must share is reduced for all parameters of a process group at once."""
-        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor]]] = defaultdict(list)
+        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, Place | None]]] = defaultdict(list)
         groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         moved = [p for group in self.param_groups if bool(group.get("lr", 1)) for p in group["params"]]
         for param in moved:
@@ -172,9 +175,10 @@ class MasterWeights(torch.optim.Optimizer):
             found = shard_groups(param) if target.LAYOUT.shares_amax else []
             key = tuple(id(group) for group in found)
             groups[key] = found
-            batches[key].append((target, values))
+            batches[key].append((target, values, place_of(param, target)))
         for key, batch in batches.items():
-            requantize_batch_(batch, groups[key])
+            *weights, places = zip(*batch, strict=True)
+            requantize_batch_(list(zip(*weights, strict=True)), groups[key], places)
         self._written = {param: _stamp(param) for param in self._masters}
 
 
@@ -190,19 +194,28 @@ def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
         ) from error
 
 
-def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[dist.ProcessGroup]) -> None:
-    """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share."""
+def requantize_batch_(
+    batch: list[tuple[QuantizedTensor, Tensor]],
+    groups: list[dist.ProcessGroup],
+    places: Sequence[Place | None] | None = None,
+) -> None:
+    """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share.
+
+    Shards that are cut inside a block take one all-gather a group more; `places` says which they are.
+    """
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
     if sharing:
-        matrices = [(type(target), amax.as_matrix(values, target._matrix)) for target, values in sharing]
+        matrices = [
+            (type(target), amax.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
+        ]
         found, shapes = shared_amaxes(matrices)
         for group in groups:
             found = amax.reduce_max(found, group)
         pieces = torch.split(found, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
-    amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch])
+    amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
 
 
 def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
@@ -210,6 +223,19 @@ def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(param, DTensor):
         return []
     return [param.device_mesh.get_group(d) for d, placement in enumerate(param.placements) if placement.is_shard()]
+
+
+def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
+    """Where a parameter's local tensor lies among its shards, where that can matter: some blocks have several rows."""
+    if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
+        return None
+    found = fsdp.place(target)
+    cut = [dim for dim, placement in enumerate(param.placements) if placement.is_shard(0)]
+    if found is not None or len(cut) != 1:
+        return found
+    group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])
+    cuts = Cuts(param.shape[0] * inner, cdiv(param.shape[0], group.size()) * inner, group.size())
+    return Place(group, group.rank(), cuts)
 
 
 def _local(tensor: Tensor) -> Tensor:

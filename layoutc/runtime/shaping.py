@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import MutableMapping
+from math import prod
 from typing import Any
 
 import torch
@@ -11,22 +13,32 @@ from torch import Tensor
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.pieces import CutPlanes
-from layoutc.runtime.sharding import check_alignment
+from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor
 from layoutc.runtime.windows import Window, bounds, dim_of, matrix_for, window
 
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
     """Entries start..stop of an outer dim, as views of the planes."""
-    if (start, stop) == (0, tensor.shape[dim]):
-        return tensor._alias()
+    if (start, stop) == (0, tensor.shape[dim] if tensor._held is None else tensor._held):
+        return _first_rows(tensor, dim, stop)
     if not tensor._transposed:
-        found = window(tensor, dim, start, stop, operator)
-        return _cut(tensor, found)
+        return _cut(tensor, window(tensor, dim, start, stop, operator))
     last = tensor.dim() - 1
     straight = tensor._alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
     piece = _piece(straight, {last: last - 1, last - 1: last}.get(dim, dim), start, stop, operator)
     return piece._alias((*piece.shape[:-2], piece.shape[-1], piece.shape[-2]), transposed=True)
+
+
+def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor:
+    """All that a tensor holds, which is less than it was made for where it took over the planes of a short shard."""
+    if tensor._held is None:
+        piece = tensor._alias()
+        piece._made_in = weakref.ref(tensor) if tensor._is_new else None
+        return piece
+    piece = tensor._alias((*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
+    piece._held, piece._is_new = None, False
+    return piece
 
 
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
@@ -36,11 +48,13 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
         planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
     else:
         planes = type(tensor)._cut(tensor._planes, *window)
-    piece = tensor._with_planes(planes, found.shape, matrix=found.matrix)
+    piece = tensor._with_planes(planes, found.shape, matrix=found.matrix, halo=found.halo)
     piece._home, piece._writes = tensor._home, tensor._writes
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
-    tensor._is_new = tensor._is_new and found.r0 == 0
-    if found.matrix[0] != tensor._matrix[0] and not tensor._is_new:
+    tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
+    if tensor._is_new:
+        piece._made_in, piece._halo = weakref.ref(tensor), Halo(*found.halo[:2])
+    if found.rows != tensor._rows and not tensor._is_new:
         piece._common |= tensor.LAYOUT.shared
     if found.matrix[1] != tensor._matrix[1]:
         piece._common |= tensor.LAYOUT.shared_along_rows
@@ -83,30 +97,12 @@ def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
 
 
 def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
-    """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards, so a cut inside a block raises
-    ShardAlignmentError, which says what would work."""
+    """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards."""
     tensor, size, dim = _fill(args, (None, None, 0))
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
-    if (
-        dim == 0
-        and 0 < size < total
-        and not tensor._transposed
-        and tensor.shape[-1] == tensor._matrix[1]
-        and tensor.dim() > 1
-    ):
-        name = tensor._name or "weight"
-        check_alignment(tensor.LAYOUT, tuple(tensor.shape), size, world=_world(total, size), name=name)
     starts = range(0, total, size) if size else (0,)
     return [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
-
-
-def _world(total: int, size: int) -> int | None:
-    """The world size, where a split into `size` is what it would do; the cut alone can't tell 7 ranks from 8."""
-    import torch.distributed as dist
-
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-    return world if world and -(-total // world) == size else None
 
 
 def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
@@ -144,7 +140,7 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
         return False
     if any(p.shape[1:] != first.shape[1:] or p._planes.keys() != first._planes.keys() for p in pieces):
         return False
-    if any(p._matrix[0] % first.LAYOUT.shard_rows for p in pieces[:-1]):
+    if any(p._halo.rows for p in pieces) or any(p._matrix[0] % first.LAYOUT.block_rows for p in pieces[:-1]):
         return False
     shared = [name for name in first._planes if first.LAYOUT.stored[name].rows_per_value is None]
     return all(
@@ -185,7 +181,10 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         # FSDP2 makes a rank's empty shard like this and copies nothing into it: what all shards share must come along.
         if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
             plane.copy_(tensor._planes[name])
-    new: QuantizedTensor = type(tensor)(planes, size, dtype, matrix=matrix, orientations=tensor._orientations)
+    halo = Halo(0, matrix[0] - prod(size) // matrix[1])
+    new: QuantizedTensor = type(tensor)(
+        planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
+    )
     new._name, new._is_new = tensor._name, True
     return new
 

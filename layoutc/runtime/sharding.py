@@ -1,9 +1,15 @@
-"""Shard alignment: does a cut between ranks fall between blocks? Pure integers, the same answer on every rank."""
+"""Where FSDP2 cuts the rows of a weight, and what each rank then holds and sends. Pure integers, alike on every rank.
+
+A cut may fall inside a block: then the ranks on both sides hold the block's scale, and the planes of their shards cover
+the whole block. The rows of the planes that are not the shard's own are its *halo*.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from layoutc.runtime.errors import ShardAlignmentError
 
@@ -11,9 +17,79 @@ if TYPE_CHECKING:
     from layoutc.runtime.facts import Layout
 
 
-def aligned(rows: int, rows_per_rank: int, multiple: int) -> bool:
-    """True when cutting `rows` every `rows_per_rank` crosses no group of `multiple` rows."""
-    return rows_per_rank >= rows or rows_per_rank % multiple == 0
+class Halo(NamedTuple):
+    """Rows of a tensor's planes that are not its own, before and after its rows: the rest of the blocks that it cuts.
+
+    tied_before, tied_after: the rest of that block lies in the tensor of which this one is a part, not on other ranks.
+    """
+
+    before: int = 0
+    after: int = 0
+    tied_before: bool = False
+    tied_after: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows in all."""
+        return self.before + self.after
+
+    @property
+    def tied(self) -> bool:
+        """True when writing scales of the tensor would change what the rest of a larger one means."""
+        return self.tied_before or self.tied_after
+
+
+NO_HALO = Halo()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`rows` of a matrix over `world` ranks, `per_rank` rows each; the last ranks have fewer, or none."""
+
+    rows: int
+    per_rank: int
+    world: int
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First and last row (exclusive) of a rank."""
+        return min(rank * self.per_rank, self.rows), min((rank + 1) * self.per_rank, self.rows)
+
+    def aligned(self, block: int) -> bool:
+        """True when no cut falls inside a block of so many rows."""
+        return self.per_rank >= self.rows or self.per_rank % block == 0
+
+    def touched(self, rank: int, block: int) -> tuple[int, int]:
+        """First and last block (exclusive) of `block` rows that a rank has rows of."""
+        first, last = self.bounds(rank)
+        return first // block, -(-last // block) if last > first else first // block
+
+    def halo(self, rank: int, block: int) -> Halo:
+        """The rest of the blocks that a rank cuts."""
+        first, last = self.bounds(rank)
+        if first == last:
+            return NO_HALO
+        return Halo(first % block, min(-(-last // block) * block, self.rows) - last)
+
+
+@lru_cache(maxsize=4096)
+def sent_blocks(cuts: Cuts, block: int) -> int:
+    """Blocks of `block` rows that a rank sends: as many as the rank that touches the most."""
+    if cuts.aligned(block):
+        return -(-cuts.per_rank // block)
+    return max(last - first for first, last in (cuts.touched(rank, block) for rank in range(cuts.world)))
+
+
+@lru_cache(maxsize=4096)
+def picks(cuts: Cuts, block: int) -> tuple[int, ...] | None:
+    """For each block of the matrix, which of the world * sent_blocks that arrive; None: the first ones, in order.
+
+    A block that several ranks send is taken from the first of them.
+    """
+    if cuts.aligned(block):
+        return None
+    sent = sent_blocks(cuts, block)
+    owners = ((number, number * block // cuts.per_rank) for number in range(-(-cuts.rows // block)))
+    return tuple(rank * sent + number - cuts.touched(rank, block)[0] for number, rank in owners)
 
 
 def check_alignment(
@@ -26,7 +102,7 @@ def check_alignment(
     """
     inner = prod(shape[1:-1])  # matrix rows for one entry of dim 0
     rows, multiple = shape[0] * inner, layout.shard_rows
-    if aligned(rows, per_rank * inner, multiple):
+    if Cuts(rows, per_rank * inner, 1).aligned(multiple):
         return
     world = world or -(-shape[0] // per_rank)
     sizes = [size for size in (_nearest_size(layout, shape[0], inner, world, step) for step in (-1, 1)) if size]
@@ -52,7 +128,7 @@ def _nearest_size(layout: Layout, size: int, inner: int, world: int, step: int) 
 
 def _worlds(size: int, inner: int, multiple: int, world: int) -> list[int]:
     """The nearest world sizes below and above that work."""
-    below = next(w for w in range(world, 0, -1) if aligned(size * inner, -(-size // w) * inner, multiple))
+    below = next(w for w in range(world, 0, -1) if Cuts(size * inner, -(-size // w) * inner, w).aligned(multiple))
     above = next((w for w in range(world, 4 * world + 1) if -(-size // w) * inner % multiple == 0), None)
     return [below] if above is None else [below, above]
 

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import Layout, contiguous_strides
+from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
+from layoutc.runtime.generated import Generated
 from layoutc.runtime.pieces import CutPlanes, own
+from layoutc.runtime.sharding import NO_HALO, Halo
 
 Handler = Callable[..., Any]
-Tensors = Sequence[Tensor]
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Generated, torch.Tensor):
     """A weight of m rows (leading dims flattened) by k columns, held as planes.
 
     To autograd, FSDP2 and printing it is a tensor of its outer shape and of a floating dtype, the one that it
@@ -46,6 +47,9 @@ class QuantizedTensor(torch.Tensor):
     _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
+    _halo: Halo  # rows of the planes that are not the tensor's own
+    _made_in: weakref.ref[QuantizedTensor] | None  # the new tensor of which this is the first rows
+    _held: int | None  # of a new tensor that has taken over the planes of another: its size in dim 0
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
 
     @staticmethod
@@ -59,8 +63,12 @@ class QuantizedTensor(torch.Tensor):
         orientations: tuple[str, ...] | None = None,
         transposed: bool = False,
         requires_grad: bool = False,
+        halo: Halo = NO_HALO,
     ) -> Self:
-        """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given."""
+        """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given.
+
+        It counts the rows of the planes, those of the halo included.
+        """
         shape = tuple(shape)
         matrix = matrix or (prod(shape[:-1]), shape[-1])
         strides = None  # contiguous
@@ -82,6 +90,7 @@ class QuantizedTensor(torch.Tensor):
         self._name = self._home = None
         self._writes = [0]
         self._common, self._is_new = frozenset(), False
+        self._halo, self._made_in, self._held = halo, None, None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -94,9 +103,11 @@ class QuantizedTensor(torch.Tensor):
             matrix=self._matrix,
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
+            halo=self._halo,
         )
         other._name, other._home, other._writes = self._name, self._home, self._writes
         other._common, other._is_new = self._common, self._is_new
+        other._made_in, other._held = self._made_in, self._held
         return other
 
     def _with_planes(
@@ -106,6 +117,7 @@ class QuantizedTensor(torch.Tensor):
         *,
         matrix: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
+        halo: Halo | None = None,
     ) -> Self:
         """Other planes with the same metadata."""
         other = type(self)(
@@ -115,8 +127,9 @@ class QuantizedTensor(torch.Tensor):
             matrix=matrix or self._matrix,
             orientations=self._orientations,
             transposed=self._transposed,
+            halo=self._halo if halo is None else halo,
         )
-        other._name, other._is_new = self._name, self._is_new
+        other._name, other._is_new, other._held = self._name, self._is_new, self._held
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -131,6 +144,18 @@ class QuantizedTensor(torch.Tensor):
             return self._orientations
         sources = self.LAYOUT.sources
         return tuple(o for o in self._orientations if all(plane in self._planes for plane in sources[o]))
+
+    @property
+    def _rows(self) -> int:
+        """Rows of its own, without the halo."""
+        return self._matrix[0] - self._halo.rows
+
+    def _entries(self, name: str) -> Tensor:
+        """The entries of a plane that the tensor's own rows have part in, as a view."""
+        rows, plane = self.LAYOUT.stored[name].rows_per_value, self._planes[name]
+        if rows is None or not self._halo.rows:
+            return plane
+        return plane[self._halo.before // rows : cdiv(self._matrix[0] - self._halo.after, rows)]
 
     def _plane(self, name: str) -> Tensor:
         """A stored plane by name. Raises MissingOrientation."""
@@ -149,6 +174,8 @@ class QuantizedTensor(torch.Tensor):
         A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
         are flat, in the order that the spec's gemm states; ValueError where it states none.
         """
+        if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
+            raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
         return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -175,6 +202,8 @@ class QuantizedTensor(torch.Tensor):
             orientation = self.LAYOUT.orientations[0]
         planes = self._planes if orientation in self.orientations else self._fetch(orientation)
         matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
+        if self._halo.rows:
+            matrix = matrix[self._halo.before :][: self._rows]
         if not self._transposed:
             return matrix if matrix.shape == self.shape else matrix.view(self.shape)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -202,53 +231,6 @@ class QuantizedTensor(torch.Tensor):
             planes = fsdp.fetch(shard, orientation, self._planes.matrix, self.device)
             return self._planes.cut(planes, *self._planes.window)
         return fsdp.fetch(shard, orientation, self._matrix, self.device)
-
-    # Generated for each recipe:
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        """The (m, k) values of an orientation, from planes: computed in fp32, rounded once to `dtype`."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        """The buffers of orientations, from planes; what equals a plane is that plane."""
-        raise NotImplementedError
-
-    @classmethod
-    def _quantize_buffers(cls, x: Tensor, amax: Any, orientations: tuple[str, ...], swizzled: bool) -> Any:
-        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
-        return None
-
-    @classmethod
-    def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones."""
-        raise NotImplementedError
-
-    @classmethod
-    def _quantize_group(
-        cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Mapping[str, Tensor]]
-    ) -> bool:
-        """As _quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
-        return False
-
-    @classmethod
-    def _shared_amax(cls, x: Tensor) -> Tensor:
-        """What shards must agree on before they quantize, for recipes that share an amax."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Planes of pieces that follow one another along the rows."""
-        raise NotImplementedError
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
@@ -285,7 +267,7 @@ class QuantizedTensor(torch.Tensor):
         elif value.LAYOUT.layout_id != self.LAYOUT.layout_id:
             raise LayoutError(f"{self._label()} can't take the planes of a tensor in {value.LAYOUT.name}")
         _set_data(self, value)  # shape, dtype and device of the wrapper
-        self._planes, self._matrix = value._planes, value._matrix
+        self._planes, self._matrix, self._halo = value._planes, value._matrix, value._halo
         self._orientations, self._transposed = value._orientations, value._transposed
         self._writes = value._writes
 
@@ -293,7 +275,8 @@ class QuantizedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Names of the planes, and what is not a tensor."""
         names = tuple(self._planes)
-        context = (names, self._matrix, self._orientations, self._transposed, self.dtype, self.LAYOUT.layout_id)
+        form = self._matrix, self._orientations, self._transposed, self.dtype, self.LAYOUT.layout_id, self._halo
+        context = (names, *form)
         return [f"plane_{name}" for name in names], context
 
     @classmethod
@@ -301,12 +284,13 @@ class QuantizedTensor(torch.Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__; refuses another layout id."""
-        names, matrix, orientations, transposed, dtype, layout_id = context
+        names, matrix, orientations, transposed, dtype, layout_id, halo = context
         if layout_id != cls.LAYOUT.layout_id:
             raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {layout_id}")
         planes = {name: inner[f"plane_{name}"] for name in names}
         matrix = cls.LAYOUT.matrix_of(planes, matrix)
-        return cls(planes, outer_size, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
+        form = {"matrix": matrix, "orientations": orientations, "transposed": transposed, "halo": halo}
+        return cls(planes, outer_size, dtype, **form)
 
     def __getattr__(self, name: str) -> Tensor:
         # Planes are attributes under the names that __tensor_flatten__ gives; reached only when nothing else is found.
@@ -319,7 +303,7 @@ class QuantizedTensor(torch.Tensor):
         planes = {name: own(plane) for name, plane in self._planes.items()}
         state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
         of_parameter = self.requires_grad, isinstance(self, nn.Parameter)
-        return rebuild, (type(self), *state, *of_parameter, self.LAYOUT.layout_id)
+        return rebuild, (type(self), *state, *of_parameter, self.LAYOUT.layout_id, tuple(self._halo))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
@@ -380,13 +364,15 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     layout_id: str,
+    halo: tuple[int, int, bool, bool] = NO_HALO,
 ) -> QuantizedTensor:
     """What pickle and torch.load call. Raises ValueError when the class has another layout by now."""
     if layout_id != cls.LAYOUT.layout_id:
         raise ValueError(
             f"{cls.LAYOUT.name}: the file holds layout {layout_id}, but the installed recipe is {cls.LAYOUT.layout_id}"
         )
-    tensor = cls(planes, shape, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
+    form = {"matrix": matrix, "orientations": orientations, "transposed": transposed, "halo": Halo(*halo)}
+    tensor = cls(planes, shape, dtype, **form)  # type: ignore[arg-type]
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
     tensor.requires_grad_(requires_grad)

@@ -162,29 +162,13 @@ def gathers_experts(recipe: str, experts: int) -> None:
     assert_same_tensors(module.weight.buffers(), whole.buffers())
 
 
-def refuses_misaligned(recipe: str, nested: bool) -> str:
-    """The message, and whether the group still works."""
-    unit = recipe_module(recipe).LAYOUT.shard_rows
-    model = build(recipe, unit * 3)
-    try:
-        shard(model, nested=nested)
-    except LayoutError as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_misaligned_parameter_is_refused_on_every_rank_by_name(
-    two: Ranks, four: Ranks, recipe: str, nested: bool
-) -> None:
-    """28: the same words everywhere, and no rank left in a collective."""
-    for ranks in (two, four):
-        messages = ranks.run(refuses_misaligned, recipe, nested)
-        assert len(set(messages)) == 1
-        assert messages[0].startswith("ShardAlignmentError: layers.0.weight: shape"), messages[0]
-        assert f"over {ranks.world} ranks in {recipe}" in messages[0]
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "nvfp4_4over6", "int4_group32"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:
+    """28: cuts inside blocks, blocks of several ranks, short shards."""
+    unit = recipe_module(recipe).LAYOUT.block_rows
+    two.run(trains_as_one_process, recipe, keeps, True, (3 * unit, unit), None)
+    four.run(trains_as_one_process, recipe, keeps, True, (3 * unit, 7 * unit), None)
 
 
 def refuses_other_dims(recipe: str) -> str:
