@@ -93,16 +93,24 @@ def experts(subject: Subject) -> None:
         expect(storages(piece) <= storages(base), f"{what}: does not share the base's bytes", shape=(3, m, k))
 
 
-@check("refused-views", "cuts inside a block or a byte, steps and scattered rows are refused, never wrong")
+def _inside(row: int) -> dict[str, Cut]:
+    """Cuts between rows, by what they are."""
+    return {"rows from": lambda x: x[row:], "rows to": lambda x: x[:row], "transposed from": lambda x: x.t()[:, row:]}
+
+
+@check("refused-views", "cuts inside blocks of columns or bytes, steps and scattered rows are refused, never wrong")
 def refused_views(subject: Subject) -> None:
-    """At every offset that is not a multiple, up to the first one."""
+    """At every offset that is not a multiple, up to the first one. Cuts between rows read exactly anywhere."""
     m, k = subject.whole()
     base = make(subject, (m, k))
     r, c = subject.plan.shard_rows, subject.plan.column_multiple
-    for i in {1, r // 2, r - 1, r + 1} - {0} if r > 1 else ():
-        expect_refused(UnsupportedOperator, lambda i=i: base[i:], f"rows from {i} of blocks of {r}")
-        expect_refused(UnsupportedOperator, lambda i=i: base[:i], f"rows to {i} of blocks of {r}")
-        expect_refused(UnsupportedOperator, lambda i=i: base.t()[:, i:], f"transposed rows from {i}")
+    plain = base.dequantize()
+    for i in sorted({1, r // 2, r - 1, r + 1} - {0}) if r > 1 else ():
+        for what, cut in _inside(i).items():
+            piece = cut(base)
+            expect_same(subject, f"{what} {i} of blocks of {r}: values", piece.dequantize(), cut(plain), shape=(m, k))
+            if subject.facts.block_rows > 1 and piece._halo.tied:
+                expect_refused(UnsupportedOperator, lambda piece=piece: piece.copy_(torch.zeros(piece.shape)), what)
     for j in {1, c // 2, c - 1, c + 1} - {0} if c > 1 else ():
         expect_refused(UnsupportedOperator, lambda j=j: base[:, j:], f"columns from {j} of groups of {c}")
         expect_refused(UnsupportedOperator, lambda j=j: base[:, :j], f"columns to {j} of groups of {c}")

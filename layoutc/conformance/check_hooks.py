@@ -12,7 +12,6 @@ from torch import Tensor
 from layoutc.conformance.material import (
     as_fp32,
     expect,
-    expect_refused,
     expect_same,
     expect_same_all,
     shared_amax,
@@ -23,7 +22,6 @@ from layoutc.conformance.registry import Failure, Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.layout import cdiv, up
 from layoutc.runtime import fsdp
-from layoutc.runtime.errors import ShardAlignmentError
 from layoutc.runtime.facts import PassName
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
@@ -126,7 +124,8 @@ def _gathers(
     for rank in sorted({0, world - 1}):
         result = shards[rank].fsdp_post_all_gather(outputs, metadata[rank], torch.float32)
         tensor, inner = result
-        expect(type(tensor) is subject.tensor and inner == (), "the post hook returns something else", **details)
+        freed = not inner or bool(metadata[rank].slots)
+        expect(type(tensor) is subject.tensor and freed, "the post hook returns something else", **details)
         expect(tuple(tensor.shape) == shape, f"gathered shape {tuple(tensor.shape)}", **details)
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
         held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
@@ -212,32 +211,38 @@ def untouched(subject: Subject) -> None:
             expect(shard.__dict__ == attributes, "the shard's attributes have changed", shape=shape)
 
 
-@check("misaligned", "a weight whose shards would cut a block is refused, in the same words on every rank")
-def misaligned(subject: Subject) -> None:
-    """Where FSDP2 cuts it, and by LAYOUT.gather; with the multiple that would work."""
-    unit = subject.plan.shard_rows
+@check("cut-blocks", "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes")
+def cut_blocks(subject: Subject) -> None:
+    """Blocks of two ranks, and blocks of several; the tensors that FSDP2 shall free own their storages."""
+    unit, (um, uk) = subject.facts.block_rows, subject.units
     if unit == 1:
-        raise Skipped("shards can be cut at any row")
-    um, uk = subject.units
+        raise Skipped("no rows share values")
     tried = 0
     for world in range(2, 9):
         for rows in (unit, 3 * unit, up(unit * world + unit // 2, um), 5 * unit):
-            if rows % um or fits(subject, (rows, uk), world) or cdiv(rows, world) % unit == 0:
+            if rows % um or cdiv(rows, world) % unit == 0:
                 continue
             tried += 1
-            q = subject.package.quantize(weight(subject, (rows, uk)))
-            messages = {
-                expect_refused(ShardAlignmentError, lambda q=q, world=world: torch.chunk(q, world), f"{rows} rows")
-                for _ in range(2)
-            }
-            expect(len(messages) == 1, f"refused in different words: {messages}", shape=(rows, uk), world=world)
-            told = next(iter(messages))
-            names = subject.name in told and str(unit) in told
-            expect(names, f"the refusal does not name the recipe and {unit}: {told}", shape=(rows, uk), world=world)
-            expect_refused(
-                ShardAlignmentError,
-                lambda rows=rows, world=world: subject.facts.gather(rows, uk, world),
-                f"gather of {rows} rows over {world} ranks",
-            )
+            shape = (rows, uk)
+            whole = subject.package.quantize(weight(subject, shape))
+            shards = list(whole.split(cdiv(rows, world)))
+            shards += [whole[:0] for _ in range(world - len(shards))]
+            for which in PASSES:
+                _joins(subject, shards, whole, which)
     if not tried:
-        raise Failure("no misaligned weight was found to try; is shard_rows right?")
+        raise Failure("no weight was found whose shards cut a block; is block_rows right?")
+
+
+def _joins(subject: Subject, shards: list[Any], whole: Any, which: PassName) -> None:
+    world, shape = len(shards), tuple(whole.shape)
+    details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
+    inputs, metadata = send(shards, which, shape)
+    sent = {tuple(t.numel() for t in tensors) for tensors in inputs}
+    expect(len(sent) == 1, f"ranks send different sizes: {sent}", **details)
+    planned = subject.facts.gather(*shape, world, which).bytes_per_rank
+    expect(sum(next(iter(sent))) == planned, f"a rank sends {sent}, planned {planned} bytes", **details)
+    tensor, inner = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
+    held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+    expect_same_all(subject, held, {name: whole.planes()[name] for name in held}, **details)
+    owned = all(plane.untyped_storage().nbytes() == plane.numel() * plane.element_size() for plane in inner)
+    expect(owned, "an inner tensor does not own its storage", **details)

@@ -171,6 +171,11 @@ def counted(name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
         setattr(dist, name, original)
 
 
+def exchanges() -> Any:
+    """counted() of the all-gathers by which ranks tell one another of blocks that cuts go through."""
+    return counted("all_gather_into_tensor", lambda output, given, *_, **__: given.numel() * given.element_size())
+
+
 def gathers() -> Any:
     """counted() of the all-gathers of FSDP2: bytes that this rank contributes to each."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from harness import Ranks
 from models import (
     RECIPES,
-    SHARED,
     adam,
     assert_equal_on_all_ranks,
     assert_gathers_as,
     assert_same_tensors,
     build,
     counted,
+    exchanges,
     gathers,
     local,
     my_share,
@@ -74,7 +74,10 @@ def trains_as_one_process(
         ranks = 1
     width, inner = sizes or (width_for(recipe, ranks),) * 2
     reference = build(recipe, width, inner)
-    whole_plan = planned_bytes(reference, ranks, keeps) if nested and sizes is None and ranks > 1 else None
+    whole_plan = planned_bytes(reference, ranks, keeps) if nested and ranks > 1 else None
+    facts = recipe_module(recipe).LAYOUT
+    per_rank = [cdiv(rows, ranks) for rows in (width, inner) if ranks > 1]
+    cuts_blocks = any(rows % facts.block_rows for rows in per_rank)
     expected_optimizer = adam(reference)
     model = shard(build(recipe, width, inner), nested=nested, **options)
     kinds = {type(local(param)) for param in model.parameters() if param.dim() == 2}
@@ -84,10 +87,11 @@ def trains_as_one_process(
     share = 1.0 if meshed == "one" else my_share()
     for step in range(STEPS):
         expected = train_step(reference, expected_optimizer, step, width)
-        with gathers() as sent, counted("all_reduce", lambda tensor, *_, **__: tensor.dtype) as reduced:
+        with gathers() as sent, exchanges() as told, counted("all_reduce", lambda x, *_, **__: x.dtype) as reduced:
             loss = train_step(model, optimizer, step, width, share)
         assert loss == expected, f"step {step}: {loss} is not {expected}"
-        assert reduced.count(torch.int32) == (1 if recipe in SHARED and ranks > 1 else 0)
+        assert reduced.count(torch.int32) == (1 if facts.shares_amax and ranks > 1 else 0)
+        assert len(told) == (1 if cuts_blocks else 0)
         assert_equal_on_all_ranks(shared_bytes(model))
         if whole_plan is not None:
             assert sum(sent) == whole_plan, (sent, whole_plan)

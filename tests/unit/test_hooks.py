@@ -25,7 +25,7 @@ from quantized_cases import (
 from torch import Tensor
 
 from layoutc.runtime import fsdp
-from layoutc.runtime.errors import MissingOrientation, ShardAlignmentError
+from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.facts import PassName, cdiv
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -153,7 +153,7 @@ def test_gathering_a_large_weight_equals_quantizing_it(recipe: str) -> None:
 def test_any_shape_that_shards_gathers_exactly(
     recipe: str, data: st.DataObject, world: int, which: PassName, seed: int
 ) -> None:
-    """21: and any other raises before a hook runs."""
+    """21: whole blocks or cut ones."""
     layout = module(recipe).LAYOUT
     lead = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))
     unit = data.draw(st.sampled_from([1, layout.multiple_m, layout.shard_rows]))
@@ -165,11 +165,21 @@ def test_any_shape_that_shards_gathers_exactly(
     x = weight(*shape, seed=seed)
     step = cdiv(shape[0], world)
     inner = torch.Size(shape[1:-1]).numel()
-    if step >= shape[0] or step * inner % layout.shard_rows == 0:
+    if step >= shape[0] or step * inner % layout.block_rows == 0:
         check(recipe, x, world, which)
-    else:
-        with pytest.raises(ShardAlignmentError):
-            module(recipe).quantize(x).chunk(world)
+    whole = module(recipe).quantize(x)
+    pieces = list(whole.split(step))
+    pieces += [whole[:0] for _ in range(world - len(pieces))]
+    inputs, metadata = send(pieces, which, shape)
+    assert len({tuple(tuple(t.shape) for t in tensors) for tensors in inputs}) == 1
+    for rank in {0, world - 1}:
+        tensor, inner_tensors = pieces[rank].fsdp_post_all_gather(collect(inputs), metadata[rank], torch.float32)
+        assert same_tensors(tensor.buffers(), served(whole, which))
+        storages = {inner.untyped_storage().data_ptr(): inner for inner in inner_tensors}
+        assert len(storages) == len(inner_tensors)
+        assert all(inner.untyped_storage().nbytes() == inner.nbytes for inner in inner_tensors)
+    if len(shape) == 2 and world > 1:
+        assert layout.gather(*shape, world, which).bytes_per_rank == sum(t.numel() for t in inputs[0])
 
 
 @small
@@ -263,33 +273,6 @@ def test_a_group_of_one_rank_sends_one_buffer_and_gets_all(recipe: str) -> None:
     tensor, inner = shards[0].fsdp_post_all_gather((inputs[0][0].clone(),), metadata[0], torch.float32)
     assert inner == ()
     assert same_tensors(tensor.buffers(), module(recipe).quantize(x).buffers())
-
-
-@pytest.mark.parametrize("recipe", BLOCKED)
-def test_a_misaligned_weight_is_refused_where_it_is_cut_with_the_same_words_on_every_rank(recipe: str) -> None:
-    """28: the numbers do not depend on the rank, and the nearest sizes and worlds that work are named and do work."""
-    layout = module(recipe).LAYOUT
-    unit = layout.shard_rows
-    for shape, world in [((3 * unit, 256), 2), ((unit, 256), 4), ((5 * unit, 256), 3), ((2, unit // 2 * 5, 256), 2)]:
-        try:
-            q = make(recipe, *shape)
-        except ValueError:
-            continue
-        messages = set()
-        for _ in range(world):
-            with pytest.raises(ShardAlignmentError, match=rf"{recipe}.*multiple of {unit} rows") as caught:
-                torch.chunk(q, world)
-            messages.add(str(caught.value))
-        assert len(messages) == 1
-        if len(shape) == 2:
-            with pytest.raises(ShardAlignmentError, match=rf"over {world} ranks"):
-                layout.gather(*shape, world)
-
-
-def test_rows_of_a_whole_and_a_half_block_each_are_refused() -> None:
-    """28: 384 rows are whole blocks of 128, but 192 rows a rank are not."""
-    with pytest.raises(ShardAlignmentError, match=r"192 rows a rank.*multiple of 128"):
-        make("fp8_block", 384, 128).chunk(2)
 
 
 @pytest.mark.parametrize("which", PASSES)
