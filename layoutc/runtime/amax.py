@@ -16,7 +16,7 @@ from layoutc.runtime import launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.halo import Place, check_place, extended
-from layoutc.runtime.tensor import QuantizedTensor, written
+from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Requantized = tuple[QuantizedTensor, Tensor, Tensor | None]  # a target, its new (m, k) values and their amax
@@ -307,6 +307,7 @@ def _check_out(
         raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
+    check_writable(out)
     if out._common and (alone or out._common - layout.shared):
         raise UnsupportedOperator(
             f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "

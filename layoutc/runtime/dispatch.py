@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from layoutc.runtime import operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.sharding import Halo
-from layoutc.runtime.tensor import QuantizedTensor, written
+from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
 from layoutc.runtime.windows import dim_of
 
 aten = torch.ops.aten
@@ -181,6 +181,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     from layoutc.runtime import amax, fsdp
 
     tensor: QuantizedTensor = args[0]
+    check_writable(tensor)
     place = None if tensor.is_meta else fsdp.place(tensor)
     if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
         amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
@@ -237,6 +238,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
+    check_writable(target)
     missing = [name for name in target._planes if name not in source._planes]
     if missing:
         raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")

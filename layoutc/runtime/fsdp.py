@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import PassName, cdiv
+from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
 from layoutc.runtime.halo import Place
 from layoutc.runtime.sharding import Cuts, picks, sent_blocks
 from layoutc.runtime.tensor import QuantizedTensor
@@ -40,6 +40,7 @@ class Sharding:
     local: weakref.ref[QuantizedTensor]
     param: Any
     group: Any
+    placement: Any  # Shard(dim)
     keeps: bool | None = None  # stays gathered after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes of the gathered weight that are no gather outputs
 
@@ -49,8 +50,12 @@ class Gathering:
     """What the pre-all-gather hook tells the post-all-gather hook. Equal on all ranks but for `alone`."""
 
     which: PassName
-    cuts: Cuts
+    world: int
+    cuts: Cuts  # of the rows; each rank has all of its own where another dim than 0 is sharded
+    k: int  # columns of a shard
     shape: tuple[int, ...]  # of the whole weight
+    dim: int = 0  # of the weight, that is sharded
+    restore: Any = None  # gives FSDP2 back what it shards by, see `begin`
     shared: dict[str, Tensor] = field(default_factory=dict)
     alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
     slots: tuple[int, ...] = ()  # bytes of each slot, where the passes' planes differ in bytes
@@ -95,7 +100,8 @@ def _scan() -> None:
             for param in group.fsdp_params:
                 local = getattr(param.sharded_param, "_local_tensor", None)
                 if isinstance(local, QuantizedTensor) and _look_up(local) is None:
-                    _shardings[id(local._planes)] = Sharding(weakref.ref(local), weakref.ref(param), weakref.ref(group))
+                    references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
+                    _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
 
 
 def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
@@ -126,7 +132,7 @@ def place(shard: QuantizedTensor) -> Place | None:
     known = find(shard)
     param: Any = known.param() if known else None
     group = getattr(param.mesh_info, "shard_process_group", None) if param is not None else None
-    if group is None or param.fsdp_placement.dim != 0:
+    if known is None or group is None or known.placement.dim != 0:
         return None
     cuts = Cuts(prod(param._orig_size[:-1]), prod(param.padded_sharded_param_size[:-1]), group.size())
     return Place(group, group.rank(), cuts)
@@ -143,7 +149,7 @@ def parameter_name(shard: QuantizedTensor) -> str | None:
 def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     """Which planes the pass needs, and the padded shard's rows. Raises on all ranks alike, before any collective."""
     world = mesh.size()
-    known = None
+    known, dim = None, 0
     if (simulated := _simulated.get()) is not None:
         which, shape, rows = simulated
     elif (known := find(shard)) is None:
@@ -151,11 +157,12 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         shape = (shard.shape[0] * world, *shard.shape[1:])
     else:
         param, group = known.param(), known.group()
-        if param.fsdp_placement.dim != 0:
+        if getattr(group, "_use_post_forward_mesh", False):
             raise LayoutError(
-                f"{parameter_name(shard)}: {shard.LAYOUT.name} shards dim 0 alone, not dim {param.fsdp_placement.dim}: "
-                "planes of other dims do not concatenate in rank order"
+                f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
+                "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
             )
+        dim = known.placement.dim
         shape = tuple(param._orig_size)
         rows = prod(param.padded_sharded_param_size[:-1])
         which = _pass(known, group)
@@ -163,11 +170,40 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     if missing:
         raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
     # Copies: a weight that is still gathered when the shard is requantized keeps the scale of the codes that it holds.
-    layout, cuts = shard.LAYOUT, Cuts(prod(shape[:-1]), rows, world)
+    layout, gathering = shard.LAYOUT, _gathering(shard, which, world, shape, rows, dim)
     needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
-    shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
-    slots = layout.slots(which, cuts, shard._matrix[1])
-    return Gathering(which, cuts, shape, shared, slots=slots, joined=known.joined if known else {})
+    gathering.shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
+    gathering.slots = layout.slots(which, gathering.cuts, gathering.k)
+    if known is not None:
+        gathering.joined = known.joined
+    if dim:
+        gathering.restore = _as_rows(known, shard)
+    return gathering
+
+
+def _gathering(
+    shard: QuantizedTensor, which: PassName, world: int, shape: tuple[int, ...], rows: int, dim: int
+) -> Gathering:
+    cuts = Cuts(rows, rows, 1) if dim else Cuts(prod(shape[:-1]), rows, world)
+    return Gathering(which, world, cuts, shard._matrix[1], shape, dim)
+
+
+def _as_rows(known: Any, shard: QuantizedTensor) -> Any:
+    """Lets FSDP2 gather bytes in rank order; gives back what undoes it.
+
+    For other dims than 0 it would put the outputs together by itself, as if each were a plane of the shard's own shape
+    and of one byte an element. The post hook puts them together instead. In between, FSDP2 reads the dim for nothing
+    else. Raises LayoutError for recipes with planes that the ranks would share in other ways than the hooks know.
+    """
+    layout = shard.LAYOUT
+    if layout.shared_along_rows - layout.shared or layout.amax_columns is not None:
+        raise LayoutError(
+            f"{parameter_name(shard)}: {layout.name} can't be sharded on dim {known.placement.dim}, since some scale "
+            "covers whole rows or columns of the weight; shard dim 0"
+        )
+    param, placement = known.param(), known.placement
+    param.fsdp_placement = type(placement)(0)
+    return lambda: setattr(param, "fsdp_placement", placement)
 
 
 def _pass(known: Sharding, group: Any) -> PassName:
@@ -210,7 +246,7 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
     """
     if gathering.slots:
         planes = _fill(planes, gathering.slots)
-    if gathering.cuts.world == 1:
+    if gathering.world == 1:
         gathering.alone = planes[1:]
         return planes[:1], gathering
     return planes, gathering
@@ -227,25 +263,38 @@ def arrived(shard: QuantizedTensor, gathering: Gathering, name: str, received: T
     Then, of what several ranks have sent, one rank's is taken. Such a plane, and one that does not fill its slot, is no
     gather output; it is made once and refilled, and FSDP2 frees it with them.
     """
-    cuts, block = gathering.cuts, shard.LAYOUT.stored[name].rows_per_value or 1
-    (rows, *columns), dtype = shard.LAYOUT.sent(gathering.which, cuts, gathering.shape[-1])[name]
-    width = prod(columns) * dtype.itemsize
-    slots, chosen = received.view(cuts.world, -1), picks(cuts, block)
-    if slots.shape[1] == rows * width and chosen is None:
-        plane = received.view(cuts.world * rows, width)
+    layout, cuts = shard.LAYOUT, gathering.cuts
+    block, facts = layout.stored[name].rows_per_value or 1, layout.sent(gathering.which, cuts, gathering.k)[name]
+    slots, chosen = received.view(gathering.world, -1), picks(cuts, block)
+    sent, shape = slots[:, : facts.nbytes], _joined_shape(layout, gathering, name, facts)
+    if not gathering.dim and slots.shape[1] == facts.nbytes and chosen is None:
+        plane = received.view(shape)
     else:
-        sent = slots[:, : rows * width]
-        number = cuts.world * rows if chosen is None else len(chosen)
         if name not in gathering.joined:
-            gathering.joined[name] = received.new_empty(number, width)
+            gathering.joined[name] = received.new_empty(shape)
         plane = gathering.joined[name]
         with torch.autograd._unsafe_preserve_version_counter(plane):  # type: ignore[attr-defined]
-            if chosen is None:
-                plane.view(cuts.world, -1).copy_(sent)
+            if gathering.dim:  # a rank's bytes lie in the whole plane in runs: of each row, or of each entry before dim
+                columns = gathering.dim == len(gathering.shape) - 1
+                parts = shape[0] if columns else prod(gathering.shape[: gathering.dim])
+                plane.view(parts, gathering.world, -1).copy_(sent.view(gathering.world, parts, -1).transpose(0, 1))
+            elif chosen is None:
+                plane.view(gathering.world, -1).copy_(sent)
             else:
-                torch.index_select(sent.reshape(-1, width), 0, _index(chosen, received.device), out=plane)
-    plane = plane[: cdiv(cuts.rows, block)]
-    return plane if dtype == torch.uint8 else plane.view(dtype)
+                torch.index_select(sent.reshape(-1, shape[1]), 0, _index(chosen, received.device), out=plane)
+    if not gathering.dim:
+        plane = plane[: cdiv(cuts.rows, block)]
+    return plane if facts.dtype == torch.uint8 else plane.view(facts.dtype)
+
+
+def _joined_shape(layout: Layout, gathering: Gathering, name: str, facts: Facts) -> tuple[int, int]:
+    """Rows and bytes of a row of a plane that is put together from what all ranks have sent (`facts` each)."""
+    if gathering.dim:
+        whole = layout.planes(*gathering.matrix)[name]
+        return whole.shape[0], prod(whole.shape[1:]) * whole.dtype.itemsize
+    chosen = picks(gathering.cuts, layout.stored[name].rows_per_value or 1)
+    rows = gathering.world * facts.shape[0] if chosen is None else len(chosen)
+    return rows, prod(facts.shape[1:]) * facts.dtype.itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -255,17 +304,16 @@ def _index(chosen: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _join_later(shard: QuantizedTensor, gathering: Gathering, device: torch.device) -> None:
     """Room for what the other pass will join: FSDP2 asks once which tensors it shall free."""
-    layout, cuts, k = shard.LAYOUT, gathering.cuts, gathering.shape[-1]
+    layout, cuts = shard.LAYOUT, gathering.cuts
     passes: tuple[PassName, ...] = ("both",) if gathering.which == "both" else ("forward", "backward")
     for which in passes:
-        sent = layout.sent(which, cuts, k)
+        sent = layout.sent(which, cuts, gathering.k)
         slots = gathering.slots or [facts.nbytes for facts in sent.values()]
         for (name, facts), slot in zip(sent.items(), slots, strict=False):
-            chosen = picks(cuts, layout.stored[name].rows_per_value or 1)
-            if name not in gathering.joined and (chosen is not None or slot != facts.nbytes):
-                rows = cuts.world * facts.shape[0] if chosen is None else len(chosen)
-                width = prod(facts.shape[1:]) * facts.dtype.itemsize
-                gathering.joined[name] = torch.empty(rows, width, dtype=torch.uint8, device=device)
+            cut = picks(cuts, layout.stored[name].rows_per_value or 1) is not None
+            if name not in gathering.joined and (gathering.dim or cut or slot != facts.nbytes):
+                shape = _joined_shape(layout, gathering, name, facts)
+                gathering.joined[name] = torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -287,6 +335,8 @@ def finish(
     Inner tensors are planes that had to be joined; the others are gather outputs, which FSDP2 frees by itself. Aliases
     of `out` share its dict of planes, so those that autograd saved in forward see what backward gathered.
     """
+    if gathering.restore is not None:
+        gathering.restore()
     if out is None:
         tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
         tensor._name, tensor._home = shard._name, weakref.ref(shard)
@@ -298,18 +348,18 @@ def finish(
     return None
 
 
-def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+def fetch(shard: QuantizedTensor, orientation: str, device: torch.device) -> dict[str, Tensor]:
     """The planes of one orientation of the whole weight, by a gather of its own, on all ranks of the shard's group.
 
     Not overlapped with anything, and kept only as long as the caller does: for what a pass does not gather as a rule.
     """
     known = find(shard)
     param = known.param() if known else None
-    if param is None:
+    if known is None or param is None:
         raise MissingOrientation(f"{shard._label()}: FSDP2 does not hold this shard any more")
     group: dist.ProcessGroup = param.mesh_info.shard_process_group
-    padded = prod(param.padded_sharded_param_size[:-1])
-    gathering = Gathering("both", Cuts(matrix[0], padded, group.size()), matrix)
+    rows = prod(param.padded_sharded_param_size[:-1])
+    gathering = _gathering(shard, "both", group.size(), tuple(param._orig_size), rows, known.placement.dim)
     planes = {}
     for name in shard.LAYOUT.sources[orientation]:
         if name in shard.LAYOUT.shared:

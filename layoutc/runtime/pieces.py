@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, MutableMapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Plane
 
 Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
 
@@ -57,6 +58,39 @@ class CutPlanes(MutableMapping[str, Tensor]):
     def values(self) -> ValuesView[Tensor]:
         """All planes, cut once."""
         return self._now().values()
+
+
+class ScatteredPlanes(MutableMapping[str, Tensor]):
+    """The planes of rows first..last of each `total` rows, `lead` times: copies, made anew at each use.
+
+    No strides reach such rows as one matrix. So they can be read and not written.
+    """
+
+    def __init__(
+        self, base: Mapping[str, Tensor], stored: Mapping[str, Plane], rows: tuple[int, int, int, int]
+    ) -> None:
+        """rows: (lead, total, first, last), in whole blocks."""
+        self.base, self.stored, self.rows = base, stored, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        plane, block = self.base[name], self.stored[name].rows_per_value
+        if block is None:
+            return plane
+        lead, total, first, last = self.rows
+        cut = plane.reshape(lead, total // block, -1)[:, first // block : last // block]
+        return cut.reshape(lead * (last - first) // block, -1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __setitem__(self, name: str, plane: Tensor) -> None:
+        raise LayoutError("rows that are not adjacent have no planes to replace")
+
+    def __delitem__(self, name: str) -> None:
+        raise LayoutError("rows that are not adjacent have no planes to replace")
 
 
 def own(plane: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.pieces import CutPlanes
+from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor
 from layoutc.runtime.windows import Window, bounds, dim_of, matrix_for, window
@@ -102,7 +102,30 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
     starts = range(0, total, size) if size else (0,)
+    if 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed and 0 < size < total:
+        return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
     return [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+
+
+def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries of a dim that are rows here and there (some rows of each expert): they are read anew at each use.
+
+    This is how FSDP2 shards dim 1 of expert weights, whose pieces it then copies. Raises UnsupportedOperator where a
+    cut falls inside a block, or blocks reach over several entries before `dim`.
+    """
+    inner, layout = prod(tensor.shape[dim + 1 : -1]), tensor.LAYOUT
+    total, first, last = (n * inner for n in (tensor.shape[dim], start, stop))
+    if any(n % layout.block_rows for n in (total, first, last)) or tensor.shape[-1] != tensor._matrix[1]:
+        raise UnsupportedOperator(
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} rows of each "
+            f"{total}; blocks of {layout.block_rows} rows must divide both"
+        )
+    shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+    lead = prod(tensor.shape[:dim])
+    planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last))
+    piece = tensor._with_planes(planes, shape, matrix=(lead * (last - first), tensor._matrix[1]))
+    piece._home, piece._writes, piece._common, piece._is_new = tensor._home, tensor._writes, layout.shared, False
+    return piece
 
 
 def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from layoutc.runtime import operators
-from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
 from layoutc.runtime.generated import Generated
-from layoutc.runtime.pieces import CutPlanes, own
+from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes, own
 from layoutc.runtime.sharding import NO_HALO, Halo
 
 Handler = Callable[..., Any]
@@ -228,9 +228,9 @@ class QuantizedTensor(Generated, torch.Tensor):
                 f"codes of its own in {self.LAYOUT.name}"
             )
         if isinstance(self._planes, CutPlanes):
-            planes = fsdp.fetch(shard, orientation, self._planes.matrix, self.device)
+            planes = fsdp.fetch(shard, orientation, self.device)
             return self._planes.cut(planes, *self._planes.window)
-        return fsdp.fetch(shard, orientation, self._matrix, self.device)
+        return fsdp.fetch(shard, orientation, self.device)
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
@@ -344,6 +344,12 @@ class QuantizedTensor(Generated, torch.Tensor):
         from layoutc.runtime.dispatch import fallback
 
         return fallback(func, args, kwargs or {})
+
+
+def check_writable(tensor: QuantizedTensor) -> None:
+    """Raises UnsupportedOperator for rows that no view of the planes reaches: what is written would be lost."""
+    if isinstance(tensor._planes, ScatteredPlanes):
+        raise UnsupportedOperator(f"{tensor._label()} is rows that are not adjacent: they can be read, not written")
 
 
 def written(tensors: Sequence[QuantizedTensor]) -> None:

@@ -138,6 +138,58 @@ def test_expert_weights_shard_by_expert_with_empty_ranks(four: Ranks, recipe: st
     four.run(gathers_experts, recipe, experts)
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES, "hybrid_fp8", "mxfp4"])
+def test_other_dims_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
+    """35: columns, and rows within each expert; 20 steps equal one process, gathers bytes in rank order."""
+    two.run(trains_on_other_dims, recipe)
+
+
+class ExpertModel(nn.Module):
+    """A linear layer, and an expert weight of three dims."""
+
+    def __init__(self, width: int, experts: int, rows: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.experts = Experts(torch.randn(experts, rows, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.gelu(self.layer(x))
+        return self.experts(x.expand(self.experts.weight.shape[0], -1, -1))
+
+
+def trains_on_other_dims(recipe: str) -> None:
+    """Shard(1) everywhere."""
+    world, facts = dist.get_world_size(), recipe_module(recipe).LAYOUT
+    width = max(64, world * facts.column_multiple)
+    rows = max(32, world * facts.block_rows)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = ExpertModel(width, 3, rows)
+        layoutc.quantize_(model, recipe, filter_fn=lambda module, name: hasattr(module, "weight"))
+        return model
+
+    reference, model = made(), made()
+    for module in (model.experts, model):
+        fully_shard(module, shard_placement_fn=lambda param: Shard(1) if param.dim() > 1 else None)  # type: ignore
+    for param in model.parameters():
+        assert param.placements == (Shard(1 if param.dim() > 1 else 0),)  # type: ignore[attr-defined]
+    assert {type(local(p)) for p in model.parameters() if p.dim() > 1} == {recipe_module(recipe).Tensor}
+    optimizers = [adam(one) for one in (reference, model)]
+    dequantized = layoutc.implicit_dequantizes()
+    for step in range(STEPS):
+        losses = []
+        for one, optimizer, share in zip((reference, model), optimizers, (1.0, my_share()), strict=True):
+            x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
+            loss = one(x).square().mean()
+            (loss * share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == losses[1], f"step {step}: {losses}"
+    assert layoutc.implicit_dequantizes() == dequantized
+
+
 class Experts(nn.Module):
     """One 3-D weight."""
 
@@ -175,26 +227,54 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
     four.run(trains_as_one_process, recipe, keeps, True, (3 * unit, 7 * unit), None)
 
 
-def refuses_other_dims(recipe: str) -> str:
+def refuses_other_dims(recipe: str, experts: bool) -> str:
     """What Shard(1) raises, at the latest in the first forward."""
-    width = width_for(recipe, dist.get_world_size())
-    model = build(recipe, width)
+    torch.manual_seed(0)
+    model = Experts(torch.randn(2, 96, 256)) if experts else nn.Linear(256, 256, bias=False)
+    layoutc.quantize_(model, recipe, filter_fn=lambda *_: True)
     try:
-        fully_shard(model, shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
-        model(torch.zeros(1, width))
+        fully_shard(model, shard_placement_fn=lambda param: Shard(1))
+        model(torch.zeros(*((2,) if experts else ()), 1, 256))
     except LayoutError as error:
         dist.barrier()
         return str(error)
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sharding_another_dim_is_refused_on_every_rank(two: Ranks, recipe: str) -> None:
-    """35: planes of other dims do not concatenate in rank order."""
-    messages = two.run(refuses_other_dims, recipe)
+@pytest.mark.parametrize(
+    ("recipe", "experts", "words"),
+    [
+        ("fp8_block", True, "48 rows of each 96; blocks of 128 rows must divide both"),
+        ("fp8_rowwise", False, "some scale covers whole rows or columns"),
+    ],
+)
+def test_other_dims_are_refused_on_every_rank(two: Ranks, recipe: str, experts: bool, words: str) -> None:
+    """35: blocks across experts, and scales of whole rows."""
+    messages = two.run(refuses_other_dims, recipe, experts)
     assert len(set(messages)) == 1
-    assert "layers.0.weight" in messages[0]
-    assert "not dim 1" in messages[0]
+    assert "weight" in messages[0]
+    assert words in messages[0]
+
+
+def refuses_a_smaller_mesh(recipe: str) -> str:
+    """What reshard_after_forward=2 of 4 ranks raises in the first forward."""
+    model = build(recipe, 512)
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model)
+    try:
+        model(torch.zeros(1, 512))
+    except LayoutError as error:
+        dist.barrier()
+        return str(error)
+    return "nothing was raised"
+
+
+def test_resharding_to_a_smaller_mesh_is_refused_on_every_rank(four: Ranks) -> None:
+    """34: FSDP2 has no room for it."""
+    messages = four.run(refuses_a_smaller_mesh, "mxfp8")
+    assert len(set(messages)) == 1
+    assert "layers.0.weight: FSDP2 can't reshard a mxfp8 weight to a smaller mesh" in messages[0]
 
 
 def trains_with(recipe: str, extra: str) -> None:
