@@ -1,11 +1,21 @@
-"""Started by torchrun, one process a GPU: every recipe under FSDP2 over NCCL against the same model in one process.
+"""Started by torchrun, one process a GPU: recipes under FSDP2 over NCCL against the same model in one process.
 
-All ranks see the same batch, so averaged gradients equal those of one process, and losses must be equal to the bit.
+    torchrun --nproc-per-node 4 tests/gpu/train_nccl.py [all] [RECIPE...]
+
+All ranks see the same batch, and rank 0 brings the whole gradient, so that its mean is exact in any order: losses must
+equal those of one process, to the bit. To
+find what streams do not wait for, gather outputs are poisoned before each gather, and both hooks are delayed on the
+card by turns. `all`: every recipe, in the modes that have most to get wrong.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,52 +23,129 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import Shard
 
 import layoutc
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
-MODES = ("resharded", "kept", "recompute", "offload")
+MODES = (
+    "resharded",
+    "kept",
+    "recompute",
+    "keep_backward",
+    "policy",
+    "offload",
+    "cut_blocks",
+    "columns",
+    "hybrid",
+    "trivial",
+    "one",
+)
 STEPS = 20
+Curve = list[float]
 
 
 class Block(nn.Module):
     """A residual feed-forward layer."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim)
+        self.up, self.down = nn.Linear(dim, inner, bias=False), nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
 
 
-def losses(recipe: str, mode: str, device: torch.device) -> list[float]:
+def options_of(mode: str) -> dict[str, Any]:
+    """Arguments of fully_shard."""
+    world = dist.get_world_size()
+    if mode == "offload":
+        return {"offload_policy": CPUOffloadPolicy()}
+    if mode == "policy":
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)}
+    if mode == "columns":
+        return {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None}
+    if mode in ("hybrid", "trivial"):
+        shape = (2, world // 2) if mode == "hybrid" else (world, 1)
+        return {"mesh": init_device_mesh("cuda", shape, mesh_dim_names=("copies", "slices"))}
+    if mode == "one":
+        return {"mesh": init_device_mesh("cuda", (world, 1), mesh_dim_names=("copies", "alone"))["alone"]}
+    return {"reshard_after_forward": mode != "kept"}
+
+
+def sizes_of(recipe: str, mode: str) -> tuple[int, int]:
+    """Width and inner width: whole blocks for each rank, or cuts inside blocks and short shards."""
+    layout = import_module(f"layoutc.recipes.{recipe}").LAYOUT
+    return (3 * layout.block_rows or 96, 1024 + 128) if mode == "cut_blocks" and layout.block_rows > 1 else (512, 2048)
+
+
+def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int]) -> Curve:
     """The loss curve of one run: alone, or sharded in a mode of FSDP2."""
     torch.manual_seed(0)
+    dim, inner = sizes
     with layoutc.quantized_init(recipe):
-        model = nn.Sequential(*(Block(512) for _ in range(4)), nn.Linear(512, 512))
+        model = nn.Sequential(*(Block(dim, inner) for _ in range(4)), nn.Linear(dim, dim))
     model = model.to(device)
-    options: dict[str, Any] = {"reshard_after_forward": mode != "kept"}
-    if mode == "offload":
-        options["offload_policy"] = CPUOffloadPolicy()
     if mode == "recompute":
         model = nn.Sequential(*(checkpoint_wrapper(block) for block in model))
     if mode != "alone":
+        options = options_of(mode)
         for block in model:
             fully_shard(block, **options)
         fully_shard(model, **options)
+    if mode == "keep_backward":
+        for block in model:
+            block.set_reshard_after_backward(False)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    share = 1.0 if mode in ("alone", "one") else float(dist.get_world_size()) * (dist.get_rank() == 0)
     curve = []
     with layoutc.strict():
         for step in range(STEPS):
-            x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).to(device)
+            x = torch.randn(64, dim, generator=torch.Generator().manual_seed(step)).to(device)
             loss = (model(x) - x.roll(1, 1)).pow(2).mean()
-            loss.backward()
+            (loss * share).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if mode == "keep_backward":
+                for block in model:
+                    block.reshard()
             curve.append(loss.item())
     return curve
+
+
+@contextmanager
+def hostile(recipe: str) -> Iterator[None]:
+    """Poisons gather outputs before each gather; delays the hooks on the card, now the one, now the other."""
+    cls = import_module(f"layoutc.recipes.{recipe}").Tensor
+    allocate, pre, post = FSDPParam.alloc_all_gather_outputs, cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather
+    chance = random.Random(7)
+
+    def poisoned(self: FSDPParam) -> None:
+        allocate(self)
+        for tensor in self.all_gather_outputs:
+            tensor.view(torch.uint8).fill_(0xA5)
+
+    def delayed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def pre_hook(self: Any, mesh: Any) -> Any:
+            torch.cuda._sleep(chance.choice([0, 0, 300_000]))
+            return hook(self, mesh)
+
+        def post_hook(self: Any, *arguments: Any, **named: Any) -> Any:
+            torch.cuda._sleep(chance.choice([0, 0, 300_000]))
+            return hook(self, *arguments, **named)
+
+        return pre_hook if hook is pre else post_hook
+
+    FSDPParam.alloc_all_gather_outputs = poisoned  # type: ignore[method-assign]
+    cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = delayed(pre), delayed(post)
+    try:
+        yield
+    finally:
+        FSDPParam.alloc_all_gather_outputs = allocate  # type: ignore[method-assign]
+        cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre, post
 
 
 def main() -> None:
@@ -67,18 +154,28 @@ def main() -> None:
     torch.cuda.set_device(device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("nccl")
-    for recipe in RECIPES:
-        alone = losses(recipe, "alone", device)
-        for mode in MODES:
-            sharded = losses(recipe, mode, device)
-            same = sharded == alone
+    dist.init_process_group("nccl", device_id=device)
+    named = [word for word in sys.argv[1:] if word != "all"]
+    recipes, modes = named or RECIPES, MODES
+    if "all" in sys.argv:
+        recipes, modes = import_module("layoutc.recipes").RECIPES, ("resharded", "cut_blocks", "recompute")
+    alone: dict[tuple[str, tuple[int, int]], Curve] = {}
+    for recipe in recipes:
+        for mode in modes:
+            if mode == "hybrid" and dist.get_world_size() < 4:
+                continue
+            sizes = sizes_of(recipe, mode)
+            if (recipe, sizes) not in alone:
+                alone[recipe, sizes] = losses(recipe, "alone", device, sizes)
+            expected = alone[recipe, sizes]
+            with hostile(recipe):
+                sharded = losses(recipe, mode, device, sizes)
             # Offloaded masters are stepped on the CPU, whose AdamW may round in another order.
-            close = mode == "offload" and max(abs(a - b) for a, b in zip(sharded, alone, strict=True)) < 1e-2
-            assert same or close, (recipe, mode, alone, sharded)
+            close = mode == "offload" and max(abs(a - b) for a, b in zip(sharded, expected, strict=True)) < 1e-2
+            assert sharded == expected or close, (recipe, mode, expected, sharded)
             assert sharded[-1] < sharded[0]
             if dist.get_rank() == 0:
-                verdict = "equal to the bit" if same else "close (masters stepped on the CPU)"
+                verdict = "equal to the bit" if sharded == expected else "close (masters stepped on the CPU)"
                 print(f"{recipe}, {mode}: {STEPS} losses {verdict}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

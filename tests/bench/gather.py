@@ -1,0 +1,150 @@
+"""What a gather costs under FSDP2: in bf16, with our planes as they are, and with each weight as one interleaved payload.
+
+    torchrun --nproc-per-node 4 tests/bench/gather.py [--json FILE]
+
+A transformer block's seven weights (4096 wide, 14336 in the feed-forward layer) are sharded as one group; timed are
+unshard, wait and reshard, forward's planes, on the card (median of runs, all ranks in step) and on the host alone. The
+interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
+group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+from layoutc.runtime import fsdp
+
+RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current")
+SIZES = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]
+WARM, RUNS = 5, 30
+
+
+def block(recipe: str | None, device: torch.device) -> nn.Module:
+    """The weights, random, in bf16 or a recipe, sharded as one group."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        layers = nn.ModuleList([nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES])
+    if recipe is not None:
+        layoutc.quantize_(layers, recipe)
+    fully_shard(layers)
+    return layers
+
+
+def interleaved(cls: Any) -> Callable[[], None]:
+    """Replaces the hooks of a recipe's class by ones that send one payload a weight; gives back what undoes it."""
+    pre, post = cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather
+
+    def pre_interleaved(self: Any, mesh: Any) -> Any:
+        sent, gathering = pre(self, mesh)
+        units = min(tensor.shape[0] for tensor in sent)
+        gathering.widths = [tensor.numel() // units for tensor in sent]
+        gathering.shapes = [tuple(tensor.shape) for tensor in sent]
+        return (torch.cat([tensor.view(units, -1) for tensor in sent], 1),), gathering
+
+    def post_interleaved(self: Any, outputs: Any, gathering: Any, dtype: Any, *, out: Any = None) -> Any:
+        (payload,) = outputs
+        parts = payload.view(-1, sum(gathering.widths)).split(gathering.widths, 1)
+        shapes = [(shape[0] * gathering.world, *shape[1:]) for shape in gathering.shapes]
+        planes = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        return post(self, planes, gathering, dtype, out=out)
+
+    cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre_interleaved, post_interleaved
+
+    def undo() -> None:
+        cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre, post
+
+    return undo
+
+
+def timed(module: Any) -> dict[str, float]:
+    """Medians in us: of a gather on the card, the slowest rank's, and of the host's part of it."""
+    card, host = [], []
+    for run in range(WARM + RUNS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        began = time.perf_counter()
+        module.unshard()
+        spent = time.perf_counter() - began
+        stop.record()
+        module.reshard()
+        torch.cuda.synchronize()
+        if run >= WARM:
+            card.append(start.elapsed_time(stop) * 1e3)
+            host.append(spent * 1e6)
+    found = torch.tensor([statistics.median(card), statistics.median(host)], device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {"card_us": round(found[0].item(), 1), "host_us": round(found[1].item(), 1)}
+
+
+def correct(module: Any, reference: list[Any]) -> None:
+    """What is gathered equals the whole weights, byte for byte."""
+    module.unshard()
+    for layer, whole in zip(module, reference, strict=True):
+        for name, plane in layer.weight.data.planes().items():
+            assert torch.equal(plane.view(torch.uint8), whole.planes()[name].view(torch.uint8)), name
+    module.reshard()
+
+
+def main() -> None:
+    """Prints a table on rank 0."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    world = dist.get_world_size()
+    rows: list[dict[str, Any]] = []
+
+    def note(recipe: str, form: str, figures: dict[str, float], nbytes: float) -> None:
+        rows.append({"recipe": recipe, "form": form, "world": world, "bytes_per_element": nbytes, **figures})
+        if dist.get_rank() == 0:
+            line = f"{recipe:<12} {form:<12} {nbytes:7.4f} B/element {figures['card_us']:9.1f} us"
+            print(f"{line} {figures['host_us']:9.1f} us host", flush=True)
+
+    module: Any = block(None, device)
+    note("bf16", "plain", timed(module), 2.0)
+    del module
+    elements = sum(prod(size) for size in SIZES)
+    for recipe in RECIPES:
+        cls = importlib.import_module(f"layoutc.recipes.{recipe}").Tensor
+        torch.manual_seed(0)
+        with torch.device(device):
+            plain = [nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES]
+        quantize = importlib.import_module(f"layoutc.recipes.{recipe}").quantize
+        whole = [quantize(layer.weight.detach()) for layer in plain]
+        del plain
+        sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in SIZES) / elements
+        for form in ("planes", "interleaved"):
+            undo = interleaved(cls) if form == "interleaved" else lambda: None
+            module = block(recipe, device)
+            correct(module, whole)
+            note(recipe, form, timed(module), sent)
+            undo()
+            del module
+        fsdp._shardings.clear()
+        torch.cuda.empty_cache()
+    if dist.get_rank() == 0 and "--json" in sys.argv:
+        with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
+            json.dump(
+                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
