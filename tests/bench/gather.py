@@ -1,4 +1,4 @@
-"""What a gather costs under FSDP2: in bf16, with our planes as they are, and with each weight as one interleaved payload.
+"""What a gather costs under FSDP2: in bf16, with planes as they are, and with each weight as one interleaved payload.
 
     torchrun --nproc-per-node 4 tests/bench/gather.py [--json FILE]
 
@@ -37,7 +37,7 @@ def block(recipe: str | None, device: torch.device) -> nn.Module:
     """The weights, random, in bf16 or a recipe, sharded as one group."""
     torch.manual_seed(0)
     with torch.device(device):
-        layers = nn.ModuleList([nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES])
+        layers = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES])
     if recipe is not None:
         layoutc.quantize_(layers, recipe)
     fully_shard(layers)
@@ -59,7 +59,7 @@ def interleaved(cls: Any) -> Callable[[], None]:
         (payload,) = outputs
         parts = payload.view(-1, sum(gathering.widths)).split(gathering.widths, 1)
         shapes = [(shape[0] * gathering.world, *shape[1:]) for shape in gathering.shapes]
-        planes = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        planes = tuple(part.contiguous().view(shape) for part, shape in zip(parts, shapes, strict=True))
         return post(self, planes, gathering, dtype, out=out)
 
     cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre_interleaved, post_interleaved

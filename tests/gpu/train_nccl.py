@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 tests/gpu/train_nccl.py [all] [RECIPE...]
 
 All ranks see the same batch, and rank 0 brings the whole gradient, so that its mean is exact in any order: losses must
-equal those of one process, to the bit. To
-find what streams do not wait for, gather outputs are poisoned before each gather, and both hooks are delayed on the
-card by turns. `all`: every recipe, in the modes that have most to get wrong.
+equal those of one process, to the bit. To find what streams do not wait for, gather outputs are poisoned before each
+gather, and the hooks are delayed on the card now and then. `all`: every recipe, in the modes that have most to get
+wrong.
 """
 
 from __future__ import annotations
