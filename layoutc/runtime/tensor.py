@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -47,6 +48,7 @@ class QuantizedTensor(torch.Tensor):
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
+    _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
 
     @staticmethod
     def __new__(
@@ -255,7 +257,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
-        nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+        nbytes = sum(plane.nbytes for plane in self._planes.values())
         held = "+".join(self.orientations) or "nothing"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -339,8 +341,7 @@ class QuantizedTensor(torch.Tensor):
 
     def share_memory_(self) -> Self:
         """Moves every plane to shared memory."""
-        for plane in self._planes.values():
-            plane.share_memory_()  # type: ignore[no-untyped-call]
+        self._map(lambda plane: plane.share_memory_())  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
@@ -389,8 +390,7 @@ def rebuild(
     tensor = cls(planes, shape, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    return tensor.requires_grad_(requires_grad)
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:

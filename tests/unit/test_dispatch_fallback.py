@@ -45,14 +45,18 @@ def test_cat_on_block_boundaries_joins_bytes(recipe: str) -> None:
             assert not aliases(whole, q)
         experts = make(recipe, 4, 128, 256)
         assert same(torch.cat([experts[:1], experts[1:]]), experts)
+        for columns in (list(q.split(128, 1)), [q[:, :128], q[:, 128:]]):
+            assert same(torch.cat(columns, 1), q)
+            assert same(torch.cat(columns, -1), q)
+        assert same(torch.cat([experts[..., :128], experts[..., 128:]], -1), experts)
 
 
 def test_any_other_cat_is_a_counted_copy(recipe: str) -> None:
-    """39: on another dim, with plain tensors, under different amaxes, of other recipes; the values are right."""
+    """39: on a dim between, with plain tensors, under different amaxes, of other recipes; the values are right."""
     q, other = make(recipe), make(recipe, seed=1)
     another = make("mxfp8" if recipe != "mxfp8" else "nvfp4")
     calls: list[tuple[list[Tensor], int]] = [
-        ([q, q], 1),
+        ([q.view(2, 128, 256), q.view(2, 128, 256)], 1),
         ([q, q.dequantize()], 0),
         ([q, another], 0),
         ([q.t(), q.t()], 0),
