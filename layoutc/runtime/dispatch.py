@@ -221,7 +221,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
     from layoutc.runtime import amax, fsdp
 
-    amax.requantize_(target, source.to(target.device), *fsdp.amax_group(target))
+    amax.requantize_(target, source.to(target.device), *fsdp.amax_groups(target))
     return target
 
 

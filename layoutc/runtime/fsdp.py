@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layoutc.runtime import meshes
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.tensor import QuantizedTensor
@@ -81,6 +82,14 @@ def _look_up(shard: QuantizedTensor) -> Sharding | None:
 
 
 def _scan() -> None:
+    for param, group in _parameters():
+        local = getattr(param.sharded_param, "_local_tensor", None)
+        if isinstance(local, QuantizedTensor) and _look_up(local) is None:
+            _shardings[id(local._planes)] = Sharding(weakref.ref(local), weakref.ref(param), weakref.ref(group))
+
+
+def _parameters() -> Iterator[tuple[Any, Any]]:
+    """Every FSDPParam, and the FSDPParamGroup that it is in."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):
@@ -90,9 +99,7 @@ def _scan() -> None:
             groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
         for group in groups:
             for param in group.fsdp_params:
-                local = getattr(param.sharded_param, "_local_tensor", None)
-                if isinstance(local, QuantizedTensor) and _look_up(local) is None:
-                    _shardings[id(local._planes)] = Sharding(weakref.ref(local), weakref.ref(param), weakref.ref(group))
+                yield param, group
 
 
 def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
@@ -101,14 +108,27 @@ def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
         _copies[copy] = _copies.get(shard, shard)
 
 
-def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
-    """The process group over which FSDP2 shards this tensor, or None; and a number that stands for the parameter."""
-    known = find(shard) if shard.LAYOUT.shares_amax else None
+def amax_groups(shard: QuantizedTensor) -> tuple[list[dist.ProcessGroup], int]:
+    """The process groups over which shards of this tensor share an amax, FSDP2's and those of tensor parallelism; and a
+    number that stands for the parameter."""
+    if not shard.LAYOUT.shares_amax:
+        return [], 0
+    known = find(shard)
     param = known.param() if known else None
     if param is None:
-        return None, 0
-    name = f"{getattr(param, '_param_fqn', None) or shard._name} {tuple(param._orig_size)}"
-    return getattr(param.mesh_info, "shard_process_group", None), zlib.crc32(name.encode()) & 0x7FFFFFFF
+        return meshes.resolve(shard._peers or ()), _number(shard._name or "")
+    whole = param.sharded_param  # a DTensor over all dims of the mesh
+    name = f"{getattr(param, '_param_fqn', None) or shard._name} {tuple(whole.shape)}"
+    return meshes.amax_groups(shard.LAYOUT, whole), _number(name)
+
+
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+
+
+def holds(parameter: Tensor) -> bool:
+    """True for a parameter that fully_shard has made, quantized or not."""
+    return any(param.sharded_param is parameter for param, _ in _parameters())
 
 
 def parameter_name(shard: QuantizedTensor) -> str | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax
+from layoutc.runtime import amax, meshes
 from layoutc.runtime.groups import shared_amaxes
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -169,7 +169,7 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(target, QuantizedTensor):
                 target.copy_(values)
                 continue
-            found = shard_groups(param) if target.LAYOUT.shares_amax else []
+            found = meshes.amax_groups(target.LAYOUT, param)
             key = tuple(id(group) for group in found)
             groups[key] = found
             batches[key].append((target, values))
@@ -197,19 +197,11 @@ def requantize_batch_(batch: list[tuple[QuantizedTensor, Tensor]], groups: list[
     if sharing:
         matrices = [(type(target), amax.as_matrix(values, target._matrix)) for target, values in sharing]
         found, shapes = shared_amaxes(matrices)
-        for group in groups:
-            found = amax.reduce_max(found, group)
+        found = amax.reduce_max(found, groups)
         pieces = torch.split(found, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
     amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch])
-
-
-def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which a DTensor is sharded: one for each sharded mesh dim; none for a plain tensor."""
-    if not isinstance(param, DTensor):
-        return []
-    return [param.device_mesh.get_group(d) for d, placement in enumerate(param.placements) if placement.is_shard()]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -246,6 +238,8 @@ def _master(param: Tensor) -> Tensor:
     quantized = isinstance(local, QuantizedTensor)
     if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
         return param
+    if isinstance(local, QuantizedTensor):
+        meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # refused now, not after the first step
     with torch.no_grad():
         # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
         master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)

@@ -48,6 +48,7 @@ class QuantizedTensor(torch.Tensor):
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
+    _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
 
     @staticmethod
@@ -83,7 +84,7 @@ class QuantizedTensor(torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes = [0]
-        self._common, self._is_new = frozenset(), False
+        self._common, self._is_new, self._peers = frozenset(), False, None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -98,7 +99,7 @@ class QuantizedTensor(torch.Tensor):
             transposed=self._transposed if transposed is None else transposed,
         )
         other._name, other._home, other._writes = self._name, self._home, self._writes
-        other._common, other._is_new = self._common, self._is_new
+        other._common, other._is_new, other._peers = self._common, self._is_new, self._peers
         return other
 
     def _with_planes(
@@ -119,6 +120,7 @@ class QuantizedTensor(torch.Tensor):
             transposed=self._transposed,
         )
         other._name, other._is_new = self._name, self._is_new
+        other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -184,12 +186,10 @@ class QuantizedTensor(torch.Tensor):
 
     def _shard(self) -> QuantizedTensor | None:
         """This rank's shard of a gathered weight, where FSDP2 holds it."""
-        shard = self._home() if self._home is not None else None
-        if shard is None:
-            return None
         from layoutc.runtime import fsdp
 
-        return shard if fsdp.find(shard) is not None else None
+        shard = self._home() if self._home is not None else None
+        return shard if shard is not None and fsdp.find(shard) is not None else None
 
     def _fetch(self, orientation: str) -> dict[str, Tensor]:
         from layoutc.runtime import fsdp
@@ -390,7 +390,7 @@ def rebuild(
     tensor = cls(planes, shape, dtype, matrix=matrix, orientations=orientations, transposed=transposed)
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    return tensor.requires_grad_(requires_grad)
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
