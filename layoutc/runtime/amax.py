@@ -196,11 +196,9 @@ def _overwrite_(
     written(outs)
 
 
-def requantize_(
-    target: QuantizedTensor, x: Tensor, group: dist.ProcessGroup | Groups | None = None, tag: int = 0
-) -> None:
+def requantize_(target: QuantizedTensor, x: Tensor, groups: Groups = (), tag: int = 0) -> None:
     """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew."""
-    quantize(type(target), x, out=target, group=group, restart=True, tag=tag if group is not None else None)
+    quantize(type(target), x, out=target, group=groups or None, restart=True, tag=tag if groups else None)
 
 
 def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:

@@ -196,7 +196,10 @@ def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
     if into and not plane.is_contiguous():
         raise LayoutError("a collective writes into whole tensors, not into some columns of one: clone it first")
     plane = plane.contiguous()
-    return plane if plane.dtype == torch.uint8 else plane.view(torch.uint8)
+    if plane.dtype == torch.uint8:
+        return plane
+    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
 
 
 HANDLERS = {

@@ -167,7 +167,9 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
         return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
     same = (tuple(a.shape), a._matrix, a._transposed) == (tuple(b.shape), b._matrix, b._transposed)
     return same and all(
-        torch.equal(plane.flatten().view(torch.uint8), b._planes[name].flatten().view(torch.uint8))
+        torch.equal(
+            plane.contiguous().flatten().view(torch.uint8), b._planes[name].contiguous().flatten().view(torch.uint8)
+        )
         for name, plane in a._planes.items()
     )
 
