@@ -441,7 +441,7 @@ def distributes_modules(recipe: str) -> None:
     for name, whole in reference.state_dict().items():
         if isinstance(whole, QuantizedTensor):
             assert_same(full[name], whole)
-    set_model_state_dict(other, full, options=options)
+    set_model_state_dict(other, dict(full), options=options)
     assert_whole(other, reference)
     plain = Model(width)
     plain.load_state_dict({k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in full.items()})
