@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 
-from layoutc.runtime.dispatch import Args, Kwargs
-from layoutc.runtime.errors import LayoutError, ShardAlignmentError
+from layoutc.runtime.dispatch import Args, Kwargs, fallback
+from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
 from layoutc.runtime.facts import Layout, up
 from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
@@ -29,7 +29,7 @@ _functional = torch.ops._c10d_functional
 _dtensor = torch.ops._dtensor
 
 
-# ---------------------------------------------------------------------------------------------- functional collectives
+# ----------------------------------------------------------------------------------------------- functional collectives
 def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """all_gather_into_tensor: the pieces of all ranks below one another, still on their way.
 
@@ -107,7 +107,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     return torch.cat(parts, gather_dim)  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------ collectives in place
+# ------------------------------------------------------------------------------------------------- collectives in place
 def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """scatter_: every plane of every piece, those that cover all rows included."""
     (output,), pieces, *rest = args
@@ -138,7 +138,7 @@ def _done(tensors: list[QuantizedTensor], works: Sequence[Any]) -> tuple[list[Qu
     return tensors, works[-1]
 
 
-# ------------------------------------------------------------------------------------------------------------- filling
+# --------------------------------------------------------------------------------------------------- filling, and order
 def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """constant_pad_nd with zeros after the last row or column, as DTensor fills up short shards.
 
@@ -169,7 +169,26 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     return tensor._with_planes(planes, shape, matrix=matrix)  # type: ignore[no-any-return]
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
+def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """index_select of whole blocks in any order, as DTensor puts strided shards in order; else through fallback."""
+    tensor, dim, index = args
+    dim = dim_of(dim, tensor.dim())
+    runs: list[list[int]] = []
+    for entry in index.tolist() if dim in (0, tensor.dim() - 1) else ():
+        if runs and runs[-1][1] == entry:
+            runs[-1][1] += 1
+        else:
+            runs.append([entry, entry + 1])
+    try:
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
+    except UnsupportedOperator:
+        pieces = []
+    if not pieces or tensor.is_meta:
+        return fallback(func, args, kwargs)  # type: ignore[no-any-return]
+    return torch.cat(pieces, dim)
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
 def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
     (_, k), last = tensor._matrix, tensor.shape[-1:]
     if tensor._transposed or tensor.dim() < 2 or last != (k,):
@@ -210,6 +229,7 @@ HANDLERS = {
     c10d.scatter_.default: scatter_,
     c10d.broadcast_.default: broadcast_,
     aten.constant_pad_nd.default: pad,
+    aten.index_select.default: index_select,
 }
 if hasattr(_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
     HANDLERS[_functional._wrap_tensor_autograd.default] = wrap

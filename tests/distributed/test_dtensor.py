@@ -421,6 +421,12 @@ def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str)
     four.run(trains_as_simple_fsdp, recipe, False)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
+    """Collectives of planes are traced as they run."""
+    two.run(trains_as_simple_fsdp, recipe, True)
+
+
 # ---------------------------------------------------------------------------------------------- modules and state dicts
 def distributes_modules(recipe: str) -> None:
     """distribute_module replicates; a full state dict holds quantized tensors and loads into another model."""
