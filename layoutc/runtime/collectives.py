@@ -2,7 +2,9 @@
 
 An all-gather sends every plane as it lies, all of them in one coalesced call: one launch on a card, and no copy into
 and out of a packed buffer. Nothing waits for it until `wait_tensor` is asked to. Planes that cover all rows of a weight
-(`Layout.shared`) do not travel: shards of one weight hold them alike, and the result has this rank's own.
+(`Layout.shared`) do not travel: shards of one weight hold them alike, and the result has this rank's own. That holds
+for what distribute_tensor, quantize_ and MasterWeights make; a DTensor put together by `from_local` from shards that
+were quantized apart is no whole weight in that sense, and nothing here finds out.
 """
 
 from __future__ import annotations
