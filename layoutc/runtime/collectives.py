@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 
+from layoutc.runtime import operators
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
 from layoutc.runtime.facts import Layout, up
@@ -176,7 +177,8 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     runs: list[list[int]] = []
-    for entry in index.tolist() if dim in (0, tensor.dim() - 1) else ():
+    known = dim in (0, tensor.dim() - 1) and not index.is_meta and not operators.traced(index)
+    for entry in index.tolist() if known else ():
         if runs and runs[-1][1] == entry:
             runs[-1][1] += 1
         else:
@@ -185,7 +187,7 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
     except UnsupportedOperator:
         pieces = []
-    if not pieces or tensor.is_meta:
+    if not pieces:
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
     return torch.cat(pieces, dim)
 
