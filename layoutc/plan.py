@@ -223,6 +223,8 @@ def _dispatch(rows: int, columns: int) -> tuple[DispatchRule, ...]:
         DispatchRule(
             "cat on dim 0", f"pieces that end {'at any row' if rows == 1 else f'at multiples of {rows} rows'}"
         ),
+        DispatchRule("cat on the last dim", f"pieces that end at {column_cut}"),
+        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, in shards cut as above"),
         DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing"),
     )
 

@@ -8,6 +8,8 @@ t, transpose: of a matrix.
 split, chunk, slice, narrow, select on leading dims: cuts at multiples of 128 rows.
 split, chunk, slice, narrow on the last dim: multiples of 128 columns.
 cat on dim 0: pieces that end at multiples of 128 rows.
+cat on the last dim: pieces that end at multiples of 128 columns.
+all-gather, broadcast, scatter, all-to-all of DTensors: bytes, in shards cut as above.
 copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
 Views that would not be exact are refused; other operators run on a dequantized copy, which layoutc.strict() refuses.
 """
@@ -17,8 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import collectives, shaping
 from layoutc.runtime import dispatch as common
-from layoutc.runtime import shaping
 from layoutc.runtime.facts import cdiv
 
 aten = torch.ops.aten
@@ -91,4 +93,6 @@ HANDLERS = {
     aten.addmm.default: common.product,
     aten.baddbmm.default: common.product,
     aten.addmv.default: common.product,
+    # what DTensor does: bytes travel
+    **collectives.HANDLERS,
 }

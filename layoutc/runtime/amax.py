@@ -22,22 +22,28 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Requantized = tuple[QuantizedTensor, Tensor, Tensor | None]  # a target, its new (m, k) values and their amax
 
 
-def reduce_max(values: Tensor, group: dist.ProcessGroup | None, tag: int | None = None) -> Tensor:
-    """The largest of each entry over a group; NaN wins. fp32 magnitudes, any shape.
+Groups = Sequence[dist.ProcessGroup]
+
+
+def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: int | None = None) -> Tensor:
+    """The largest of each entry over a group, or over several, one for each mesh dim; NaN wins. fp32 magnitudes.
 
     Reduced as int32: magnitudes order as their bits do, with NaN above inf, while a floating-point MAX may drop NaN.
     `tag` says what is reduced: raises LayoutError, on all ranks alike, where ranks reduce different things at once.
     """
-    if group is None or group.size() == 1:
+    given = [group] if isinstance(group, dist.ProcessGroup) else group or ()
+    groups = [one for one in given if one.size() > 1]
+    if not groups:
         return values
     bits = values.contiguous().view(torch.int32)
     packed = bits.reshape(-1)
     if tag is not None:
         packed = torch.cat([packed, packed.new_tensor([tag, -tag])])
     # CPU-offloaded shards are reduced where the group's backend can.
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else packed.device
+    device = torch.device("cuda") if dist.get_backend(groups[0]) == "nccl" else packed.device
     packed = packed.to(device, copy=True)
-    dist.all_reduce(packed, dist.ReduceOp.MAX, group=group)
+    for one in groups:
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=one)
     if tag is not None and packed[-2:].tolist() != [tag, -tag]:
         raise LayoutError("ranks quantize different weights at the same time: write sharded weights in the same order")
     return packed[: bits.numel()].to(values.device).view(torch.float32).view_as(values)
@@ -45,7 +51,7 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | None, tag: int | None 
 
 def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises LayoutError on all ranks of a group where they do not write the same weight."""
-    reduce_max(torch.zeros(1, device=device), group, tag)
+    reduce_max(torch.zeros(1, device=device), [group], tag)
 
 
 def quantize(
@@ -54,7 +60,7 @@ def quantize(
     *,
     orientations: Sequence[str] | None = None,
     amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Groups | None = None,
     out: QuantizedTensor | None = None,
     restart: bool = False,
     tag: int | None = None,
@@ -91,7 +97,7 @@ def quantize_buffers(
     *,
     orientations: Sequence[str] | None = None,
     amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Groups | None = None,
     swizzled: bool = False,
 ) -> dict[str, Tensor]:
     """High precision to what a GEMM reads; the body of every generated `quantize_buffers`. Arguments as for `quantize`.
@@ -122,7 +128,11 @@ def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _current(
-    cls: type[QuantizedTensor], matrix: Tensor, amax: Tensor | None, group: dist.ProcessGroup | None, tag: int | None
+    cls: type[QuantizedTensor],
+    matrix: Tensor,
+    amax: Tensor | None,
+    group: dist.ProcessGroup | Groups | None,
+    tag: int | None,
 ) -> Tensor | None:
     """The amax that shards share, given or found; None for recipes that share none."""
     if not cls.LAYOUT.shares_amax:
@@ -206,18 +216,17 @@ def _overwrite_(
 def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None = None) -> None:
     """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew.
 
-    Where FSDP2 holds the tensor (or `like`, for which it stands in) as a shard, all ranks call, and share amaxes and
-    what blocks need that cuts go through.
+    Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
+    need that cuts go through.
     """
     from layoutc.runtime import fsdp
 
     like = target if like is None else like
-    (group, tag), place = fsdp.amax_group(like), fsdp.place(like)
-    if place is not None and place.joins(like.LAYOUT) and group is None:
+    (groups, tag), place = fsdp.amax_groups(like), fsdp.place(like)
+    if place is not None and place.joins(like.LAYOUT) and not groups:
         check_same(fsdp.tag(like), place.group, x.device)
-    quantize(
-        type(target), x, out=target, group=group, restart=True, tag=tag if group is not None else None, place=place
-    )
+    known = {"group": groups or None, "tag": tag if groups else None, "place": place}
+    quantize(type(target), x, out=target, restart=True, **known)  # type: ignore[arg-type]
 
 
 def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
@@ -312,6 +321,11 @@ def _check_out(
         raise UnsupportedOperator(
             f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
             "itself would change what the rest means; quantize the whole weight"
+        )
+    if alone and out._peers == () and dist.is_available() and dist.is_initialized():
+        raise UnsupportedOperator(
+            f"{out._label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
+            "the other shards: quantize the whole weight and copy its part, or make a new tensor with quantize()"
         )
     if orientations is None:
         return

@@ -167,7 +167,7 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
         plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
         return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
     same = (tuple(a.shape), a._transposed, _phase(a)) == (tuple(b.shape), b._transposed, _phase(b))
-    pairs = ([x._entries(name).flatten().view(torch.uint8) for x in (a, b)] for name in a._planes)
+    pairs = ([x._entries(name).contiguous().flatten().view(torch.uint8) for x in (a, b)] for name in a._planes)
     return same and all(torch.equal(*pair) for pair in pairs)
 
 

@@ -141,6 +141,11 @@ class Layout:
         """Planes whose values cover whole rows: some columns of a weight share them with the others."""
         return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
 
+    @cached_property
+    def shared_by_columns(self) -> frozenset[str]:
+        """Planes whose values cover all rows of some columns: shards of rows hold them alike, shards of columns not."""
+        return self.shared - self.shared_along_rows
+
     def written(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
         """The planes that quantizing to orientations makes, in order: name -> shape and dtype. The amax is given."""
         names = {name for orientation in orientations for name in self.sources[orientation]}

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layoutc.runtime import meshes
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
 from layoutc.runtime.halo import Place
@@ -89,6 +90,15 @@ def _look_up(shard: QuantizedTensor) -> Sharding | None:
 
 
 def _scan() -> None:
+    for param, group in _parameters():
+        local = getattr(param.sharded_param, "_local_tensor", None)
+        if isinstance(local, QuantizedTensor) and _look_up(local) is None:
+            references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
+            _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
+
+
+def _parameters() -> Iterator[tuple[Any, Any]]:
+    """Every FSDPParam, and the FSDPParamGroup that it is in."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):
@@ -98,10 +108,7 @@ def _scan() -> None:
             groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
         for group in groups:
             for param in group.fsdp_params:
-                local = getattr(param.sharded_param, "_local_tensor", None)
-                if isinstance(local, QuantizedTensor) and _look_up(local) is None:
-                    references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
-                    _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
+                yield param, group
 
 
 def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
@@ -110,20 +117,23 @@ def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
         _copies[copy] = _copies.get(shard, shard)
 
 
-def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
-    """The process group over which FSDP2 shards this tensor, or None; and a number that stands for the parameter."""
-    known = find(shard) if shard.LAYOUT.shares_amax else None
+def amax_groups(shard: QuantizedTensor) -> tuple[list[dist.ProcessGroup], int]:
+    """The process groups over which shards of this tensor share an amax, FSDP2's and those of tensor parallelism; and a
+    number that stands for the parameter."""
+    if not shard.LAYOUT.shares_amax:
+        return [], 0
+    known = find(shard)
     param = known.param() if known else None
     if param is None:
-        return None, 0
-    return getattr(param.mesh_info, "shard_process_group", None), tag(shard)
+        return meshes.resolve(shard._peers or ()), tag(shard)
+    return meshes.amax_groups(shard.LAYOUT, param.sharded_param), tag(shard)
 
 
 def tag(shard: QuantizedTensor) -> int:
     """A number that stands for the parameter that this tensor is a shard of, alike on all ranks."""
     known = find(shard)
     param = known.param() if known else None
-    shape = tuple(shard.shape if param is None else param._orig_size)
+    shape = () if param is None else tuple(param.sharded_param.shape)
     return zlib.crc32(f"{parameter_name(shard)} {shape}".encode()) & 0x7FFFFFFF
 
 
@@ -136,6 +146,11 @@ def place(shard: QuantizedTensor) -> Place | None:
         return None
     cuts = Cuts(prod(param._orig_size[:-1]), prod(param.padded_sharded_param_size[:-1]), group.size())
     return Place(group, group.rank(), cuts)
+
+
+def holds(parameter: Tensor) -> bool:
+    """True for a parameter that fully_shard has made, quantized or not."""
+    return any(param.sharded_param is parameter for param, _ in _parameters())
 
 
 def parameter_name(shard: QuantizedTensor) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.runtime import fsdp, meshes
 from layoutc.runtime.amax import FLOATS, quantize
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -25,7 +26,8 @@ def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = No
 
     recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
     filter_fn(module, fully qualified name) chooses modules; default: every nn.Linear. Weights keep their dtype as the
-    one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard.
+    one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard; weights that
+    tensor parallelism has sharded become shards of the whole weight quantized, byte for byte, on all ranks together.
 
     Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
     take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
@@ -46,7 +48,7 @@ def _quantize(
             weight = getattr(module, "weight", None)
             if not wanted or not isinstance(weight, nn.Parameter) or (among is not None and module not in among):
                 continue
-            if not isinstance(weight.data, QuantizedTensor):
+            if not isinstance(meshes.local_of(weight.data), QuantizedTensor):
                 name = f"{fqn}.weight" if fqn else "weight"
                 _check_weight(cls, weight, name)
                 chosen.setdefault(module, name)
@@ -62,11 +64,13 @@ def _quantize(
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str) -> None:
-    if isinstance(weight, DTensor):
+    if isinstance(weight, DTensor) and fsdp.holds(weight):
         raise ValueError(f"{name} is sharded already: call quantize_ before fully_shard")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
     cls.LAYOUT.check_shape(tuple(weight.shape), name)
+    if isinstance(weight, DTensor):
+        meshes.check_shards(cls.LAYOUT, weight, name)
 
 
 @contextmanager
@@ -110,15 +114,22 @@ def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
     raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
 
 
-def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> QuantizedTensor:
-    if weight.is_meta:
-        facts = cls.LAYOUT.planes(*cls.LAYOUT.check_shape(tuple(weight.shape), name))
+def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> Tensor:
+    """The weight's values quantized; of a DTensor each rank's shard, to the bytes that the whole weight would have."""
+    local = meshes.local_of(weight.detach())
+    groups = meshes.amax_groups(cls.LAYOUT, weight, name)
+    if local.is_meta:
+        facts = cls.LAYOUT.planes(*cls.LAYOUT.check_shape(tuple(local.shape), name))
         planes = {plane: torch.empty(f.shape, dtype=f.dtype, device="meta") for plane, f in facts.items()}
-        tensor = cls(planes, weight.shape, weight.dtype)
+        tensor = cls(planes, local.shape, local.dtype)
     else:
-        tensor = quantize(cls, weight.detach())
+        tensor = quantize(cls, local, group=groups or None)
     tensor._name = name
-    return tensor
+    if not isinstance(weight, DTensor):
+        return tensor
+    tensor._peers = tuple(group.group_name for group in groups) or None
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
 def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp
+from layoutc.runtime import amax, fsdp, meshes
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
 from layoutc.runtime.halo import Place
@@ -172,7 +172,7 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(target, QuantizedTensor):
                 target.copy_(values)
                 continue
-            found = shard_groups(param) if target.LAYOUT.shares_amax else []
+            found = meshes.amax_groups(target.LAYOUT, param)
             key = tuple(id(group) for group in found)
             groups[key] = found
             batches[key].append((target, values, place_of(param, target)))
@@ -210,27 +210,18 @@ def requantize_batch_(
             (type(target), amax.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
         ]
         found, shapes = shared_amaxes(matrices)
-        for group in groups:
-            found = amax.reduce_max(found, group)
+        found = amax.reduce_max(found, groups)
         pieces = torch.split(found, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
     amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
 
 
-def shard_groups(param: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which a DTensor is sharded: one for each sharded mesh dim; none for a plain tensor."""
-    if not isinstance(param, DTensor):
-        return []
-    return [param.device_mesh.get_group(d) for d, placement in enumerate(param.placements) if placement.is_shard()]
-
-
 def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
     """Where a parameter's local tensor lies among its shards, where that can matter: some blocks have several rows."""
     if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
         return None
-    found = fsdp.place(target)
-    cut = [dim for dim, placement in enumerate(param.placements) if placement.is_shard(0)]
+    found, cut = fsdp.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
     if found is not None or len(cut) != 1:
         return found
     group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])
@@ -272,6 +263,8 @@ def _master(param: Tensor) -> Tensor:
     quantized = isinstance(local, QuantizedTensor)
     if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
         return param
+    if isinstance(local, QuantizedTensor):
+        meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # refused now, not after the first step
     with torch.no_grad():
         # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
         master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)

@@ -104,7 +104,11 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     starts = range(0, total, size) if size else (0,)
     if 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed and 0 < size < total:
         return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
-    return [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+    pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+    for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor takes what it has gathered apart
+        for piece, own in zip(pieces, stack.chunk(len(pieces)), strict=True):
+            piece._planes[name] = own
+    return pieces
 
 
 def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
@@ -142,35 +146,53 @@ def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTen
 
 
 def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """cat on dim 0 of pieces that end on block boundaries and share what covers all rows: bytes.
+    """cat on dim 0, or on the last, of pieces that end on block boundaries and share what covers all of it: bytes.
 
     Else through fallback.
     """
     pieces = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = pieces[0]
-    if not _joinable(pieces, dim):
+    if not isinstance(first, QuantizedTensor) or not _joinable(pieces, dim := dim_of(dim, first.dim())):
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
+    if dim:
+        return _join_columns(pieces)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
     matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
     planes = first._join([piece._planes for piece in pieces])
-    return first._with_planes(planes, shape, matrix=matrix)  # type: ignore[no-any-return]
+    return first._with_planes(planes, shape, matrix=matrix)
 
 
 def _joinable(pieces: list[Any], dim: int) -> bool:
     first = pieces[0]
-    if dim != 0 or any(type(p) is not type(first) or p._transposed or p.dim() < 2 for p in pieces):
+    layout = first.LAYOUT
+    if dim not in (0, first.dim() - 1) or any(
+        type(p) is not type(first) or p._transposed or p.dim() < 2 for p in pieces
+    ):
         return False
-    if any(p.shape[1:] != first.shape[1:] or p._planes.keys() != first._planes.keys() for p in pieces):
+    along = slice(1, None) if dim == 0 else slice(0, -1)
+    if any(p.shape[along] != first.shape[along] or p._planes.keys() != first._planes.keys() for p in pieces):
         return False
-    if any(p._halo.rows for p in pieces) or any(p._matrix[0] % first.LAYOUT.block_rows for p in pieces[:-1]):
+    if any(p._halo.rows for p in pieces) or (dim and any(p.shape[-1] != p._matrix[1] for p in pieces)):
         return False
-    shared = [name for name in first._planes if first.LAYOUT.stored[name].rows_per_value is None]
+    axis, multiple = (0, layout.block_rows) if dim == 0 else (1, layout.column_multiple)
+    if any(p._matrix[axis] % multiple for p in pieces[:-1]):
+        return False
+    shared = layout.shared if dim == 0 else layout.shared_along_rows
     return all(
         p._planes[n] is first._planes[n] or torch.equal(p._planes[n], first._planes[n])
         for p in pieces[1:]
-        for n in shared
+        for n in shared & first._planes.keys()
     )
+
+
+def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
+    """Pieces that follow one another along the columns, as stored: planes are m-major, and columns of theirs whole."""
+    first, k = pieces[0], sum(piece._matrix[1] for piece in pieces)
+    planes = dict(first._planes)
+    for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
+        planes[name] = torch.cat([piece._planes[name] for piece in pieces], 1)
+    return first._with_planes(planes, (*first.shape[:-1], k), matrix=(first._matrix[0], k))
 
 
 # ---------------------------------------------------------------------------------------------------------- new tensors

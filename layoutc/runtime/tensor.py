@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -51,6 +52,8 @@ class QuantizedTensor(Generated, torch.Tensor):
     _made_in: weakref.ref[QuantizedTensor] | None  # the new tensor of which this is the first rows
     _held: int | None  # of a new tensor that has taken over the planes of another: its size in dim 0
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
+    _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
+    _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
 
     @staticmethod
     def __new__(
@@ -89,7 +92,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes = [0]
-        self._common, self._is_new = frozenset(), False
+        self._common, self._is_new, self._peers = frozenset(), False, None
         self._halo, self._made_in, self._held = halo, None, None
         return self
 
@@ -106,7 +109,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             halo=self._halo,
         )
         other._name, other._home, other._writes = self._name, self._home, self._writes
-        other._common, other._is_new = self._common, self._is_new
+        other._common, other._is_new, other._peers = self._common, self._is_new, self._peers
         other._made_in, other._held = self._made_in, self._held
         return other
 
@@ -130,6 +133,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             halo=self._halo if halo is None else halo,
         )
         other._name, other._is_new, other._held = self._name, self._is_new, self._held
+        other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -211,12 +215,10 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _shard(self) -> QuantizedTensor | None:
         """This rank's shard of a gathered weight, where FSDP2 holds it."""
-        shard = self._home() if self._home is not None else None
-        if shard is None:
-            return None
         from layoutc.runtime import fsdp
 
-        return shard if fsdp.find(shard) is not None else None
+        shard = self._home() if self._home is not None else None
+        return shard if shard is not None and fsdp.find(shard) is not None else None
 
     def _fetch(self, orientation: str) -> dict[str, Tensor]:
         from layoutc.runtime import fsdp
@@ -237,7 +239,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
-        nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+        nbytes = sum(plane.nbytes for plane in self._planes.values())
         held = "+".join(self.orientations) or "nothing"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -323,8 +325,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def share_memory_(self) -> Self:
         """Moves every plane to shared memory."""
-        for plane in self._planes.values():
-            plane.share_memory_()  # type: ignore[no-untyped-call]
+        self._map(lambda plane: plane.share_memory_())  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
@@ -381,8 +382,7 @@ def rebuild(
     tensor = cls(planes, shape, dtype, **form)  # type: ignore[arg-type]
     if is_parameter:
         return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:

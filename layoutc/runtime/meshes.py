@@ -1,0 +1,102 @@
+"""Which ranks hold which part of a weight: what a DTensor's placements cut, and who shares an amax with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime.errors import LayoutError, ShardAlignmentError
+from layoutc.runtime.facts import Layout, cdiv, up
+from layoutc.runtime.sharding import check_alignment
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def cuts(tensor: Tensor) -> list[tuple[int, int]]:
+    """(mesh dim, tensor dim) of every cut of a DTensor, those that FSDP2 makes of tensor-parallel shards included."""
+    if not isinstance(tensor, DTensor):
+        return []
+    # FSDP2's strided shards are no Shard, and do not say that they are one: all that cut have a dim.
+    placements: tuple[Any, ...] = tensor.placements
+    return [(mesh_dim, p.dim) for mesh_dim, p in enumerate(placements) if hasattr(p, "dim")]
+
+
+def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
+    """The process groups over which shards of a tensor share amaxes, one for each mesh dim; none for a plain tensor.
+
+    Shards of columns do not share those of a recipe that has one for each column. Raises LayoutError for shards of
+    columns where a scale covers a whole row: no rank could make it.
+    """
+    found = []
+    for mesh_dim, dim in cuts(tensor):
+        assert isinstance(tensor, DTensor)
+        if tensor.device_mesh.size(mesh_dim) == 1:
+            continue
+        of_columns = dim == tensor.dim() - 1 and dim > 0
+        if of_columns and layout.shared_along_rows - layout.shared:
+            raise LayoutError(_of_whole_rows(layout, name, tensor))
+        if layout.shares_amax and not (of_columns and layout.amax_columns is not None):
+            found.append(tensor.device_mesh.get_group(mesh_dim))
+    return found
+
+
+def resolve(names: Iterable[str]) -> list[dist.ProcessGroup]:
+    """Process groups by name."""
+    found: list[Any] = [_resolve_process_group(name) for name in names]  # type: ignore[arg-type]
+    return found
+
+
+def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
+    """Refuses a sharded weight whose shards can't be quantized to the bytes of the whole one.
+
+    Every rank asks with the same numbers. Raises ShardAlignmentError where a cut splits a block, LayoutError where a
+    scale covers a whole row and columns are cut, ValueError for partial sums and for cuts of dims between.
+    """
+    if any(placement.is_partial() for placement in weight.placements):
+        raise ValueError(f"{name} holds partial sums, which have no amax of their own: redistribute it first")
+    sizes = {dim: [size] for dim, size in enumerate(weight.shape)}
+    last = weight.dim() - 1
+    for mesh_dim, dim in cuts(weight):
+        world = weight.device_mesh.size(mesh_dim)
+        if 0 < dim < last:
+            raise ValueError(f"{name}: {layout.name} shards dim 0 and the last one, not dim {dim} of {weight.dim()}")
+        for size in sizes[dim]:
+            if dim == 0:
+                shape = (size, *weight.shape[1:])
+                check_alignment(layout, shape, cdiv(size, world), world=world, name=name)
+            else:
+                _check_columns(layout, weight, size, world, name)
+        sizes[dim] = sorted({_chunk(size, world, rank) for size in sizes[dim] for rank in range(world)} - {0})
+
+
+def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name: str) -> None:
+    multiple, each = layout.column_multiple, cdiv(size, world)
+    if world > 1 and layout.shared_along_rows - layout.shared:
+        raise LayoutError(_of_whole_rows(layout, name, weight))
+    if each >= size or each % multiple == 0:
+        return
+    raise ShardAlignmentError(
+        f"{name}: shape {tuple(weight.shape)} does not shard over {world} ranks on its last dim in {layout.name}: "
+        f"{each} columns a rank, but a cut must fall at a multiple of {multiple} columns. At world size {world}, the "
+        f"next size that shards is {up(each, multiple) * world}."
+    )
+
+
+def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
+    return (
+        f"{name}: shape {tuple(weight.shape)} in {layout.name} is not sharded by columns: one scale covers a whole "
+        "row, and a rank sees a part of it; shard dim 0, or take a recipe with blocks of columns"
+    )
+
+
+def _chunk(size: int, world: int, rank: int) -> int:
+    each = cdiv(size, world)
+    return max(0, min(each, size - rank * each))

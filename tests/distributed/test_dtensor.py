@@ -1,0 +1,458 @@
+"""DTensors of quantized weights: redistributed as bytes, under tensor parallelism with FSDP2, and as SimpleFSDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Ranks
+from models import (
+    RECIPES,
+    SHARED,
+    Model,
+    adam,
+    assert_equal_on_all_ranks,
+    assert_same_tensors,
+    build,
+    recipe_module,
+    shared_bytes,
+    train_step,
+    width_for,
+)
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.tensor import QuantizedTensor
+
+ODD = ("fp8_rowwise", "mxfp6_e2m3")  # scales of whole rows and whole columns; elements across bytes
+_functional = torch.ops._c10d_functional
+
+
+def weight(recipe: str, *shape: int, seed: int = 0) -> QuantizedTensor:
+    """The same on every rank."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found: QuantizedTensor = recipe_module(recipe).quantize(values * torch.linspace(0.1, 8, shape[-1]))
+    return found
+
+
+def assert_same(a: Any, b: QuantizedTensor) -> None:
+    """Class, shape and every stored byte."""
+    assert type(a) is type(b), type(a)
+    assert (a.shape, a._matrix, a.dtype) == (b.shape, b._matrix, b.dtype)
+    assert_same_tensors(b.planes(), a.planes())
+
+
+# --------------------------------------------------------------------------------------------------------- redistribute
+def redistributes(recipe: str) -> None:
+    """From every placement to every other, and whole again; with rank 0 as the source of values, and without."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,))
+    whole = weight(recipe, 512, 512)
+    placements = (Shard(0), Shard(1), Replicate())
+    with layoutc.strict():
+        for first in placements:
+            for source in (0, None):
+                given = whole if rank == 0 or source is None else weight(recipe, 512, 512, seed=rank)
+                made = distribute_tensor(given, mesh, [first], src_data_rank=source)
+                assert type(made.to_local()) is type(whole)
+                assert_same(made.full_tensor(), whole)
+            for then in placements:
+                moved = made.redistribute(placements=[then])
+                assert_same(moved.redistribute(placements=[first])._local_tensor.clone(), made._local_tensor.clone())
+                assert_same(moved.full_tensor(), whole)
+                assert torch.equal(moved, moved.clone())
+                assert_same(moved.detach().to("cpu").clone().full_tensor(), whole)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> None:
+    two.run(redistributes, recipe)
+    four.run(redistributes, recipe)
+
+
+def stays_in_flight(recipe: str) -> None:
+    """Nothing waits between the all-gather and the use: what comes back is still in flight; one call for all planes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = weight(recipe, 512, 512)
+    made = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    with layoutc.strict(), Calls() as calls:
+        moved = made.redistribute(placements=[Replicate()], async_op=True).to_local()
+        assert isinstance(moved, AsyncCollectiveTensor)
+        assert "wait_tensor" not in calls.names
+        assert calls.names.count("all_gather_into_tensor_coalesced") == 1
+        x = torch.randn(4, 512)
+        assert torch.equal(F.linear(x, moved), F.linear(x, whole.dequantize()))
+        assert_same(moved.wait(), whole)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gather_is_one_call_and_waits_when_it_is_used(two: Ranks, recipe: str) -> None:
+    two.run(stays_in_flight, recipe)
+
+
+class Calls(TorchDispatchMode):
+    """Names of the functional collectives that ran, and the bytes that this rank gave to all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")
+        if name[0] == "_c10d_functional":
+            self.names.append(name[1])
+            if name[1] == "all_gather_into_tensor_coalesced":
+                self.nbytes += sum(plane.nbytes for plane in args[0])
+            if isinstance(args[0], QuantizedTensor):
+                with self:  # what the class makes of it is counted as well
+                    return type(args[0]).__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def experts_are_whole(recipe: str) -> None:
+    """Three experts on four ranks: short ranks are filled up on the way."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = weight(recipe, 3, 128, 256)
+    for source in (0, None):
+        with layoutc.strict():
+            made = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=source)
+            assert made.to_local().shape[0] == (1 if dist.get_rank() < 3 else 0)
+            assert_same(made.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_ranks_without_rows_take_part(four: Ranks, recipe: str) -> None:
+    four.run(experts_are_whole, recipe)
+
+
+def sends_each_byte_once(recipe: str) -> None:
+    """The all-to-all of cards, by name: gloo's DTensor gathers instead."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, group = weight(recipe, 512, 512), mesh.get_group().group_name
+    rows, columns = (distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None).to_local() for dim in (0, 1))
+    alltoall = torch.ops._dtensor.shard_dim_alltoall
+    with layoutc.strict():
+        assert_same(alltoall(rows, 0, 1, group), columns.clone())
+        assert_same(alltoall(columns, 1, 0, group), rows.clone())
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_shards_of_rows_become_shards_of_columns(four: Ranks, recipe: str) -> None:
+    four.run(sends_each_byte_once, recipe)
+
+
+def refuses(recipe: str) -> list[str]:
+    """Cuts inside blocks; and writing plain values to a shard that does not know with whom it shares its amax."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    layout = recipe_module(recipe).LAYOUT
+    messages = []
+    for dim, unit in ((0, layout.shard_rows), (1, layout.column_multiple)):
+        shape = [512, 512]
+        shape[dim] = world * unit // 2 * 3
+        if unit > 1:
+            for source in (0, None):
+                with pytest.raises(LayoutError) as caught:
+                    distribute_tensor(weight(recipe, *shape), mesh, [Shard(dim)], src_data_rank=source)
+                messages.append(str(caught.value))
+    if layout.shares_amax:
+        made = distribute_tensor(weight(recipe, 512, 512), mesh, [Shard(0)], src_data_rank=None)
+        plain = distribute_tensor(torch.ones(512, 512), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(LayoutError) as caught:
+            made.copy_(plain)
+        messages.append(str(caught.value))
+        made.copy_(distribute_tensor(weight(recipe, 512, 512, seed=1), mesh, [Shard(0)], src_data_rank=None))
+        assert_same(made.full_tensor(), weight(recipe, 512, 512, seed=1))
+    dist.barrier()
+    return messages
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_would_be_inexact_is_refused_on_all_ranks_in_the_same_words(four: Ranks, recipe: str) -> None:
+    messages = four.run(refuses, recipe)
+    assert all(said == messages[0] for said in messages)
+    assert any("multiple of" in said or "multiples of" in said or recipe in SHARED for said in messages[0])
+
+
+# --------------------------------------------------------------------------------------------------- tensor parallelism
+class Pair(nn.Module):
+    """Two layers: the first is cut by rows, the second by columns; `parts` does the same sums on one process."""
+
+    def __init__(self, width: int, parts: int = 1) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> (n, width)."""
+        if self.parts == 1:
+            out: Tensor = self.down(F.relu(self.up(x)))
+            return out
+        ups, downs = self.up.weight.chunk(self.parts), self.down.weight.chunk(self.parts, 1)
+        outs = [F.linear(F.relu(F.linear(x, up)), down) for up, down in zip(ups, downs, strict=True)]
+        return torch.stack(outs).sum(0)
+
+
+PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
+
+
+def pair(recipe: str, width: int, mesh: DeviceMesh | None, order: str = "cut_first") -> Pair:
+    """Quantized whole, or quantized and cut over a mesh in either order."""
+    torch.manual_seed(0)
+    model = Pair(width, 2 if mesh is None else 1)
+    if mesh is None or order == "quantized_first":
+        layoutc.quantize_(model, recipe)
+    if mesh is not None:
+        parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
+        if order == "cut_first":
+            layoutc.quantize_(model, recipe)
+    return model
+
+
+def trains_in_two_dims(recipe: str, order: str, sharded: bool) -> None:
+    """Tensor parallelism alone, or under fully_shard: bytes and losses are those of one process that adds alike."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    width = 512
+    before = layoutc.implicit_dequantizes()
+    reference, model = pair(recipe, width, None), pair(recipe, width, mesh["tp"], order)
+    assert_whole(model, reference)
+    if sharded:
+        for layer in (model.up, model.down):
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        assert_whole(model, reference)
+    optimizer, expected_optimizer = adam(model), adam(reference)
+    dp = mesh["dp"]
+    share = (float(dp.size()) if dp.get_local_rank() == 0 else 0.0) if sharded else 1.0
+    with layoutc.strict():
+        for step in range(6):
+            expected = train_step(reference, expected_optimizer, step, width)
+            loss = train_step(model, optimizer, step, width, share)
+            assert loss == expected, f"step {step}: {loss} is not {expected}"
+            assert_whole(model, reference)
+    assert layoutc.implicit_dequantizes() == before
+
+
+def assert_whole(model: nn.Module, reference: nn.Module) -> None:
+    """The full tensors of a model are the weights of another, byte for byte."""
+    for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(param, DTensor), name
+        if isinstance(whole, QuantizedTensor):
+            assert_same(param.full_tensor().data, whole.data)
+        else:
+            assert torch.equal(param.full_tensor(), whole), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
+def test_tensor_parallel_training_equals_one_process(two: Ranks, recipe: str, order: str) -> None:
+    two.run(trains_in_two_dims, recipe, order, False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("order", ["cut_first", "quantized_first"])
+def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, recipe: str, order: str) -> None:
+    four.run(trains_in_two_dims, recipe, order, True)
+
+
+def takes_plain_values_in_two_dims(recipe: str, sharded: bool) -> None:
+    """Plain values written to shards: an amax that covers the whole weight is shared over both mesh dims."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = pair(recipe, 512, mesh["tp"])
+    if sharded:
+        fully_shard(model, mesh=mesh["dp"])
+    for param in model.parameters():
+        values = torch.randn(512, 512, generator=torch.Generator().manual_seed(5))
+        values *= torch.linspace(0.1, 10, 512) * torch.linspace(10, 0.1, 512).unsqueeze(1)
+        plain = distribute_tensor(values, mesh["tp"], [Replicate()], src_data_rank=None)
+        assert isinstance(param, DTensor)
+        with torch.no_grad():
+            local = shard_of(plain.to_local(), param)
+            param._local_tensor.copy_(local)
+        assert_same(param.full_tensor(), recipe_module(recipe).quantize(values))
+
+
+def shard_of(values: Tensor, param: DTensor) -> Tensor:
+    """This rank's part: tensor parallelism's cut first, then FSDP2's."""
+    mesh = param.device_mesh
+    for mesh_dim in reversed(range(mesh.ndim)):
+        dim: int = param.placements[mesh_dim].dim  # type: ignore[attr-defined]
+        values = values.chunk(mesh.size(mesh_dim), dim)[mesh.get_local_rank(mesh_dim)]
+    return values
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_amax_is_shared_over_both_mesh_dims(two: Ranks, four: Ranks, recipe: str) -> None:
+    two.run(takes_plain_values_in_two_dims, recipe, False)
+    four.run(takes_plain_values_in_two_dims, recipe, True)
+
+
+def refuses_to_quantize(recipe: str, rows: int, columns: int, style: str) -> str:
+    """What quantize_ says of a weight that is cut inside a block; nothing of the model is changed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+    parallelize_module(model, mesh, {"0": ColwiseParallel() if style == "rows" else RowwiseParallel()})
+    try:
+        layoutc.quantize_(model, recipe)
+    except LayoutError as error:
+        dist.barrier()
+        assert not isinstance(model[0].weight._local_tensor, QuantizedTensor)
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "columns", "style", "said"),
+    [
+        ("fp8_block", 384, 256, "rows", "192 rows a rank, but a cut must fall at a multiple of 128 rows"),
+        ("nvfp4", 64, 96, "columns", "48 columns"),
+        ("mxfp8", 64, 96, "columns", "48 columns a rank, but a cut must fall at a multiple of 32 columns"),
+        ("fp8_rowwise", 64, 96, "columns", "one scale covers a whole row"),
+    ],
+)
+def test_a_cut_inside_a_block_is_refused_by_name(
+    two: Ranks, recipe: str, rows: int, columns: int, style: str, said: str
+) -> None:
+    messages = two.run(refuses_to_quantize, recipe, rows, columns, style)
+    assert len(set(messages)) == 1
+    if recipe == "nvfp4":  # three blocks a rank
+        assert messages[0] == "nothing was raised"
+    else:
+        assert messages[0].startswith("0.weight: shape")
+        assert said in messages[0]
+
+
+def refuses_what_fsdp2_has_sharded() -> str:
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model)
+    try:
+        layoutc.quantize_(model, "fp8_current")
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_weight_that_fully_shard_has_made_is_refused(two: Ranks) -> None:
+    assert (
+        two.run(refuses_what_fsdp2_has_sharded) == ["weight is sharded already: call quantize_ before fully_shard"] * 2
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- SimpleFSDP
+class Gathered(nn.Module):
+    """A parametrization: the whole weight for the computation, gradients reduced to shards in backward."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, param: DTensor) -> Tensor:
+        """A sharded parameter -> a whole plain tensor."""
+        return param.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial("avg"),))
+
+
+def simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters become DTensors sharded by rows, and are read through Gathered."""
+    gathered = Gathered(mesh)
+    for module in model.modules():
+        names = list(dict(module.named_parameters(recurse=False)))
+        if not names:
+            continue
+        for name in names:
+            made = distribute_tensor(module._parameters[name], mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(made))
+        read = {name: property(lambda self, name=name: gathered(self._parameters[name])) for name in names}
+        module.__class__ = type(f"Simple{type(module).__name__}", (type(module),), read)
+
+
+def sharded_parameters(model: nn.Module) -> list[Tensor]:
+    return [p for module in model.modules() for p in module._parameters.values() if p is not None]
+
+
+def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
+    """20 steps; losses and bytes of one process, and each gather sends what LAYOUT.gather says, and no more."""
+    world = dist.get_world_size()
+    mesh, width = init_device_mesh("cpu", (world,)), width_for(recipe, world)
+    reference, model = build(recipe, width), build(recipe, width)
+    simple_fsdp(model, mesh)
+    weights = [p for p in sharded_parameters(model) if p.dim() == 2]
+    planned = sum(p._local_tensor.LAYOUT.gather(*p.shape, world, "both").bytes_per_rank for p in weights)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, sharded_parameters(model), lr=1e-2, weight_decay=0.1)
+    expected_optimizer = adam(reference)
+    share = float(world) if dist.get_rank() == 0 else 0.0
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    before = layoutc.implicit_dequantizes()
+    with layoutc.strict():
+        for step in range(3 if compiled else 20):
+            expected = train_step(reference, expected_optimizer, step, width)
+            if compiled or step:
+                loss = train_step(run, optimizer, step, width, share)
+            else:
+                with Calls() as calls:
+                    loss = train_step(model, optimizer, step, width, share)
+                assert calls.nbytes == planned
+                assert calls.names.count("all_gather_into_tensor_coalesced") == len(weights)
+            assert loss == expected, f"step {step}: {loss} is not {expected}"
+    assert layoutc.implicit_dequantizes() == before
+    for param, whole in zip(sharded_parameters(model), reference.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        if isinstance(whole, QuantizedTensor):
+            assert_same(param.full_tensor().data, whole.data)
+    assert_equal_on_all_ranks(shared_bytes(model))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_simple_fsdp_trains_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
+    two.run(trains_as_simple_fsdp, recipe, False)
+    four.run(trains_as_simple_fsdp, recipe, False)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
+    """Collectives of planes are traced as they run."""
+    two.run(trains_as_simple_fsdp, recipe, True)
+
+
+# ---------------------------------------------------------------------------------------------- modules and state dicts
+def distributes_modules(recipe: str) -> None:
+    """distribute_module replicates; a full state dict holds quantized tensors and loads into another model."""
+    world = dist.get_world_size()
+    mesh, width = init_device_mesh("cpu", (world,)), width_for(recipe, world)
+    reference = build(recipe, width)
+    with layoutc.strict():
+        replicated = distribute_module(build(recipe, width, seed=dist.get_rank()), mesh)
+        assert_whole(replicated, reference)
+    model, other = build(recipe, width), build(recipe, width, seed=1)
+    for one in (model, other):
+        for layer in one.layers:
+            fully_shard(layer)
+        fully_shard(one)
+    options = StateDictOptions(full_state_dict=True)
+    with layoutc.strict():
+        full = get_model_state_dict(model, options=options)
+    for name, whole in reference.state_dict().items():
+        if isinstance(whole, QuantizedTensor):
+            assert_same(full[name], whole)
+    set_model_state_dict(other, dict(full), options=options)
+    assert_whole(other, reference)
+    plain = Model(width)
+    plain.load_state_dict({k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in full.items()})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modules_are_distributed_and_full_state_dicts_stay_quantized(two: Ranks, recipe: str) -> None:
+    two.run(distributes_modules, recipe)
