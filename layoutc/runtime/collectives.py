@@ -190,7 +190,7 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
     except UnsupportedOperator:
         pieces = []
-    if not pieces:
+    if not pieces or any(piece._halo.rows for piece in pieces):
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
     return torch.cat(pieces, dim)
 
