@@ -70,7 +70,7 @@ def quantize(
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
-    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, tag), None)
+    shared, extra = with_history(layout, _current(cls, matrix, amax, group, tag), None)
     planes = operators.quantize(cls, matrix, shared, chosen) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
@@ -94,7 +94,7 @@ def quantize_buffers(
     m, k = layout.check_shape(x.shape)
     chosen = _chosen(layout, orientations)
     matrix = as_matrix(x, (m, k))
-    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, None), None)
+    shared, extra = with_history(layout, _current(cls, matrix, amax, group, None), None)
     made: dict[str, Tensor] | None = None
     if not operators.traced(matrix):
         made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
@@ -212,13 +212,13 @@ def _with_histories(
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
     if len(outs) == len(current) == len(before) > 1:
-        shared, extra = _with_history(layout, torch.stack(current), torch.stack(before))
+        shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
         return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
-    found = [_with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
+    found = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
     return [one for one, _ in found], [extra for _, extra in found]
 
 
-def _with_history(
+def with_history(
     layout: Layout, current: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.

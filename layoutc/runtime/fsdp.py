@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.tensor import QuantizedTensor
+
+Shard = QuantizedTensor | CastOnGather
 
 
 @dataclass
 class Sharding:
     """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup."""
 
-    local: weakref.ref[QuantizedTensor]
+    local: weakref.ref[Shard]
     param: Any
     group: Any
     keeps: bool | None = None  # stays gathered after forward; decided at the first gather
@@ -64,7 +67,7 @@ _copies: Any = WeakTensorKeyDictionary()
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
-def find(shard: QuantizedTensor) -> Sharding | None:
+def find(shard: Shard) -> Sharding | None:
     """Where FSDP2 keeps this tensor, or the one that it is an alias of, as a shard; None where it does not."""
     shard = _copies.get(shard, shard)
     known = _look_up(shard)
@@ -74,7 +77,7 @@ def find(shard: QuantizedTensor) -> Sharding | None:
     return known
 
 
-def _look_up(shard: QuantizedTensor) -> Sharding | None:
+def _look_up(shard: Shard) -> Sharding | None:
     known = _shardings.get(id(shard._planes))
     local = known.local() if known else None
     return known if local is not None and local._planes is shard._planes else None
@@ -91,17 +94,24 @@ def _scan() -> None:
         for group in groups:
             for param in group.fsdp_params:
                 local = getattr(param.sharded_param, "_local_tensor", None)
-                if isinstance(local, QuantizedTensor) and _look_up(local) is None:
+                if isinstance(local, Shard) and _look_up(local) is None:
                     _shardings[id(local._planes)] = Sharding(weakref.ref(local), weakref.ref(param), weakref.ref(group))
 
 
-def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
+def remember_copy(copy: Shard, shard: Shard) -> bool:
     """CPU offload gathers from a copy of the shard on the device; the copy then answers for the shard."""
-    if copy.device != shard.device and find(shard) is not None:
-        _copies[copy] = _copies.get(shard, shard)
+    is_held = copy.device != shard.device and find(shard) is not None
+    if is_held:
+        stand_in(copy, shard)
+    return is_held
 
 
-def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
+def stand_in(copy: Shard, shard: Shard) -> None:
+    """From now on `copy`, made of what the shard holds, answers for the shard."""
+    _copies[copy] = _copies.get(shard, shard)
+
+
+def amax_group(shard: Shard) -> tuple[dist.ProcessGroup | None, int]:
     """The process group over which FSDP2 shards this tensor, or None; and a number that stands for the parameter."""
     known = find(shard) if shard.LAYOUT.shares_amax else None
     param = known.param() if known else None
@@ -111,7 +121,7 @@ def amax_group(shard: QuantizedTensor) -> tuple[dist.ProcessGroup | None, int]:
     return getattr(param.mesh_info, "shard_process_group", None), zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
-def parameter_name(shard: QuantizedTensor) -> str | None:
+def parameter_name(shard: Shard) -> str | None:
     """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
     known = find(shard)
     param = known.param() if known else None
@@ -145,6 +155,19 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
     shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
     return Gathering(which, world, rows, shape, shared, slots=layout.slots(which, rows, shard._matrix[1]))
+
+
+def passing(shard: Shard) -> PassName:
+    """The pass that gathers now."""
+    if (simulated := _simulated.get()) is not None:
+        return simulated[0]
+    known = find(shard)
+    return _pass(known, known.group()) if known else "forward"
+
+
+def simulated() -> bool:
+    """True within `simulate`."""
+    return _simulated.get() is not None
 
 
 def _pass(known: Sharding, group: Any) -> PassName:
@@ -214,7 +237,7 @@ def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, .
 
 
 def finish(
-    shard: QuantizedTensor, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
+    shard: Shard, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
     """What the post-all-gather hook returns: a new tensor, or, with `out`, nothing: all planes of that object replaced.
 
@@ -222,8 +245,10 @@ def finish(
     planes, so those that autograd saved in forward see what backward gathered.
     """
     if out is None:
-        tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
-        tensor._name, tensor._home = shard._name, weakref.ref(shard)
+        cls = shard.QUANTIZED if isinstance(shard, CastOnGather) else type(shard)
+        tensor = cls(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
+        home: Any = weakref.ref(shard)
+        tensor._name, tensor._home = shard._name, home
         return tensor, ()
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
@@ -231,7 +256,7 @@ def finish(
     return None
 
 
-def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+def fetch(shard: Shard, orientation: str, matrix: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
     """The planes of one orientation of the whole weight, by a gather of its own, on all ranks of the shard's group.
 
     Not overlapped with anything, and kept only as long as the caller does: for what a pass does not gather as a rule.
@@ -243,9 +268,9 @@ def fetch(shard: QuantizedTensor, orientation: str, matrix: tuple[int, int], dev
     group: dist.ProcessGroup = param.mesh_info.shard_process_group
     layout, padded = shard.LAYOUT, prod(param.padded_sharded_param_size[:-1])
     sizes, whole = layout.planes(padded, matrix[1]), layout.planes(*matrix)
-    planes = {}
+    held, planes = (shard.quantize((orientation,)) if isinstance(shard, CastOnGather) else shard)._planes, {}
     for name in layout.sources[orientation]:
-        plane = shard._planes[name].to(device)
+        plane = held[name].to(device)
         if name not in layout.shared:
             sent = wire(plane, sizes[name].shape[0])
             received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.pieces import CutPlanes
 from layoutc.runtime.sharding import check_alignment
 from layoutc.runtime.tensor import QuantizedTensor
@@ -95,10 +96,15 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
         and tensor.shape[-1] == tensor._matrix[1]
         and tensor.dim() > 1
     ):
-        name = tensor._name or "weight"
-        check_alignment(tensor.LAYOUT, tuple(tensor.shape), size, world=_world(total, size), name=name)
+        check_split(tensor.LAYOUT, tuple(tensor.shape), size, tensor._name)
     starts = range(0, total, size) if size else (0,)
     return [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+
+
+def check_split(layout: Layout, shape: tuple[int, ...], size: int, name: str | None) -> None:
+    """Refuses to cut a weight every `size` entries of dim 0, as FSDP2 does, where that would split a block."""
+    if 0 < size < shape[0]:
+        check_alignment(layout, shape, size, world=_world(shape[0], size), name=name or "weight")
 
 
 def _world(total: int, size: int) -> int | None:
