@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
@@ -60,24 +61,25 @@ class Agreed:
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
         """Takes in the amax of all shards. A history advances where `new`, of all shards, is 1."""
-        before, held = self.plane, self.amax
-        if tensor.LAYOUT.history and before is not None:
-            before = before.to(current.device)
-        amax, extra = with_history(tensor.LAYOUT, current, before)
-        self.amax, self.plane, self.of = amax, extra.get("amax"), tensor._stamp()
-        if tensor.LAYOUT.history and before is not None and held is not None:
+        layout, (held, before) = tensor.LAYOUT, self._on(current.device)
+        amax, extra = with_history(layout, current, before)
+        plane = extra.get("amax")
+        if amax is not None and plane is not None and layout.history and before is not None:
             # Decided on the device: to ask a card whether another rank has written would stall each gather.
-            self.amax = torch.where(new > 0, self.amax, held.to(current.device))
-            self.plane = torch.where(new > 0, self.plane, before)
+            amax, plane = torch.where(new > 0, amax, held), torch.where(new > 0, plane, before)
+        self.amax, self.plane, self.of = amax, plane, tensor._stamp()
 
     def forget(self) -> None:
         """For values that have nothing to do with those before."""
         self.amax = self.plane = self.of = self.ahead = None
 
     def _held(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
-        device = tensor.device
-        amax, plane = (None if one is None else one.to(device) for one in (self.amax, self.plane))
+        amax, plane = self._on(tensor.device)
         return amax, {} if plane is None else {"amax": plane}
+
+    def _on(self, device: torch.device) -> Iterator[Any]:
+        """The two tensors: CPU offload takes the amax of what is on the card, and of what is not."""
+        return (None if one is None else one.to(device) for one in (self.amax, self.plane))
 
     def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         if tensor.LAYOUT.history:
@@ -123,6 +125,6 @@ def precompute_amaxes(model: nn.Module) -> None:
         news = [tensor._agreed.is_new(tensor._stamp(), found) for tensor in tensors]
         found = reduce_max(torch.cat([found, *news]), groups[key])
         *pieces, all_new = torch.split(found, [*map(prod, shapes), len(tensors)])
-        for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.split(1), strict=True):
+        for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.unsqueeze(1), strict=True):
             tensor._agreed.advance(tensor, piece.view(shape), new)
             tensor._agreed.ahead = tensor._stamp()

@@ -108,7 +108,8 @@ def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
     """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
     if type(x) is Tensor and x.shape == shape and not x.requires_grad:
         return x
-    return x.detach().reshape(shape)
+    values: Tensor = getattr(x, "plain", x)  # of a weight that is cast on gather
+    return values.detach().reshape(shape)
 
 
 def _current(

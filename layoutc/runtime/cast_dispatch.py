@@ -147,6 +147,7 @@ def _as_quantized(value: Any) -> Any:
 
 _COPIES = (
     aten.copy_.default,
+    aten.view.dtype,
     aten.equal.default,
     aten.is_pinned.default,
     aten.record_stream.default,

@@ -92,7 +92,9 @@ class CastOnGather(torch.Tensor):
     @property
     def plain(self) -> Tensor:
         """The values as a plain tensor that shares memory with this one. Writing to it is writing to the weight."""
-        return self._plain.detach()
+        whole, shown = self._planes["values"].detach(), self._plain
+        # A view of all values, since a view that was made below autograd counts versions by itself.
+        return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -286,6 +288,8 @@ def rebuild(
 
 
 def find_cast(param: Tensor) -> CastOnGather | None:
-    """The CastOnGather that a parameter is, or whose shard a DTensor holds; None where it is something else."""
+    """The CastOnGather that a parameter is, whose shard a DTensor holds, or from whose shards it has been gathered."""
     local = getattr(param, "_local_tensor", param)
+    if isinstance(local, QuantizedTensor) and local._home is not None:
+        local = local._home()
     return local if isinstance(local, CastOnGather) else None

@@ -43,7 +43,7 @@ class QuantizedTensor(torch.Tensor):
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
-    _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
+    _home: weakref.ref[Any] | None  # of a gathered weight: this rank's shard
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
