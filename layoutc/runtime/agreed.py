@@ -19,18 +19,21 @@ from layoutc.runtime.errors import UnsupportedOperator
 if TYPE_CHECKING:
     from layoutc.runtime.casting import CastOnGather
 
-Stamp = tuple[int, int]
-
 
 @dataclass
 class Agreed:
-    """What a weight's shards have agreed on: alike on all ranks, but for stamps, which say of which values it is."""
+    """What a weight's shards have agreed on: alike on all ranks, whatever FSDP2 does to the tensors of a short shard.
 
-    writes: int = 0
+    One object for a weight, its views, and the tensors that FSDP2 makes to hold shards of it.
+    """
+
+    writes: int = 0  # how often values have changed
+    seen: tuple[int, int] | None = None  # the planes that were looked at last, and their version
     amax: Tensor | None = None  # that decides the scale
     plane: Tensor | None = None  # the `amax` plane: with a history, that of all values so far, latest first
-    of: Stamp | None = None  # the values whose amax is in it
-    ahead: Stamp | None = None  # the values for which it was found ahead of gathers, which then reduce nothing
+    of: int | None = None  # the writes at which its amax was taken in
+    ahead: int | None = None  # the writes at which it was found ahead of gathers, which then reduce nothing
+    owner: int | None = None  # the planes for which that was
 
     def decide(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The amax that decides the scale of a shard, and the `amax` plane where the recipe stores one.
@@ -42,22 +45,31 @@ class Agreed:
             return None, {}
         if operators.traced(matrix):
             return self._traced(tensor, matrix)
-        stamp = tensor._stamp()
-        if self.ahead == stamp:
-            return self._held(tensor)
         from layoutc.runtime import fsdp
 
+        if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or fsdp.find(tensor) is not None):
+            return self._held(tensor)
         group, _ = fsdp.amax_group(tensor)
         current = operators.shared_amax(cls, matrix)
         if not layout.history:
             return with_history(layout, reduce_max(current, group), None)
-        found = reduce_max(torch.cat([current, self.is_new(stamp, current)]), group)
+        found = reduce_max(torch.cat([current, self.is_new(tensor, current)]), group)
         self.advance(tensor, found[:1], found[1:])
         return self._held(tensor)
 
-    def is_new(self, stamp: Stamp, like: Tensor) -> Tensor:
+    def count(self, tensor: CastOnGather) -> int:
+        """How often values have been written: through the class, or to a plain tensor that shares their memory."""
+        planes = (tensor._source or tensor)._planes
+        now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
+        # Other planes are those of a shard that FSDP2 has moved, on some ranks alone: the values are the same.
+        if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
+            self.writes += 1
+        self.seen = now
+        return self.writes
+
+    def is_new(self, tensor: CastOnGather, like: Tensor) -> Tensor:
         """(1,): 1 where the values have changed since their amax was taken in; the largest over all ranks counts."""
-        return like.new_full((1,), float(self.of != stamp))
+        return like.new_full((1,), float(self.of != self.count(tensor)))
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
         """Takes in the amax of all shards. A history advances where `new`, of all shards, is 1."""
@@ -67,7 +79,7 @@ class Agreed:
         if amax is not None and plane is not None and layout.history and before is not None:
             # Decided on the device: to ask a card whether another rank has written would stall each gather.
             amax, plane = torch.where(new > 0, amax, held), torch.where(new > 0, plane, before)
-        self.amax, self.plane, self.of = amax, plane, tensor._stamp()
+        self.amax, self.plane, self.of = amax, plane, self.count(tensor)
 
     def forget(self) -> None:
         """For values that have nothing to do with those before."""
@@ -89,15 +101,18 @@ class Agreed:
             )
         return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
 
-    def snapshot(self, stamp: Stamp) -> tuple[Tensor | None, Tensor | None, bool, bool]:
-        """What a copy of the weight takes along."""
-        return self.amax, self.plane, self.of == stamp, self.ahead == stamp
+    def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool]:
+        """What a copy of all values takes along."""
+        writes = self.count(tensor)
+        return self.amax, self.plane, self.of == writes, self.ahead == writes
 
     @classmethod
-    def restored(cls, snapshot: Any, stamp: Stamp) -> Self:
-        """The inverse, for a copy with another stamp."""
+    def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
+        """The inverse, for the copy."""
         amax, plane, of, ahead = snapshot
-        return cls(stamp[0], amax, plane, stamp if of else None, stamp if ahead else None)
+        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
+        agreed.count(tensor)
+        return agreed
 
 
 @torch.no_grad()
@@ -122,9 +137,9 @@ def precompute_amaxes(model: nn.Module) -> None:
             batches[id(group), tensor.device.type].append(tensor)
     for (key, _), tensors in batches.items():
         found, shapes = shared_amaxes([(tensor.QUANTIZED, tensor.as_matrix()) for tensor in tensors])
-        news = [tensor._agreed.is_new(tensor._stamp(), found) for tensor in tensors]
+        news = [tensor._agreed.is_new(tensor, found) for tensor in tensors]
         found = reduce_max(torch.cat([found, *news]), groups[key])
         *pieces, all_new = torch.split(found, [*map(prod, shapes), len(tensors)])
         for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.unsqueeze(1), strict=True):
             tensor._agreed.advance(tensor, piece.view(shape), new)
-            tensor._agreed.ahead = tensor._stamp()
+            tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import dispatch
+from layoutc.runtime.agreed import Agreed
 from layoutc.runtime.casting import CastOnGather, View
 from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.shaping import check_split
@@ -56,10 +57,19 @@ def _split(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnG
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros, new_empty, empty_like: of the class; of another dtype, a plain tensor."""
+    """new_zeros, new_empty, empty_like: of the class; of another dtype, a plain tensor.
+
+    FSDP2 makes the tensor that holds a shard by new_zeros, and again, for short shards alone, when it is first used and
+    when something is loaded. What shards have agreed on goes along, or ranks would not agree any more.
+    """
     tensor = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
-    return tensor._fresh(made) if made.dtype == tensor.dtype else made
+    if made.dtype != tensor.dtype:
+        return made
+    new: CastOnGather = tensor._fresh(made)
+    if func is not aten.empty_like.default:
+        new._agreed = tensor._agreed
+    return new
 
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -69,6 +79,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if not made.is_floating_point():
         return made
     moved = tensor._fresh(made)
+    if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
+        moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
     if made.device != tensor.device:
         from layoutc.runtime import fsdp
 
@@ -102,10 +114,17 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not targets and not _reads_values(func, args, kwargs):
         return func(*tree_map(_as_quantized, args), **tree_map(_as_quantized, kwargs))
     result = func(*tree_map(_as_values, args), **tree_map(_as_values, kwargs))
-    for agreed in {id(target._agreed): target._agreed for target in targets}.values():
-        agreed.writes += 1
+    if not (func is aten.copy_.default and _moves(*args[:2])):
+        for agreed in {id(target._agreed): target._agreed for target in targets}.values():
+            agreed.writes += 1
     back = {id(target._plain): target for target in targets}
     return tree_map(lambda value: back.get(id(value), value), result)
+
+
+def _moves(target: Any, source: Any) -> bool:
+    """True where values are copied into a tensor that was made to hold them, as FSDP2 does with shards."""
+    known = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
+    return known and target._agreed is source._agreed and target._planes is not source._planes
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:

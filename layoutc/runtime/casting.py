@@ -50,7 +50,7 @@ class CastOnGather(torch.Tensor):
     _views: tuple[View, ...]  # that lead from all values to these
     _transposed: bool
     _name: str | None
-    _agreed: Agreed  # shared by aliases and views
+    _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _source: CastOnGather | None  # of a copy that FSDP2 gathers from: the shard
 
     @staticmethod
@@ -143,11 +143,6 @@ class CastOnGather(torch.Tensor):
         m, k = self.LAYOUT.check_shape(shape, self._name or "weight") if values.numel() else (0, shape[-1])
         return as_matrix(values, (m, k))
 
-    def _stamp(self) -> tuple[int, int]:
-        """Changes whenever values are written: through the class, or to a plain tensor that shares their memory."""
-        whole = (self._source or self)._planes["values"]
-        return self._agreed.writes, 0 if whole.is_inference() else whole._version
-
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)}, cast to {self.LAYOUT.name}"
 
@@ -225,7 +220,7 @@ class CastOnGather(torch.Tensor):
         if values.numel() * values.element_size() != values.untyped_storage().nbytes():
             values = values.clone()
         if isinstance(self, nn.Parameter):
-            return rebuild, (type(self), values, self._name, self.requires_grad, self._agreed.snapshot(self._stamp()))
+            return rebuild, (type(self), values, self._name, self.requires_grad, self._agreed.snapshot(self))
         return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -234,7 +229,7 @@ class CastOnGather(torch.Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         with torch.no_grad():
             other: Any = self._fresh(self._plain.clone())
-        other._agreed = Agreed.restored(copy.deepcopy(self._agreed.snapshot(self._stamp()), memo), other._stamp())
+        other._agreed = Agreed.restored(copy.deepcopy(self._agreed.snapshot(self), memo), other)
         other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
         other.requires_grad_(self.requires_grad)
         memo[id(self)] = other
@@ -283,7 +278,7 @@ def rebuild(
 ) -> nn.Parameter:
     """What pickle and torch.load call for a parameter."""
     tensor = cls(values)
-    tensor._name, tensor._agreed = name, Agreed.restored(agreed, tensor._stamp())
+    tensor._name, tensor._agreed = name, Agreed.restored(agreed, tensor)
     return nn.Parameter(tensor, requires_grad)
 
 

@@ -310,6 +310,36 @@ def test_checkpoints_hold_plain_values(two: Ranks, recipe: str) -> None:
         two.run(checkpoints, recipe, folder)
 
 
+def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> None:
+    """FSDP2 moves short shards, and no others, when they are loaded: ranks go on agreeing."""
+    reference = OneProcess(recipe, "adamw", *sizes, torch.float32)
+    model = shard(build_cast(recipe, *sizes))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(6):
+        if step in (2, 3):
+            model.load_state_dict(model.state_dict(), assign=step == 3)
+            reference.weights.clear()  # a history starts anew
+            if step == 3:
+                optimizer = OPTIMIZERS["adamw"](model.parameters())
+                reference.optimizer = OPTIMIZERS["adamw"](reference.model.parameters())
+        expected = reference.step(step, sizes[0])
+        if precomputed:
+            layoutc.precompute_amaxes(model)
+        assert step_of(model, optimizer, step, sizes[0], my_share()) == expected, step
+    assert_same_values(model, reference.model)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(17, 8), (3, 17)])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
+    two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
+) -> None:
+    """State dicts of the model itself, copied and assigned."""
+    for ranks in (two, four):
+        ranks.run(loads_in_between, recipe, sizes, precomputed)
+
+
 def refuses(recipe: str, placement: bool) -> str:
     """The message for shards that can't be gathered, and whether the group still works."""
     layout, world = recipe_module(recipe).LAYOUT, dist.get_world_size()
