@@ -74,8 +74,9 @@ def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which
         assert torch.equal(raw(buffer), raw(quantized.buffers()[name])), (held, name)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*((recipe, torch.float32) for recipe in RECIPES), *((one, torch.bfloat16) for one in SOME)]
+)
 def test_products_use_the_quantized_weight_and_gradients_reach_the_values(recipe: str, dtype: torch.dtype) -> None:
     """Forward and both gradients are those of a quantized parameter."""
     module, values = module_of(recipe), values_for(recipe).to(dtype)
