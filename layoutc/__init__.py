@@ -10,19 +10,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from layoutc.runtime.init import quantize_, quantized_init
+    from layoutc.runtime.agreed import precompute_amaxes
+    from layoutc.runtime.init import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.optim import MasterWeights
     from layoutc.runtime.strict import implicit_dequantizes, strict
 
 _RUNTIME = {
     "MasterWeights": "layoutc.runtime.optim",
+    "cast_on_gather_": "layoutc.runtime.init",
     "implicit_dequantizes": "layoutc.runtime.strict",
+    "precompute_amaxes": "layoutc.runtime.agreed",
     "quantize_": "layoutc.runtime.init",
     "quantized_init": "layoutc.runtime.init",
     "strict": "layoutc.runtime.strict",
 }
 
-__all__ = ["MasterWeights", "__version__", "implicit_dequantizes", "quantize_", "quantized_init", "strict"]
+__all__ = [
+    "MasterWeights",
+    "__version__",
+    "cast_on_gather_",
+    "implicit_dequantizes",
+    "precompute_amaxes",
+    "quantize_",
+    "quantized_init",
+    "strict",
+]
 
 
 def __getattr__(name: str) -> Any:

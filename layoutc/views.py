@@ -12,7 +12,7 @@ from layoutc.numerics_views import numerics_view, swizzle_view
 from layoutc.plan import Plan
 from layoutc.sizes import Sizes, in_bytes, start_of
 
-RUNTIME_INTERFACE = 2
+RUNTIME_INTERFACE = 3
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 View = dict[str, Any]
 
@@ -28,6 +28,8 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "summary": layout.summary.rstrip("."),
         "header": header(layout.name, plan.layout_id),
         "tensor_class": class_name(layout.name),
+        "cast_class": cast_name(layout.name),
+        "class_names": ", ".join(sorted((class_name(layout.name), cast_name(layout.name)))),
         "interface": RUNTIME_INTERFACE,
         "spec_sha256": sha256,
         "layout_id": plan.layout_id,
@@ -44,7 +46,7 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "blocks": {o: block_text(layout.source(o)) for o in layout.orientations},
         "bytes_per_element": float(plan.forward.bytes_per_element),
         "planes": planes,
-        "exports": ["LAYOUT", *sorted(("Tensor", class_name(layout.name))), *EXPORTED_FUNCTIONS],
+        "exports": ["LAYOUT", *_exported_classes(layout.name), *EXPORTED_FUNCTIONS],
         "attributes": [plane for plane in planes if plane["name"] != "amax"],  # Tensor.amax is a method
         "cut_body": _each_plane(plan, planes, "planes", "cut", "views"),
         "join_body": _each_plane(plan, planes, "pieces[0]", "join", "joined"),
@@ -77,7 +79,17 @@ def class_name(name: str) -> str:
     """nvfp4 -> NVFP4Tensor, fp8_block -> FP8BlockTensor: words with a digit are acronyms."""
     words = [word.upper() if re.search(r"\d", word) else word.capitalize() for word in name.split("_") if word]
     joined = "".join(words) + "Tensor"
-    return joined if joined.isidentifier() and not keyword.iskeyword(joined) else f"Recipe{joined}"
+    free = joined.isidentifier() and not keyword.iskeyword(joined) and joined != "CastTensor"
+    return joined if free else f"Recipe{joined}"
+
+
+def cast_name(name: str) -> str:
+    """nvfp4 -> NVFP4CastTensor."""
+    return class_name(name).removesuffix("Tensor") + "CastTensor"
+
+
+def _exported_classes(name: str) -> list[str]:
+    return sorted(("Tensor", "CastTensor", class_name(name), cast_name(name)))
 
 
 def header(name: str, layout_id: str) -> str:

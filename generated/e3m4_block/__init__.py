@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import E3M4BlockTensor, quantize, quantize_buffers
+from .tensor import E3M4BlockCastTensor, E3M4BlockTensor, quantize, quantize_buffers
 
 Tensor = E3M4BlockTensor
+CastTensor = E3M4BlockCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "E3M4BlockCastTensor",
     "E3M4BlockTensor",
     "Tensor",
     "dequantize_reference",

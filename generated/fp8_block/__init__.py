@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8BlockTensor, quantize, quantize_buffers
+from .tensor import FP8BlockCastTensor, FP8BlockTensor, quantize, quantize_buffers
 
 Tensor = FP8BlockTensor
+CastTensor = FP8BlockCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8BlockCastTensor",
     "FP8BlockTensor",
     "Tensor",
     "dequantize_reference",

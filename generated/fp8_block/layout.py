@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(2, "fp8_block")
+require(3, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

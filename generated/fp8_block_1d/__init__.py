@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8Block1DTensor, quantize, quantize_buffers
+from .tensor import FP8Block1DCastTensor, FP8Block1DTensor, quantize, quantize_buffers
 
 Tensor = FP8Block1DTensor
+CastTensor = FP8Block1DCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8Block1DCastTensor",
     "FP8Block1DTensor",
     "Tensor",
     "dequantize_reference",

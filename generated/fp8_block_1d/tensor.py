@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
+from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -147,6 +148,13 @@ class FP8Block1DTensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@register_cast
+class FP8Block1DCastTensor(CastOnGather):
+    """A weight that stays in high precision; each gather quantizes it to FP8Block1DTensor."""
+
+    QUANTIZED = FP8Block1DTensor
 
 
 @cache

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8CurrentTensor, quantize, quantize_buffers
+from .tensor import FP8CurrentCastTensor, FP8CurrentTensor, quantize, quantize_buffers
 
 Tensor = FP8CurrentTensor
+CastTensor = FP8CurrentCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8CurrentCastTensor",
     "FP8CurrentTensor",
     "Tensor",
     "dequantize_reference",

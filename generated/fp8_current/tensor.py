@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
+from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.numerics import tensor_amax
 from layoutc.runtime.tensor import QuantizedTensor, register
 
@@ -129,6 +130,13 @@ class FP8CurrentTensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@register_cast
+class FP8CurrentCastTensor(CastOnGather):
+    """A weight that stays in high precision; each gather quantizes it to FP8CurrentTensor."""
+
+    QUANTIZED = FP8CurrentTensor
 
 
 @cache

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8DelayedTensor, quantize, quantize_buffers
+from .tensor import FP8DelayedCastTensor, FP8DelayedTensor, quantize, quantize_buffers
 
 Tensor = FP8DelayedTensor
+CastTensor = FP8DelayedCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8DelayedCastTensor",
     "FP8DelayedTensor",
     "Tensor",
     "dequantize_reference",

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8E5M2CurrentTensor, quantize, quantize_buffers
+from .tensor import FP8E5M2CurrentCastTensor, FP8E5M2CurrentTensor, quantize, quantize_buffers
 
 Tensor = FP8E5M2CurrentTensor
+CastTensor = FP8E5M2CurrentCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8E5M2CurrentCastTensor",
     "FP8E5M2CurrentTensor",
     "Tensor",
     "dequantize_reference",

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import FP8RowwiseTensor, quantize, quantize_buffers
+from .tensor import FP8RowwiseCastTensor, FP8RowwiseTensor, quantize, quantize_buffers
 
 Tensor = FP8RowwiseTensor
+CastTensor = FP8RowwiseCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "FP8RowwiseCastTensor",
     "FP8RowwiseTensor",
     "Tensor",
     "dequantize_reference",

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import HybridFP8Tensor, quantize, quantize_buffers
+from .tensor import HybridFP8CastTensor, HybridFP8Tensor, quantize, quantize_buffers
 
 Tensor = HybridFP8Tensor
+CastTensor = HybridFP8CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "HybridFP8CastTensor",
     "HybridFP8Tensor",
     "Tensor",
     "dequantize_reference",

@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(2, "hybrid_fp8")
+require(3, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT4GROUP32Tensor, quantize, quantize_buffers
+from .tensor import INT4GROUP32CastTensor, INT4GROUP32Tensor, quantize, quantize_buffers
 
 Tensor = INT4GROUP32Tensor
+CastTensor = INT4GROUP32CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "INT4GROUP32CastTensor",
     "INT4GROUP32Tensor",
     "Tensor",
     "dequantize_reference",

@@ -36,7 +36,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(2, "int4_group32")
+require(3, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

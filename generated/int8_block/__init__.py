@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT8BlockTensor, quantize, quantize_buffers
+from .tensor import INT8BlockCastTensor, INT8BlockTensor, quantize, quantize_buffers
 
 Tensor = INT8BlockTensor
+CastTensor = INT8BlockCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "INT8BlockCastTensor",
     "INT8BlockTensor",
     "Tensor",
     "dequantize_reference",

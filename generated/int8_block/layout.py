@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(2, "int8_block")
+require(3, "int8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

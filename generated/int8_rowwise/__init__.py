@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import INT8RowwiseTensor, quantize, quantize_buffers
+from .tensor import INT8RowwiseCastTensor, INT8RowwiseTensor, quantize, quantize_buffers
 
 Tensor = INT8RowwiseTensor
+CastTensor = INT8RowwiseCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "INT8RowwiseCastTensor",
     "INT8RowwiseTensor",
     "Tensor",
     "dequantize_reference",

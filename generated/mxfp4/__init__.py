@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP4Tensor, quantize, quantize_buffers
+from .tensor import MXFP4CastTensor, MXFP4Tensor, quantize, quantize_buffers
 
 Tensor = MXFP4Tensor
+CastTensor = MXFP4CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXFP4CastTensor",
     "MXFP4Tensor",
     "Tensor",
     "dequantize_reference",

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
+from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -150,6 +151,13 @@ class MXFP4Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@register_cast
+class MXFP4CastTensor(CastOnGather):
+    """A weight that stays in high precision; each gather quantizes it to MXFP4Tensor."""
+
+    QUANTIZED = MXFP4Tensor
 
 
 @cache

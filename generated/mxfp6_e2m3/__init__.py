@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP6E2M3Tensor, quantize, quantize_buffers
+from .tensor import MXFP6E2M3CastTensor, MXFP6E2M3Tensor, quantize, quantize_buffers
 
 Tensor = MXFP6E2M3Tensor
+CastTensor = MXFP6E2M3CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXFP6E2M3CastTensor",
     "MXFP6E2M3Tensor",
     "Tensor",
     "dequantize_reference",

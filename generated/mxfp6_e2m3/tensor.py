@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
+from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -142,6 +143,13 @@ class MXFP6E2M3Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@register_cast
+class MXFP6E2M3CastTensor(CastOnGather):
+    """A weight that stays in high precision; each gather quantizes it to MXFP6E2M3Tensor."""
+
+    QUANTIZED = MXFP6E2M3Tensor
 
 
 @cache

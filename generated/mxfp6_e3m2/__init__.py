@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP6E3M2Tensor, quantize, quantize_buffers
+from .tensor import MXFP6E3M2CastTensor, MXFP6E3M2Tensor, quantize, quantize_buffers
 
 Tensor = MXFP6E3M2Tensor
+CastTensor = MXFP6E3M2CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXFP6E3M2CastTensor",
     "MXFP6E3M2Tensor",
     "Tensor",
     "dequantize_reference",

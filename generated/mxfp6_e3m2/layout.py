@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "mxfp6_e3m2")
+require(3, "mxfp6_e3m2")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

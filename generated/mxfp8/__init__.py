@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP8Tensor, quantize, quantize_buffers
+from .tensor import MXFP8CastTensor, MXFP8Tensor, quantize, quantize_buffers
 
 Tensor = MXFP8Tensor
+CastTensor = MXFP8CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXFP8CastTensor",
     "MXFP8Tensor",
     "Tensor",
     "dequantize_reference",

@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "mxfp8")
+require(3, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXFP82DTensor, quantize, quantize_buffers
+from .tensor import MXFP82DCastTensor, MXFP82DTensor, quantize, quantize_buffers
 
 Tensor = MXFP82DTensor
+CastTensor = MXFP82DCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXFP82DCastTensor",
     "MXFP82DTensor",
     "Tensor",
     "dequantize_reference",

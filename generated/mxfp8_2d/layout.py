@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "mxfp8_2d")
+require(3, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import MXINT8Tensor, quantize, quantize_buffers
+from .tensor import MXINT8CastTensor, MXINT8Tensor, quantize, quantize_buffers
 
 Tensor = MXINT8Tensor
+CastTensor = MXINT8CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "MXINT8CastTensor",
     "MXINT8Tensor",
     "Tensor",
     "dequantize_reference",

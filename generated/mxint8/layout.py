@@ -32,7 +32,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "mxint8")
+require(3, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import NVFP4Tensor, quantize, quantize_buffers
+from .tensor import NVFP4CastTensor, NVFP4Tensor, quantize, quantize_buffers
 
 Tensor = NVFP4Tensor
+CastTensor = NVFP4CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "NVFP4CastTensor",
     "NVFP4Tensor",
     "Tensor",
     "dequantize_reference",

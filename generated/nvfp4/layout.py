@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "nvfp4")
+require(3, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch
+from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.numerics import tensor_amax
 from layoutc.runtime.tensor import QuantizedTensor, register
 
@@ -134,6 +135,13 @@ class NVFP4Tensor(QuantizedTensor):
     @staticmethod
     def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return join(pieces)
+
+
+@register_cast
+class NVFP4CastTensor(CastOnGather):
+    """A weight that stays in high precision; each gather quantizes it to NVFP4Tensor."""
+
+    QUANTIZED = NVFP4Tensor
 
 
 @cache

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import NVFP41DTensor, quantize, quantize_buffers
+from .tensor import NVFP41DCastTensor, NVFP41DTensor, quantize, quantize_buffers
 
 Tensor = NVFP41DTensor
+CastTensor = NVFP41DCastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "NVFP41DCastTensor",
     "NVFP41DTensor",
     "Tensor",
     "dequantize_reference",

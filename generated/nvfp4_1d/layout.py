@@ -33,7 +33,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "nvfp4_1d")
+require(3, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -4,12 +4,15 @@
 
 from .layout import LAYOUT
 from .reference import dequantize_reference, quantize_reference
-from .tensor import NVFP44OVER6Tensor, quantize, quantize_buffers
+from .tensor import NVFP44OVER6CastTensor, NVFP44OVER6Tensor, quantize, quantize_buffers
 
 Tensor = NVFP44OVER6Tensor
+CastTensor = NVFP44OVER6CastTensor
 
 __all__ = [
     "LAYOUT",
+    "CastTensor",
+    "NVFP44OVER6CastTensor",
     "NVFP44OVER6Tensor",
     "Tensor",
     "dequantize_reference",

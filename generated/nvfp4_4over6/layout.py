@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(2, "nvfp4_4over6")
+require(3, "nvfp4_4over6")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -82,11 +82,11 @@ def quantize(
         check_place(out, place)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
         current = _current(cls, matrix, amax, group, tag)
-        _overwrite_(cls, [out], extended([out], [matrix], [place]), [current], restart)
+        _overwrite_(cls, [out], extended([layout], [matrix], [place]), [current], restart)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
-    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, tag), None)
+    shared, extra = with_history(layout, _current(cls, matrix, amax, group, tag), None)
     planes = operators.quantize(cls, matrix, shared, chosen) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
@@ -110,7 +110,7 @@ def quantize_buffers(
     m, k = layout.check_shape(x.shape)
     chosen = _chosen(layout, orientations)
     matrix = as_matrix(x, (m, k))
-    shared, extra = _with_history(layout, _current(cls, matrix, amax, group, None), None)
+    shared, extra = with_history(layout, _current(cls, matrix, amax, group, None), None)
     made: dict[str, Tensor] | None = None
     if not operators.traced(matrix):
         made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
@@ -124,7 +124,8 @@ def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
     """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
     if type(x) is Tensor and x.shape == shape and not x.requires_grad:
         return x
-    return x.detach().reshape(shape)
+    values: Tensor = getattr(x, "plain", x)  # of a weight that is cast on gather
+    return values.detach().reshape(shape)
 
 
 def _current(
@@ -161,7 +162,9 @@ def requantize_many_(
         kinds: dict[Any, list[Requantized]] = defaultdict(list)
         targets = [target for target, _ in weights]
         own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
-        for target, matrix, amax in zip(targets, extended(targets, own, places), amaxes, strict=True):
+        for target, matrix, amax in zip(
+            targets, extended([target.LAYOUT for target in targets], own, places), amaxes, strict=True
+        ):
             usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
             kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
                 (target, matrix, amax)
@@ -248,13 +251,13 @@ def _with_histories(
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
     if len(outs) == len(current) == len(before) > 1:
-        shared, extra = _with_history(layout, torch.stack(current), torch.stack(before))
+        shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
         return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
-    found = [_with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
+    found = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
     return [one for one, _ in found], [extra for _, extra in found]
 
 
-def _with_history(
+def with_history(
     layout: Layout, current: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.

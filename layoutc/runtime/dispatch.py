@@ -291,13 +291,13 @@ def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
     Which orientation is read follows from the axis that is contracted: k reads rowwise values, m reads columnwise ones.
     """
-    first = 1 if func in _WITH_BIAS else 0
+    first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
     plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]
     return func(*plain, **kwargs)  # type: ignore[no-any-return]
 
 
-_WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 
 
 def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:

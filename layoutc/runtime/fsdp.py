@@ -27,18 +27,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime import meshes
+from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
-from layoutc.runtime.halo import Place
+from layoutc.runtime.halo import Place, gather_bytes
 from layoutc.runtime.sharding import Cuts, picks, sent_blocks
 from layoutc.runtime.tensor import QuantizedTensor
+
+Shard = QuantizedTensor | CastOnGather
 
 
 @dataclass
 class Sharding:
     """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup."""
 
-    local: weakref.ref[QuantizedTensor]
+    local: weakref.ref[Shard]
     param: Any
     group: Any
     placement: Any  # Shard(dim)
@@ -73,7 +76,7 @@ _copies: Any = WeakTensorKeyDictionary()
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
-def find(shard: QuantizedTensor) -> Sharding | None:
+def find(shard: Shard) -> Sharding | None:
     """Where FSDP2 keeps this tensor, or the one that it is an alias of, as a shard; None where it does not."""
     shard = _copies.get(shard, shard)
     known = _look_up(shard)
@@ -83,7 +86,7 @@ def find(shard: QuantizedTensor) -> Sharding | None:
     return known
 
 
-def _look_up(shard: QuantizedTensor) -> Sharding | None:
+def _look_up(shard: Shard) -> Sharding | None:
     known = _shardings.get(id(shard._planes))
     local = known.local() if known else None
     return known if local is not None and local._planes is shard._planes else None
@@ -92,7 +95,7 @@ def _look_up(shard: QuantizedTensor) -> Sharding | None:
 def _scan() -> None:
     for param, group in _parameters():
         local = getattr(param.sharded_param, "_local_tensor", None)
-        if isinstance(local, QuantizedTensor) and _look_up(local) is None:
+        if isinstance(local, Shard) and _look_up(local) is None:
             references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
             _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
 
@@ -111,13 +114,20 @@ def _parameters() -> Iterator[tuple[Any, Any]]:
                 yield param, group
 
 
-def remember_copy(copy: QuantizedTensor, shard: QuantizedTensor) -> None:
+def remember_copy(copy: Shard, shard: Shard) -> bool:
     """CPU offload gathers from a copy of the shard on the device; the copy then answers for the shard."""
-    if copy.device != shard.device and find(shard) is not None:
-        _copies[copy] = _copies.get(shard, shard)
+    is_held = copy.device != shard.device and find(shard) is not None
+    if is_held:
+        stand_in(copy, shard)
+    return is_held
 
 
-def amax_groups(shard: QuantizedTensor) -> tuple[list[dist.ProcessGroup], int]:
+def stand_in(copy: Shard, shard: Shard) -> None:
+    """From now on `copy`, made of what the shard holds, answers for the shard."""
+    _copies[copy] = _copies.get(shard, shard)
+
+
+def amax_groups(shard: Shard) -> tuple[list[dist.ProcessGroup], int]:
     """The process groups over which shards of this tensor share an amax, FSDP2's and those of tensor parallelism; and a
     number that stands for the parameter."""
     if not shard.LAYOUT.shares_amax:
@@ -129,7 +139,7 @@ def amax_groups(shard: QuantizedTensor) -> tuple[list[dist.ProcessGroup], int]:
     return meshes.amax_groups(shard.LAYOUT, param.sharded_param), tag(shard)
 
 
-def tag(shard: QuantizedTensor) -> int:
+def tag(shard: Shard) -> int:
     """A number that stands for the parameter that this tensor is a shard of, alike on all ranks."""
     known = find(shard)
     param = known.param() if known else None
@@ -137,7 +147,7 @@ def tag(shard: QuantizedTensor) -> int:
     return zlib.crc32(f"{parameter_name(shard)} {shape}".encode()) & 0x7FFFFFFF
 
 
-def place(shard: QuantizedTensor) -> Place | None:
+def place(shard: Shard) -> Place | None:
     """Where this tensor lies among the shards of a weight that FSDP2 holds; None where it does not."""
     known = find(shard)
     param: Any = known.param() if known else None
@@ -148,12 +158,29 @@ def place(shard: QuantizedTensor) -> Place | None:
     return Place(group, group.rank(), cuts)
 
 
+def check_other_dim(shard: Shard) -> None:
+    """Raises LayoutError, on all ranks alike, for a shard of another dim than 0 whose cuts fall inside blocks."""
+    known, layout = find(shard), shard.LAYOUT
+    if known is None or (dim := known.placement.dim) == 0:
+        return
+    shape = known.param()._orig_size
+    is_last = dim == len(shape) - 1
+    size, multiple = (
+        (shard.shape[dim], layout.column_multiple) if is_last else (prod(shard.shape[dim:-1]), layout.block_rows)
+    )
+    if size % multiple:
+        raise LayoutError(
+            f"{parameter_name(shard)}: shape {tuple(shape)} in {layout.name} is cut on dim {dim} every {size} "
+            f"{'columns' if is_last else 'rows'}, but a cut must fall at a multiple of {multiple}"
+        )
+
+
 def holds(parameter: Tensor) -> bool:
     """True for a parameter that fully_shard has made, quantized or not."""
     return any(param.sharded_param is parameter for param, _ in _parameters())
 
 
-def parameter_name(shard: QuantizedTensor) -> str | None:
+def parameter_name(shard: Shard) -> str | None:
     """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
     known = find(shard)
     param = known.param() if known else None
@@ -221,6 +248,19 @@ def _as_rows(known: Any, shard: QuantizedTensor) -> Any:
     return lambda: setattr(param, "fsdp_placement", placement)
 
 
+def passing(shard: Shard) -> PassName:
+    """The pass that gathers now."""
+    if (simulated := _simulated.get()) is not None:
+        return simulated[0]
+    known = find(shard)
+    return _pass(known, known.group()) if known else "forward"
+
+
+def simulated() -> bool:
+    """True within `simulate`."""
+    return _simulated.get() is not None
+
+
 def _pass(known: Sharding, group: Any) -> PassName:
     """The pass that gathers now. A weight that stays gathered after forward gets what both passes need, from the start.
 
@@ -272,7 +312,7 @@ def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ..
     return (*outputs, *gathering.alone)
 
 
-def arrived(shard: QuantizedTensor, gathering: Gathering, name: str, received: Tensor) -> Tensor:
+def arrived(shard: Shard, gathering: Gathering, name: str, received: Tensor) -> Tensor:
     """A plane of the whole weight, from the bytes of all ranks: a view, unless cuts go through its blocks.
 
     Then, of what several ranks have sent, one rank's is taken. Such a plane, and one that does not fill its slot, is no
@@ -317,7 +357,7 @@ def _index(chosen: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(chosen, device=device)
 
 
-def _join_later(shard: QuantizedTensor, gathering: Gathering, device: torch.device) -> None:
+def _join_later(shard: Shard, gathering: Gathering, device: torch.device) -> None:
     """Room for what the other pass will join: FSDP2 asks once which tensors it shall free."""
     layout, cuts = shard.LAYOUT, gathering.cuts
     passes: tuple[PassName, ...] = ("both",) if gathering.which == "both" else ("forward", "backward")
@@ -343,7 +383,7 @@ def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, .
 
 
 def finish(
-    shard: QuantizedTensor, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
+    shard: Shard, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
     """What the post-all-gather hook returns: a new tensor, or, with `out`, nothing: all planes of that object replaced.
 
@@ -353,8 +393,10 @@ def finish(
     if gathering.restore is not None:
         gathering.restore()
     if out is None:
-        tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
-        tensor._name, tensor._home = shard._name, weakref.ref(shard)
+        cls = shard.QUANTIZED if isinstance(shard, CastOnGather) else type(shard)
+        tensor = cls(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
+        home: Any = weakref.ref(shard)
+        tensor._name, tensor._home = shard._name, home
         _join_later(shard, gathering, tensor.device)
         return tensor, tuple(gathering.joined.values())
     target: Any = getattr(out, "_local_tensor", out)
@@ -363,7 +405,7 @@ def finish(
     return None
 
 
-def fetch(shard: QuantizedTensor, orientation: str, device: torch.device) -> dict[str, Tensor]:
+def fetch(shard: Shard, orientation: str, device: torch.device) -> dict[str, Tensor]:
     """The planes of one orientation of the whole weight, by a gather of its own, on all ranks of the shard's group.
 
     Not overlapped with anything, and kept only as long as the caller does: for what a pass does not gather as a rule.
@@ -373,17 +415,16 @@ def fetch(shard: QuantizedTensor, orientation: str, device: torch.device) -> dic
     if known is None or param is None:
         raise MissingOrientation(f"{shard._label()}: FSDP2 does not hold this shard any more")
     group: dist.ProcessGroup = param.mesh_info.shard_process_group
+    held = shard.quantize((orientation,)) if isinstance(shard, CastOnGather) else shard
     rows = prod(param.padded_sharded_param_size[:-1])
-    gathering = _gathering(shard, "both", group.size(), tuple(param._orig_size), rows, known.placement.dim)
+    gathering = _gathering(held, "both", group.size(), tuple(param._orig_size), rows, known.placement.dim)
     planes = {}
-    for name in shard.LAYOUT.sources[orientation]:
-        if name in shard.LAYOUT.shared:
-            planes[name] = shard._planes[name].to(device)
+    for name in held.LAYOUT.sources[orientation]:
+        if name in held.LAYOUT.shared:
+            planes[name] = held._planes[name].to(device)
             continue
-        sent = wire(shard, gathering, name).to(device)
-        received = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
-        dist.all_gather_into_tensor(received, sent, group=group)
-        planes[name] = arrived(shard, gathering, name, received)
+        sent = wire(held, gathering, name).to(device)
+        planes[name] = arrived(held, gathering, name, gather_bytes(sent, group))
     return planes
 
 

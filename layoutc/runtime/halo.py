@@ -52,35 +52,40 @@ def check_place(target: QuantizedTensor, place: Place | None) -> None:
         raise LayoutError(f"{target._label()}: rank {place.rank} should hold {expected}, but holds {halo}")
 
 
-def extended(
-    targets: Sequence[QuantizedTensor], values: Sequence[Tensor], places: Sequence[Place | None]
-) -> list[Tensor]:
-    """The values of whole blocks: (rows, k) of each target's own rows -> (m, k) of its planes, in the same dtype.
+def extended(layouts: Sequence[Layout], values: Sequence[Tensor], places: Sequence[Place | None]) -> list[Tensor]:
+    """The values of whole blocks: (rows, k) of each shard -> (m, k) of its planes, halo included, in the same dtype.
 
     The rows of the halo have the extremes, or the values, of the rows that other ranks hold there. Collective over each
     group, for all weights of which some rank's shard is cut inside a block; others come back as they are.
     """
     found = list(values)
     batches: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
-    for position, (target, place) in enumerate(zip(targets, places, strict=True)):
-        if place is not None and place.joins(target.LAYOUT):
+    for position, (layout, place) in enumerate(zip(layouts, places, strict=True)):
+        if place is not None and place.joins(layout):
             batches[place.group].append(position)
     for group, members in batches.items():
-        told = [_edges(targets[i].LAYOUT, values[i], places[i]) for i in members]
+        told = [_edges(layouts[i], values[i], places[i]) for i in members]
         everywhere = _all_gather(torch.cat([edges.flatten() for edges in told]), group)
         pieces = torch.split(everywhere, [edges.numel() for edges in told], dim=1)
         for i, edges, piece in zip(members, told, pieces, strict=True):
             heard = piece.view(group.size(), *edges.shape).to(values[i].device)
-            found[i] = _with_halo(targets[i], values[i], places[i], heard)
+            found[i] = _with_halo(layouts[i], values[i], places[i], heard)
     return found
 
 
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n,) fp32 of each rank -> (ranks, n), on a device that the group's backend can use."""
     mine = mine.to(torch.device("cuda") if dist.get_backend(group) == "nccl" else mine.device)
-    everywhere = mine.new_empty(group.size() * mine.numel())
-    dist.all_gather_into_tensor(everywhere, mine, group=group)
-    return everywhere.view(group.size(), -1)
+    return gather_bytes(mine.view(torch.uint8), group).view(torch.float32).view(group.size(), -1)
+
+
+def gather_bytes(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n, ...) of each rank -> (ranks * n, ...), uint8, which every backend knows."""
+    everywhere = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
+    # all_gather_into_tensor goes by another name in later versions, and warns under the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everywhere, mine, group=group)
+    return everywhere
 
 
 def _edges(layout: Layout, values: Tensor, place: Place | None) -> Tensor:
@@ -104,16 +109,16 @@ def _edges(layout: Layout, values: Tensor, place: Place | None) -> Tensor:
     return told
 
 
-def _with_halo(target: QuantizedTensor, values: Tensor, place: Place | None, heard: Tensor) -> Tensor:
+def _with_halo(layout: Layout, values: Tensor, place: Place | None, heard: Tensor) -> Tensor:
     """Values with the halo's rows around them. heard: (ranks, 2, rows told, k)."""
     assert place is not None
-    halo, (m, k) = target._halo, target._matrix
+    block, cuts = layout.block_rows, place.cuts
+    halo = cuts.halo(place.rank, block)
     if not halo.rows:
         return values
-    block, cuts = target.LAYOUT.block_rows, place.cuts
     first, last = cuts.bounds(place.rank)
-    whole = values.new_empty(m, k)
-    whole[halo.before : m - halo.after] = values
+    whole = values.new_empty(len(values) + halo.rows, values.shape[1])
+    whole[halo.before : len(whole) - halo.after] = values
     origin = first - halo.before  # the weight's row at which `whole` begins
     sides = (
         (range(place.rank), 1, origin, first),
@@ -124,7 +129,7 @@ def _with_halo(target: QuantizedTensor, values: Tensor, place: Place | None, hea
         spans = [(rank, max(a, start), min(b, stop)) for rank, (a, b) in inside if max(a, start) < min(b, stop)]
         if not spans:
             continue
-        if target.LAYOUT.extremes:
+        if layout.extremes:
             told = heard[[rank for rank, *_ in spans], edge]
             rows = whole[start - origin : stop - origin]
             rows.copy_(told[:, 0].amin(0))

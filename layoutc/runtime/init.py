@@ -1,10 +1,11 @@
-"""Quantized primary weights: quantize a model in place, or as it is built."""
+"""Which weights of a model a recipe serves: quantized in place, as the model is built, or at each gather."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import fsdp, meshes
 from layoutc.runtime.amax import FLOATS, quantize
+from layoutc.runtime.casting import CastOnGather
+from layoutc.runtime.plain_state import keep_plain
 from layoutc.runtime.tensor import QuantizedTensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -33,14 +36,33 @@ def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = No
     take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
     chosen.
     """
-    return _quantize([model], recipe, filter_fn, None)
-
-
-def _quantize(
-    roots: list[nn.Module], recipe: Recipe, filter_fn: Filter | None, among: set[nn.Module] | None
-) -> list[str]:
-    """Quantizes the chosen modules of all roots as one; `among`: only of these."""
     cls = recipe_class(recipe)
+    return list(_replace([model], cls, partial(_quantized, cls), filter_fn).values())
+
+
+def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
+    """Makes `weight` of the chosen modules be quantized whenever FSDP2 gathers it; returns their names.
+
+    The weights themselves stay as they are, in their dtype and memory, and any torch optimizer trains them. State dicts
+    hold plain values. Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; where no
+    fully_shard follows, products quantize the weight. See also `precompute_amaxes`.
+    """
+    casts: type[CastOnGather] = _recipe(recipe).CastTensor
+    chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
+    for module in chosen:
+        keep_plain(module)
+    return list(chosen.values())
+
+
+def _replace(
+    roots: list[nn.Module],
+    cls: type[QuantizedTensor],
+    make: Callable[[Tensor, str], Tensor],
+    filter_fn: Filter | None,
+    caller: str = "quantize_",
+    among: set[nn.Module] | None = None,
+) -> dict[nn.Module, str]:
+    """Replaces weights of the chosen modules of all roots by make(weight, name); `among`: only of these."""
     chosen: dict[nn.Module, str] = {}
     for root in roots:
         for fqn, module in root.named_modules():
@@ -48,9 +70,9 @@ def _quantize(
             weight = getattr(module, "weight", None)
             if not wanted or not isinstance(weight, nn.Parameter) or (among is not None and module not in among):
                 continue
-            if not isinstance(meshes.local_of(weight.data), QuantizedTensor):
+            if not isinstance(meshes.local_of(weight.data), QuantizedTensor | CastOnGather):
                 name = f"{fqn}.weight" if fqn else "weight"
-                _check_weight(cls, weight, name)
+                _check_weight(cls, weight, name, caller)
                 chosen.setdefault(module, name)
     _check_ties(roots, chosen, cls)
     made: dict[Tensor, nn.Parameter] = {}
@@ -58,14 +80,14 @@ def _quantize(
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         if weight not in made:
-            made[weight] = nn.Parameter(_quantized(cls, weight, name), requires_grad=weight.requires_grad)
+            made[weight] = nn.Parameter(make(weight, name), requires_grad=weight.requires_grad)
         module.weight = made[weight]
-    return list(chosen.values())
+    return chosen
 
 
-def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str) -> None:
-    if isinstance(weight, DTensor) and fsdp.holds(weight):
-        raise ValueError(f"{name} is sharded already: call quantize_ before fully_shard")
+def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
+    if isinstance(weight, DTensor) and (caller != "quantize_" or fsdp.holds(weight)):
+        raise ValueError(f"{name} is sharded already: call {caller} before fully_shard")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
     cls.LAYOUT.check_shape(tuple(weight.shape), name)
@@ -80,7 +102,7 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterat
     Weights are quantized at the end, not as they are registered, so that every initializer has run in high precision.
     On the meta device nothing is allocated. After an exception nothing is quantized.
     """
-    recipe_class(recipe)
+    cls = recipe_class(recipe)
     built: dict[nn.Module, None] = {}
     original = nn.Module.__init__
 
@@ -94,22 +116,25 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterat
     finally:
         nn.Module.__init__ = original  # type: ignore[method-assign]
     children = {child for module in built for child in module.children()}
-    _quantize([module for module in built if module not in children], recipe, filter_fn, set(built))
+    roots = [module for module in built if module not in children]
+    _replace(roots, cls, partial(_quantized, cls), filter_fn, among=set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
-    """The tensor class of a recipe: one of layoutc's own, or of the entry points of the group `layoutc.recipes`.
+    """The tensor class of a recipe. Raises ValueError for an unknown name."""
+    return _recipe(recipe).Tensor  # type: ignore[no-any-return]
 
-    Raises ValueError for an unknown name.
-    """
+
+def _recipe(recipe: Recipe) -> ModuleType:
+    """The module of a recipe: one of layoutc's own, or of the entry points of the group `layoutc.recipes`."""
     if isinstance(recipe, ModuleType):
-        return recipe.Tensor  # type: ignore[no-any-return]
+        return recipe
     recipes = importlib.import_module("layoutc.recipes")
     if recipe in recipes.RECIPES:
-        return getattr(recipes, recipe).Tensor  # type: ignore[no-any-return]
+        return getattr(recipes, recipe)  # type: ignore[no-any-return]
     shipped = {point.name: point for point in entry_points(group="layoutc.recipes")}
     if recipe in shipped:
-        return shipped[recipe].load().Tensor  # type: ignore[no-any-return]
+        return shipped[recipe].load()  # type: ignore[no-any-return]
     known = ", ".join([*recipes.RECIPES, *shipped])
     raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
 
@@ -130,6 +155,12 @@ def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> Tensor:
     tensor._peers = tuple(group.group_name for group in groups) or None
     mesh, placements = weight.device_mesh, weight.placements
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def _cast(casts: type[CastOnGather], weight: Tensor, name: str) -> CastOnGather:
+    tensor = casts(weight.detach())
+    tensor._name = name
+    return tensor
 
 
 def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:

@@ -45,7 +45,7 @@ class QuantizedTensor(Generated, torch.Tensor):
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
-    _home: weakref.ref[QuantizedTensor] | None  # of a gathered weight: this rank's shard
+    _home: weakref.ref[Any] | None  # of a gathered weight: this rank's shard
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _halo: Halo  # rows of the planes that are not the tensor's own

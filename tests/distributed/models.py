@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
+from layoutc.runtime import halo
 from layoutc.runtime.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
@@ -155,25 +156,25 @@ def assert_gathers_as(model: Model, reference: Model) -> None:
 
 
 @contextmanager
-def counted(name: str, note: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Calls of a function of torch.distributed, each as note(*args, **kwargs)."""
+def counted(name: str, note: Callable[..., Any], module: Any = dist) -> Iterator[list[Any]]:
+    """Calls of a function of a module, by default of torch.distributed, each as note(*args, **kwargs)."""
     calls: list[Any] = []
-    original = getattr(dist, name)
+    original = getattr(module, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append(note(*args, **kwargs))
         return original(*args, **kwargs)
 
-    setattr(dist, name, counting)
+    setattr(module, name, counting)
     try:
         yield calls
     finally:
-        setattr(dist, name, original)
+        setattr(module, name, original)
 
 
 def exchanges() -> Any:
     """counted() of the all-gathers by which ranks tell one another of blocks that cuts go through."""
-    return counted("all_gather_into_tensor", lambda output, given, *_, **__: given.numel() * given.element_size())
+    return counted("_all_gather", lambda mine, group: mine.numel() * mine.element_size(), halo)
 
 
 def gathers() -> Any:

@@ -153,6 +153,14 @@ def test_shards_of_rows_become_shards_of_columns(four: Ranks, recipe: str) -> No
     four.run(sends_each_byte_once, recipe)
 
 
+def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
+    """Shards that cut blocks can be held, where none are sent; FSDP2's hooks alone join them."""
+    made: Any = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=source)
+    whole = made.full_tensor()
+    assert isinstance(whole, Tensor)
+    return whole
+
+
 def refuses(recipe: str) -> list[str]:
     """Cuts inside blocks; and writing plain values to a shard that does not know with whom it shares its amax."""
     world = dist.get_world_size()
@@ -165,8 +173,7 @@ def refuses(recipe: str) -> list[str]:
         if unit > 1:
             for source in (0, None):
                 with pytest.raises(LayoutError) as caught:
-                    made = distribute_tensor(weight(recipe, *shape), mesh, [Shard(dim)], src_data_rank=source)
-                    made.full_tensor()  # shards that cut blocks can be held, and FSDP2's hooks alone join them
+                    goes_round(weight(recipe, *shape), mesh, dim, source)
                 messages.append(str(caught.value))
     if layout.shares_amax:
         made = distribute_tensor(weight(recipe, 512, 512), mesh, [Shard(0)], src_data_rank=None)

@@ -1,0 +1,398 @@
+"""Weights cast on gather: any optimizer trains them under fully_shard as one process does, to the bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Ranks
+from models import (
+    RECIPES,
+    SHARED,
+    Model,
+    assert_equal_on_all_ranks,
+    assert_same_tensors,
+    batch,
+    counted,
+    gathers,
+    my_share,
+    raw,
+    recipe_module,
+    shard,
+    width_for,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import cdiv
+
+ALL = (*RECIPES, "int8_rowwise", "mxfp6_e2m3")
+STEPS = 20
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True),
+    "single": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=False, fused=False),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+def build_plain(width: int, inner: int | None = None) -> Model:
+    """The same model in fp32 on every rank."""
+    torch.manual_seed(0)
+    return Model(width, inner)
+
+
+def build_cast(recipe: str, width: int, inner: int | None = None) -> Model:
+    """The same model on every rank, to be gathered in a recipe."""
+    model = build_plain(width, inner)
+    assert layoutc.cast_on_gather_(model, recipe) == ["layers.0.weight", "layers.1.weight", "head.weight"]
+    return model
+
+
+class OneProcess:
+    """The reference, which knows nothing of gathers: each step runs on quantized copies of a plain model's weights."""
+
+    def __init__(self, recipe: str, optimizer: str, width: int, inner: int | None, dtype: torch.dtype) -> None:
+        self.quantize = recipe_module(recipe).quantize
+        self.model = build_plain(width, inner)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.dtype = dtype
+        self.weights: dict[str, Any] = {}
+
+    def step(self, step: int, width: int) -> float:
+        """One step; the loss before it."""
+        used: dict[str, Tensor] = {}
+        for name, param in self.model.named_parameters():
+            if param.dim() == 2:
+                # Into the tensor of the step before, whose history of amaxes goes on where the recipe has one.
+                held = self.weights[name] = self.quantize(param.detach(), out=self.weights.get(name))
+                used[name] = nn.Parameter(held._with_planes(held._planes, dtype=self.dtype))
+            else:
+                used[name] = nn.Parameter(param.detach().to(self.dtype))
+        x, y = batch(step, width)
+        loss = (functional_call(self.model, used, x.to(self.dtype)) - y).square().mean()
+        loss.backward()
+        for name, param in self.model.named_parameters():
+            grad = used[name].grad
+            assert grad is not None
+            param.grad = grad.float()
+        self.optimizer.step()
+        return loss.item()
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, width: int, share: float) -> float:
+    """One step; the loss before it."""
+    x, y = batch(step, width)
+    loss = (model(x) - y).square().mean()
+    (loss * share).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def assert_same_values(model: nn.Module, plain: nn.Module) -> None:
+    """Parameters are those of a plain model, byte for byte."""
+    for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        full = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+        assert torch.equal(raw(full), raw(whole)), name
+
+
+def planned_bytes(recipe: str, model: Model, world: int, keeps: bool) -> int:
+    """Bytes from one rank in a step: quantized weights and plain biases."""
+    layout, total = recipe_module(recipe).LAYOUT, 0
+    for module, stays in ((model.layers[0], keeps), (model.layers[1], keeps), (model.head, True)):
+        for param in module.parameters():
+            if param.dim() == 2:
+                passes = ("both",) if stays else ("forward", "backward")
+                total += sum(layout.gather(*param.shape, world, which).bytes_per_rank for which in passes)
+            else:
+                total += cdiv(param.numel(), world) * param.element_size() * (1 if stays else 2)
+    return total
+
+
+def trains(
+    recipe: str,
+    optimizer: str = "adamw",
+    keeps: bool = False,
+    meshed: str | None = None,
+    sizes: tuple[int, int] | None = None,
+    precomputed: bool = False,
+    feature: str | None = None,
+    steps: int = STEPS,
+) -> None:
+    """Loss curve, values, gathered bytes, classes, collectives: all as in one process."""
+    ranks, dequantized = dist.get_world_size(), layoutc.implicit_dequantizes()
+    options: dict[str, Any] = {"reshard_after_forward": not keeps}
+    if meshed is not None:
+        shape = {"hybrid": (2, ranks // 2), "one": (ranks, 1), "trivial": (ranks, 1)}[meshed]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "slices"))
+        options["mesh"] = mesh["slices"] if meshed == "one" else mesh
+        ranks = shape[1]
+    if feature == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if feature == "columns":
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
+    dtype = torch.bfloat16 if feature == "policy" else torch.float32
+    if feature == "policy":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    width, inner = sizes or (width_for(recipe, ranks),) * 2
+    reference = OneProcess(recipe, optimizer, width, inner, dtype)
+    model = build_cast(recipe, width, inner)
+    if feature == "checkpoint":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        model.layers = nn.ModuleList([checkpoint_wrapper(layer) for layer in model.layers])
+    shard(model, **options)
+    trained = OPTIMIZERS[optimizer](model.parameters())
+    plan = planned_bytes(recipe, reference.model, ranks, keeps) if sizes is None and feature is None else None
+    share = 1.0 if meshed == "one" else my_share()
+    for step in range(steps):
+        expected = reference.step(step, width)
+        with gathers() as sent, counted("all_reduce", lambda tensor, *_, **__: tensor.dtype) as reduced:
+            if precomputed:
+                layoutc.precompute_amaxes(model)
+            loss = step_of(model, trained, step, width, share)
+        assert loss == expected, f"step {step}: {loss} is not {expected}"
+        each = 1 if precomputed else 3 if keeps else 5
+        if feature is None:
+            shares = recipe_module(recipe).LAYOUT.shares_amax and ranks > 1
+            assert reduced.count(torch.int32) == (each if shares else 0)
+        if plan is not None:
+            assert sum(sent) == (plan if ranks > 1 else 0)
+    assert_same_values(model, reference.model)
+    if feature is None:
+        assert_gathers(recipe, model, reference)
+    casts = recipe_module(recipe).CastTensor
+    assert {type(p._local_tensor) for p in model.parameters() if p.dim() == 2} == {casts}  # type: ignore[attr-defined]
+    assert layoutc.implicit_dequantizes() == dequantized
+    state = get_optimizer_state_dict(model, trained)["state"]
+    held = {type(v.to_local() if isinstance(v, DTensor) else v) for one in state.values() for v in one.values()}
+    assert held <= {Tensor}
+
+
+def assert_gathers(recipe: str, model: Model, reference: OneProcess) -> None:
+    """Gathered weights are the whole quantized weights, byte for byte."""
+    modules = [module for module in (*model.layers, model) if isinstance(module, FSDPModule)]
+    wholes = {name: param.detach() for name, param in reference.model.named_parameters() if param.dim() == 2}
+    for module in modules:
+        module.unshard()
+    for name, param in model.named_parameters():
+        if name in wholes:
+            whole = recipe_module(recipe).quantize(wholes[name], out=reference.weights[name])
+            assert type(param) is type(whole)
+            assert_same_tensors(param.buffers(), whole.buffers())
+    for module in modules:
+        module.reshard()
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize(("keeps", "precomputed"), [(False, False), (True, True)])
+def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, precomputed: bool) -> None:
+    """Values and losses of 20 steps; bytes gathered as planned; amaxes reduced at gathers, or once before them."""
+    two.run(trains, recipe, "adamw", keeps, None, None, precomputed, None, 6 if keeps else STEPS)
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+@pytest.mark.parametrize(("keeps", "precomputed"), [(False, True), (True, False)])
+def test_amaxes_are_reduced_at_gathers_or_ahead_of_them(
+    two: Ranks, recipe: str, keeps: bool, precomputed: bool
+) -> None:
+    """The other combinations."""
+    two.run(trains, recipe, "adamw", keeps, None, None, precomputed, None, 4)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+@pytest.mark.parametrize("optimizer", ["foreach", "single", "fused", "sgd"])
+def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimizer: str) -> None:
+    """In-place, list and fused operators write values."""
+    two.run(trains, recipe, optimizer, False, None, None, False, None, STEPS if recipe == "mxfp8" else 6)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("meshed", [None, "hybrid"])
+def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
+    """Sharded over 4, and over 2 in 2 copies."""
+    four.run(trains, recipe, "adamw", False, meshed, None, False, None, 6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("meshed", ["one", "trivial"])
+def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
+    """Nothing is gathered, and the weight is quantized all the same."""
+    two.run(trains, recipe, "adamw", False, meshed, None, False, None, 4)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(17, 8), (1, 3), (3, 17)])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_uneven_rows_train_as_one_process(
+    two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
+) -> None:
+    """Short shards, and ranks without rows."""
+    for ranks in (two, four):
+        ranks.run(trains, recipe, "adamw", False, None, sizes, precomputed, None, 6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("feature", ["offload", "policy", "checkpoint"])
+def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, feature: str) -> None:
+    """CPU offload, gathers for bf16 products, recomputed activations."""
+    two.run(trains, recipe, "adamw", False, None, None, False, feature, 4)
+
+
+def checkpoints(recipe: str, folder: str) -> None:
+    """Saved as plain values: an ordinary model loads them, sharded or not, and what that saves loads back."""
+    width = width_for(recipe, dist.get_world_size())
+    model = shard(build_cast(recipe, width))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    layoutc.precompute_amaxes(model)
+    step_of(model, optimizer, 0, width, my_share())
+    state = model.state_dict()
+    assert {type(value.to_local()) for value in state.values()} == {Tensor}
+    dcp.save(state, checkpoint_id=f"{folder}/cast")
+
+    plain, sharded = build_plain(width), shard(build_plain(width))
+    for one in (plain, sharded):
+        loaded = one.state_dict()
+        for value in loaded.values():
+            value.zero_()
+        dcp.load(loaded, checkpoint_id=f"{folder}/cast", no_dist=one is plain)
+        one.load_state_dict(loaded)
+    assert_same_values(model, plain)
+    assert_same_values(sharded, plain)
+
+    other = OPTIMIZERS["adamw"](sharded.parameters())
+    step_of(sharded, other, 1, width, my_share())
+    dcp.save(sharded.state_dict(), checkpoint_id=f"{folder}/plain")
+    expected = build_cast(recipe, width)
+    expected.load_state_dict(get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True)))
+    for way in ("in place", "load", "assign", "full"):
+        back = shard(build_cast(recipe, width))
+        layoutc.precompute_amaxes(back)
+        back(torch.zeros(1, width))
+        back.reshard()  # type: ignore[operator]
+        if way == "full":
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            whole = expected.state_dict() if dist.get_rank() == 0 else {}
+            set_model_state_dict(back, whole, options=options)
+        else:
+            loaded = back.state_dict()
+            dcp.load(loaded, checkpoint_id=f"{folder}/plain")
+            if way != "in place":
+                back.load_state_dict(loaded, assign=way == "assign")
+        assert_same_values(back, expected)
+        if way == "in place" and recipe == "fp8_delayed":
+            continue  # a history follows values that are overwritten in place, and does not know that it should not
+        x, _ = batch(2, width)
+        assert torch.equal(back(x), expected(x)), way
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_hold_plain_values(two: Ranks, recipe: str) -> None:
+    """Saved sharded, loaded into ordinary models, and back in each way that torch has; scales follow what is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        two.run(checkpoints, recipe, folder)
+
+
+def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> None:
+    """FSDP2 moves short shards, and no others, when they are loaded: ranks go on agreeing."""
+    reference = OneProcess(recipe, "adamw", *sizes, torch.float32)
+    model = shard(build_cast(recipe, *sizes))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(6):
+        if step in (2, 3):
+            model.load_state_dict(model.state_dict(), assign=step == 3)
+            reference.weights.clear()  # a history starts anew
+            if step == 3:
+                optimizer = OPTIMIZERS["adamw"](model.parameters())
+                reference.optimizer = OPTIMIZERS["adamw"](reference.model.parameters())
+        expected = reference.step(step, sizes[0])
+        if precomputed:
+            layoutc.precompute_amaxes(model)
+        assert step_of(model, optimizer, step, sizes[0], my_share()) == expected, step
+    assert_same_values(model, reference.model)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize("sizes", [(17, 8), (3, 17)])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
+    two: Ranks, four: Ranks, recipe: str, sizes: tuple[int, int], precomputed: bool
+) -> None:
+    """State dicts of the model itself, copied and assigned."""
+    for ranks in (two, four):
+        ranks.run(loads_in_between, recipe, sizes, precomputed)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4_4over6"])
+def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
+    """Each gather tells the ranks on both sides of a cut what decides a block's scale."""
+    unit = recipe_module(recipe).LAYOUT.block_rows
+    two.run(trains, recipe, "adamw", False, None, (3 * unit, unit), False, None, 6)
+    four.run(trains, recipe, "adamw", False, None, (3 * unit, unit), False, None, 6)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_columns_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
+    """Shard(1) of matrices."""
+    two.run(trains, recipe, "adamw", False, None, None, False, "columns", 6)
+
+
+def refuses(recipe: str) -> str:
+    """The message for columns that can't be gathered, and whether the group still works."""
+    model = build_cast(recipe, 3 * recipe_module(recipe).LAYOUT.column_multiple)
+    try:
+        fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        model(torch.zeros(1, model.head.in_features))
+    except LayoutError as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
+def test_what_does_not_shard_is_refused_on_every_rank(two: Ranks, recipe: str) -> None:
+    """Cuts between columns inside a block, in the first forward."""
+    messages = two.run(refuses, recipe)
+    assert len(set(messages)) == 1
+    assert "layers.0.weight" in messages[0]
+    assert f"must fall at a multiple of {recipe_module(recipe).LAYOUT.column_multiple}" in messages[0]
+
+
+def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
+    """Without precomputed amaxes nothing is remembered, so that ranks agree whoever has written below the DTensor."""
+    width = width_for(recipe, dist.get_world_size())
+    model = shard(build_cast(recipe, width))
+    x, _ = batch(0, width)
+    model(x)
+    if dist.get_rank() == 0:
+        weight: Any = model.layers[0].weight
+        weight._local_tensor.plain.mul_(4)
+    out = model(x)
+    assert_equal_on_all_ranks(out.tolist())
+    layoutc.precompute_amaxes(model)
+    assert torch.equal(model(x), out)
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(two: Ranks, recipe: str) -> None:
+    """One rank's write moves the scale, and a history, of all."""
+    two.run(follows_a_weight_that_one_rank_wrote, recipe)

@@ -1,0 +1,373 @@
+"""CastOnGather without FSDP2: values to optimizers, the quantized weight to a model, and what its hooks send."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.runtime import fsdp
+from layoutc.runtime.casting import CastOnGather
+from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
+from layoutc.runtime.tensor import QuantizedTensor
+
+RECIPES = import_module("layoutc.recipes").RECIPES
+SOME = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8_rowwise")
+
+
+def module_of(recipe: str) -> Any:
+    """The generated module."""
+    return import_module(f"layoutc.recipes.{recipe}")
+
+
+def values_for(recipe: str, seed: int = 0) -> Tensor:
+    """(256, 128) in fp32."""
+    return torch.randn(256, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Bytes."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+class Shards:
+    """As much of a DeviceMesh as hooks without FSDP2 ask for."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def size(self) -> int:
+        """Ranks."""
+        return self.world
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("which", ["forward", "backward", "both"])
+def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which: Any) -> None:
+    """Byte for byte, for each pass, each recipe; and the post hook gives the quantized weight."""
+    module, x = module_of(recipe), values_for(recipe)
+    model = nn.Linear(128, 256, bias=False)
+    model.weight.data.copy_(x)
+    layoutc.cast_on_gather_(model, module)
+    layoutc.precompute_amaxes(model)
+    quantized, world, sent = module.quantize(x), 2, []
+    with fsdp.simulate(which, x.shape, 128):
+        for cast, expected in zip(model.weight.data.split(128), quantized.split(128), strict=True):
+            mine, note = cast.fsdp_pre_all_gather(Shards(world))
+            theirs, _ = expected.fsdp_pre_all_gather(Shards(world))
+            assert [raw(a).tolist() for a in mine] == [raw(b).tolist() for b in theirs]
+            sent.append(mine)
+        outputs = tuple(torch.cat(parts) for parts in zip(*sent, strict=True))
+        whole, inner = cast.fsdp_post_all_gather(outputs, note, torch.bfloat16)
+    assert type(whole) is module.Tensor
+    assert (whole.dtype, whole.shape, inner) == (torch.bfloat16, x.shape, ())
+    held = whole.orientations[0]
+    for name, buffer in whole.buffers().items():
+        assert torch.equal(raw(buffer), raw(quantized.buffers()[name])), (held, name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*((recipe, torch.float32) for recipe in RECIPES), *((one, torch.bfloat16) for one in SOME)]
+)
+def test_products_use_the_quantized_weight_and_gradients_reach_the_values(recipe: str, dtype: torch.dtype) -> None:
+    """Forward and both gradients are those of a quantized parameter."""
+    module, values = module_of(recipe), values_for(recipe).to(dtype)
+    weight = nn.Parameter(module.CastTensor(values))
+    expected = nn.Parameter(module.quantize(values))
+    x = torch.randn(4, 128, dtype=dtype, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    for function in (F.linear, lambda x, w: x @ w.t(), lambda x, w: (w @ x.t()).t() @ w.view(256, 128)):
+        for one, other in ((x, weight), (again, expected)):
+            one.grad = other.grad = None
+            function(one, other).square().sum().backward()
+        assert torch.equal(function(x, weight), function(again, expected))
+        assert x.grad is not None
+        assert torch.equal(x.grad, again.grad)
+        assert type(weight.grad) is Tensor
+        assert torch.equal(weight.grad, expected.grad)
+    with torch.no_grad():
+        assert torch.equal(F.linear(x, weight), F.linear(x, expected))
+    with torch.inference_mode():
+        assert torch.equal(F.linear(x, weight), F.linear(x, expected))
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_a_view_means_that_view_of_the_quantized_weight(recipe: str) -> None:
+    """A part shares the scale of the whole, and a cut inside a block is refused."""
+    module, values = module_of(recipe), values_for(recipe)
+    weight, quantized = nn.Parameter(module.CastTensor(values)), module.quantize(values)
+    x = torch.randn(3, 128)
+    for view in (lambda w: w[128:], lambda w: w.split(128)[1], lambda w: w.view(2, 128, 128)[1], lambda w: w.detach()):
+        assert type(view(weight)) is module.CastTensor
+        assert torch.equal(F.linear(x, view(weight)), F.linear(x, view(quantized)))
+    if module.LAYOUT.shard_rows > 1:
+        with pytest.raises(LayoutError):
+            F.linear(x, weight[1:])
+        with pytest.raises(LayoutError, match="does not shard"):
+            weight.split(7)
+    with torch.no_grad():
+        weight[128:].zero_()
+    assert not values[128:].any()
+    assert values[:128].all()
+
+
+def test_operators_of_a_model_are_counted_and_have_quantized_values() -> None:
+    """Never high precision unseen: what is no product dequantizes, is counted, and is refused by strict()."""
+    module, values = module_of("mxfp8"), values_for("mxfp8")
+    weight, quantized = nn.Parameter(module.CastTensor(values)), module.quantize(values)
+    before = layoutc.implicit_dequantizes().total()
+    out = (weight * 2).sum()
+    assert torch.equal(out, (quantized.dequantize() * 2).sum())
+    index = torch.tensor([3, 5])
+    with torch.no_grad():
+        assert torch.equal(F.embedding(index, weight), quantized.dequantize()[index])
+    assert layoutc.implicit_dequantizes().total() == before + 2
+    with layoutc.strict():
+        F.linear(values, weight)
+        with pytest.raises(ImplicitDequantize):
+            weight * 2
+    out.backward()
+    assert torch.equal(weight.grad, torch.full((256, 128), 2.0))
+    with torch.no_grad():
+        assert torch.equal(weight.norm(), values.norm())
+        assert torch.equal(values.clone().lerp_(weight, 0.5), values)
+        assert torch.equal(torch.cat([weight.view(-1)]), values.view(-1))
+    assert layoutc.implicit_dequantizes().total() == before + 2
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.1, "amsgrad": True},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "Adafactor": {"weight_decay": 0.1},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adagrad": {"weight_decay": 0.1},
+    "Adadelta": {},
+    "ASGD": {},
+    "RMSprop": {"momentum": 0.9},
+    "Rprop": {},
+    "LBFGS": {},
+    "Muon": {},
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_torch_optimizer_steps_as_on_plain_parameters(name: str, foreach: bool) -> None:
+    """Values to the bit, plain state, and the class is kept; nothing dequantizes."""
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"no {name} in this torch")
+    options = dict(OPTIMIZERS[name])
+    if name not in ("LBFGS", "Muon"):
+        options["foreach"] = foreach
+    casts = module_of("mxfp8").CastTensor
+    plain = [nn.Parameter(values_for("mxfp8", seed)[:64]) for seed in range(3)]
+    cast = [nn.Parameter(casts(param.detach().clone())) for param in plain]
+    before = layoutc.implicit_dequantizes()
+    optimizers = [getattr(torch.optim, name)(params, **options) for params in (plain, cast)]
+    for step in range(3):
+        for params, optimizer in zip((plain, cast), optimizers, strict=True):
+            for seed, param in enumerate(params):
+                param.grad = values_for("mxfp8", 10 * step + seed)[:64]
+            optimizer.step(lambda: torch.ones(())) if name == "LBFGS" else optimizer.step()
+    for one, other in zip(plain, cast, strict=True):
+        assert type(other.data) is casts
+        assert torch.equal(one.detach(), other.data.plain)
+    states = [value for one in optimizers[1].state.values() for value in one.values()]
+    assert not any(isinstance(value, CastOnGather) for value in states)
+    assert layoutc.implicit_dequantizes() == before
+
+
+def test_master_weights_take_bf16_values() -> None:
+    """fp32 masters around bf16 values: the same steps as for a plain bf16 parameter."""
+    values = values_for("nvfp4").bfloat16()
+    plain, cast = nn.Parameter(values.clone()), nn.Parameter(module_of("nvfp4").CastTensor(values.clone()))
+    for param in (plain, cast):
+        optimizer = layoutc.MasterWeights(torch.optim.AdamW, [param], lr=1e-3)
+        for step in range(3):
+            param.grad = values_for("nvfp4", step + 1).bfloat16()
+            optimizer.step()
+    assert type(cast.data) is module_of("nvfp4").CastTensor
+    assert torch.equal(plain.detach(), cast.data.plain)
+
+
+def test_a_history_advances_once_for_each_change_of_the_values() -> None:
+    """However often they are used; a reload starts it anew; a copy takes it along."""
+    module = module_of("fp8_delayed")
+    model = nn.Linear(128, 256, bias=False)
+    layoutc.cast_on_gather_(model, module)
+    weight: Any = model.weight
+    expected = module.quantize(weight.data.plain)
+    assert torch.equal(weight.data.quantize()._planes["amax"], expected._planes["amax"])
+    for factor in (2.0, 3.0, 0.5):
+        with torch.no_grad():
+            weight.mul_(factor)
+        module.quantize(weight.data.plain, out=expected)
+        layoutc.precompute_amaxes(model)
+        other = copy.deepcopy(model)
+        for one in (weight, weight, other.weight, pickle.loads(pickle.dumps(model)).weight):
+            found = one.data.quantize()
+            assert torch.equal(found._planes["amax"], expected._planes["amax"])
+            assert torch.equal(found.dequantize(), expected.dequantize())
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(weight.data.quantize().dequantize(), module.quantize(weight.data.plain).dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "fp8_delayed"])
+def test_a_precomputed_amax_holds_until_values_are_written(recipe: str) -> None:
+    """By operators, by lists of them, through views and through plain tensors that share memory."""
+    module = module_of(recipe)
+    model = nn.Linear(128, 256, bias=False)
+    layoutc.cast_on_gather_(model, module)
+    weight: Any = model.weight
+    writes = (
+        lambda: weight.mul_(3),
+        lambda: torch._foreach_mul_([weight], 3.0),
+        lambda: weight[:128].mul_(3),
+        lambda: weight.data.plain.mul_(3),
+        lambda: model.state_dict()["weight"].mul_(3),
+        lambda: weight.copy_(weight * 3),
+    )
+    for write in writes:
+        layoutc.precompute_amaxes(model)
+        agreed = weight._agreed
+        assert agreed.ahead == agreed.count(weight)
+        with torch.no_grad():
+            write()
+        assert agreed.ahead != agreed.count(weight)
+
+
+def test_it_keeps_its_class_where_fsdp2_and_modules_need_it() -> None:
+    """Views, new tensors, conversions; state of optimizers is plain."""
+    casts = module_of("nvfp4").CastTensor
+    weight = casts(values_for("nvfp4"))
+    kept = [weight.detach(), weight.view(-1), weight[:16], weight.split(16)[0], *weight.chunk(4), weight.t()]
+    kept += [weight.new_zeros(32, 128), weight.new_empty(0), torch.empty_like(weight, device="meta"), weight.clone()]
+    kept += [
+        weight.to(torch.bfloat16),
+        weight.to("meta"),
+        copy.deepcopy(weight),
+        weight.data,
+        nn.Parameter(weight).data,
+    ]
+    assert {type(one) for one in kept} == {casts}
+    plain = [
+        torch.zeros_like(weight),
+        torch.ones_like(weight),
+        torch.rand_like(weight),
+        weight.new_zeros(2, dtype=torch.int),
+    ]
+    assert {type(one) for one in plain} == {Tensor}
+    assert weight[:16].plain.data_ptr() == weight.plain.data_ptr()
+    assert weight.clone().plain.data_ptr() != weight.plain.data_ptr()
+    assert "dequant" not in repr(weight)
+    target = torch.empty(256, 128)
+    assert target.copy_(weight) is target
+    assert torch.equal(target, weight.plain)
+    assert weight.copy_(module_of("mxfp8").quantize(target)) is weight
+    assert torch.equal(weight.plain, module_of("mxfp8").quantize(target).dequantize())
+    quantized = module_of("mxfp8").quantize(torch.zeros(256, 128))
+    quantized.copy_(weight)
+    assert torch.equal(quantized.dequantize(), module_of("mxfp8").quantize(weight.plain).dequantize())
+
+
+def test_modules_are_converted_moved_and_materialized() -> None:
+    """to(dtype), meta device, to_empty, assigned state: the weight stays cast on gather."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    assert layoutc.cast_on_gather_(model, "mxfp8") == ["0.weight", "1.weight"]
+    casts = module_of("mxfp8").CastTensor
+    state = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).state_dict()
+    assigned = copy.deepcopy(model)
+    assigned.load_state_dict(state, assign=True)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    for one in (model, assigned, model.to(torch.bfloat16)):
+        assert type(one[0].weight.data) is casts
+        assert isinstance(one[0].weight, nn.Parameter)
+    assert model[0].weight.dtype == model[0].weight.data.plain.dtype == torch.bfloat16
+    assert torch.equal(assigned(torch.ones(1, 128)), _quantized(state)(torch.ones(1, 128)))
+
+
+def _quantized(state: dict[str, Tensor]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    model.load_state_dict(state)
+    layoutc.quantize_(model, "mxfp8")
+    return model
+
+
+def test_files_of_state_dicts_need_nothing_but_torch() -> None:
+    """Plain values, compact; a whole module keeps its class."""
+    model = nn.Linear(128, 256)
+    layoutc.cast_on_gather_(model, "mxfp8")
+    casts = module_of("mxfp8").CastTensor
+    by_hand = {"weight": model.weight.detach(), "part": model.weight.detach()[:16]}
+    for state in (model.state_dict(), by_hand):
+        file = io.BytesIO()
+        torch.save(state, file)
+        assert b"layoutc" not in file.getvalue()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert {type(value) for value in loaded.values()} == {Tensor}
+        assert torch.equal(loaded["weight"], model.weight.data.plain)
+    assert loaded["part"].untyped_storage().nbytes() == 16 * 128 * 4
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.weight.data) is casts
+    assert isinstance(again.weight, nn.Parameter)
+    assert type(model.state_dict(keep_vars=True)["weight"].data) is casts
+    file = io.BytesIO()
+    torch.save(model.weight, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True).data) is casts
+
+
+def test_bad_input_is_refused_before_anything_is_changed() -> None:
+    """The same words as quantize_."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(33, 32))
+    with pytest.raises(ValueError, match=r"1\.weight: mxfp8 takes rows in multiples of 32"):
+        layoutc.cast_on_gather_(model, "mxfp8")
+    assert type(model[0].weight) is nn.Parameter
+    assert not isinstance(model[0].weight.data, CastOnGather)
+    tied = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="tied"):
+        layoutc.cast_on_gather_(tied, "mxfp8")
+    both = layoutc.cast_on_gather_(tied, "mxfp8", filter_fn=lambda m, _: isinstance(m, nn.Embedding | nn.Linear))
+    assert both == ["0.weight", "1.weight"]
+    assert tied[0].weight is tied[1].weight
+    assert layoutc.cast_on_gather_(tied, "mxfp8") == layoutc.quantize_(tied, "mxfp8") == []
+    with pytest.raises(ValueError, match="no recipe"):
+        layoutc.cast_on_gather_(model, "mxfp9")
+    with pytest.raises(UnsupportedOperator), torch.enable_grad():
+        tied[1].weight.diagonal()
+
+
+def test_compiled_models_compute_what_eager_ones_do() -> None:
+    """Weights of recipes without a history are quantized in the graph."""
+    for recipe in ("mxfp8", "nvfp4"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        layoutc.cast_on_gather_(model, recipe)
+        x = torch.randn(4, 64)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            expected, out = model(x), compiled(x)
+            assert torch.equal(out, expected)
+            grads = []
+            for one in (expected, out):
+                one.square().sum().backward()
+                grads.append(model[0].weight.grad)
+                model.zero_grad()
+            assert torch.equal(*grads)
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+        assert isinstance(model[0].weight.data.quantize(), QuantizedTensor)
