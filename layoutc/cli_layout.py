@@ -81,9 +81,10 @@ def show(
 
 
 def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
-    from layoutc import describe
+    from layoutc import maps
+    from layoutc.describe import as_data
 
-    data = describe.as_data(facts)
+    data = as_data(facts)
     assert isinstance(data, dict)
     if picture is not None:
         nbytes = next(buffer.nbytes for buffer in facts.buffers if buffer.name == picture)
@@ -92,7 +93,7 @@ def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
                 f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes; --json maps at most {MAP_BYTES:,}. "
                 "Give a smaller --shape."
             )
-        data["index_map"] = describe.index_map(plan, picture, facts.m, facts.k)
+        data["index_map"] = maps.index_map(plan, picture, facts.m, facts.k)
     click.echo(json.dumps(data))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from layoutc.chain import Index
-from layoutc.describe import Description, find_buffer, swizzled_map, values_in
+from layoutc.describe import Description
 from layoutc.layout import Buffer, Layout, is_swizzled
+from layoutc.maps import find_buffer, swizzled_map, values_in
 from layoutc.tables import Table
 
 LINES = 16  # of a picture of a buffer

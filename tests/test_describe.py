@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from layoutc.compiler import plan_for
 from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
-from layoutc.describe import as_data, describe, index_map, problems, usual_shape
+from layoutc.describe import as_data, describe, problems, usual_shape
+from layoutc.maps import index_map
 from layoutc.plan import Plan
 from layoutc.schema import read_spec
 
