@@ -50,12 +50,12 @@ def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 def show(
     recipe: str, folder: Path, shape: tuple[int, int] | None, world: int, picture: str | None, as_json: bool
 ) -> None:
-    """Show what a spec means: buffers, alignment, what is gathered, what is exact.
+    """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
 
     \b
     layoutc show mxfp8                                        the recipe of specs/mxfp8.yaml
     layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
-    layoutc show nvfp4 --shape 144x64 --world 8               why it does not shard, and what would
+    layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show mxfp8 --json | jq .passes                    for a machine
     """
@@ -69,7 +69,7 @@ def show(
         hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
         raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
     m, k = shape or describe.usual_shape(plan, world)
-    found = describe.problems(plan, m, k, world, str(path))
+    found = describe.problems(plan, m, k, str(path))
     if found:
         _report(found, "full")  # of which the short form would leave out what to do
         sys.exit(1)
