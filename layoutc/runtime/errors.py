@@ -8,10 +8,6 @@ class LayoutError(RuntimeError):
     """Something that a layout can't do."""
 
 
-class ShardAlignmentError(LayoutError, ValueError):
-    """A cut between shards would fall inside a block, a byte or a stored scale."""
-
-
 class UnsupportedOperator(LayoutError, NotImplementedError):
     """An operator that is not exact on stored bytes, and that a dequantized copy would get wrong as well."""
 
