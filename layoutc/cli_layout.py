@@ -50,12 +50,12 @@ def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 def show(
     recipe: str, folder: Path, shape: tuple[int, int] | None, world: int, picture: str | None, as_json: bool
 ) -> None:
-    """Show what a spec means: buffers, alignment, what is gathered, what is exact.
+    """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
 
     \b
     layoutc show mxfp8                                        the recipe of specs/mxfp8.yaml
     layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
-    layoutc show nvfp4 --shape 144x64 --world 8               why it does not shard, and what would
+    layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show mxfp8 --json | jq .passes                    for a machine
     """
@@ -69,7 +69,7 @@ def show(
         hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
         raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
     m, k = shape or describe.usual_shape(plan, world)
-    found = describe.problems(plan, m, k, world, str(path))
+    found = describe.problems(plan, m, k, str(path))
     if found:
         _report(found, "full")  # of which the short form would leave out what to do
         sys.exit(1)
@@ -81,9 +81,10 @@ def show(
 
 
 def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
-    from layoutc import describe
+    from layoutc import maps
+    from layoutc.describe import as_data
 
-    data = describe.as_data(facts)
+    data = as_data(facts)
     assert isinstance(data, dict)
     if picture is not None:
         nbytes = next(buffer.nbytes for buffer in facts.buffers if buffer.name == picture)
@@ -92,7 +93,7 @@ def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
                 f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes; --json maps at most {MAP_BYTES:,}. "
                 "Give a smaller --shape."
             )
-        data["index_map"] = describe.index_map(plan, picture, facts.m, facts.k)
+        data["index_map"] = maps.index_map(plan, picture, facts.m, facts.k)
     click.echo(json.dumps(data))
 
 

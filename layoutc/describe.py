@@ -1,4 +1,4 @@
-"""What a plan means for a weight of given size, as plain values: shapes, bytes, alignment, gathers, derivations, maps.
+"""What a plan means for a weight of given size, as plain values: shapes, bytes, cuts, gathers, derivations.
 
 Pure functions; how it is printed is decided elsewhere (show.py). Every figure follows from the plan, none is stored.
 """
@@ -9,16 +9,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from itertools import zip_longest
-from math import lcm, prod
+from math import ceil, lcm, prod
 
-from layoutc.chain import Chain, Index, Shape, cdiv, up
-from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
+from layoutc.chain import Shape, cdiv, up
+from layoutc.cuts import (
+    aligned,
+    cuts_inside,
+    nearest_multiple,
+    nearest_rows,
+    nearest_worlds,
+    ranks_cutting,
+    sent_blocks,
+)
 from layoutc.diagnostics import Diagnostic
 from layoutc.kernel_views import gap
-from layoutc.layout import Buffer, Layout, Plane, codes_per_group, is_swizzled, swizzle_chain
+from layoutc.layout import Buffer, Layout, Plane, codes_per_group
 from layoutc.plan import Gather, Plan
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
+EXCHANGED = 4  # bytes of an fp32 value, as ranks tell one another of blocks that are cut
 USUAL = 4096  # rows and columns of the weight that is shown when none is asked for
 
 
@@ -58,12 +67,14 @@ class PassFacts:
     """What one pass gathers. The ratio is to gathering the same weight in bf16.
 
     `filling` bytes of a rank's hold nothing: FSDP2 sizes a slot once, for the larger of the passes that use it.
+    `doubled` bytes are those beyond its rows' share: of a block that is cut, several ranks send the scales.
     """
 
     name: str
     planes: tuple[str, ...]
     bytes_per_rank: int
     filling: int
+    doubled: int
     bytes_per_element: Fraction
     ratio_to_bf16: Fraction
     large_weight: Fraction
@@ -72,8 +83,27 @@ class PassFacts:
 
 
 @dataclass(frozen=True)
+class CutBlocks:
+    """Cuts that fall inside blocks of `rows` rows: how many, on how many ranks, and what they cost in a step.
+
+    In an optimizer step each rank contributes `exchange_bytes_per_rank` to one all-gather: of the first and of the last
+    block that it has rows of, each column's least and greatest value ("extremes"), or all "values", in fp32.
+    """
+
+    rows: int
+    cuts: int
+    ranks: int
+    exchanged: str
+    exchange_bytes_per_rank: int
+
+
+@dataclass(frozen=True)
 class Alignment:
-    """Where rows may be cut, and where FSDP2 cuts them."""
+    """Where cuts cost nothing, where FSDP2 cuts the rows, and what that costs.
+
+    `free_rows` and `free_worlds`: where this one's cuts cost something, the nearest numbers of rows over as many ranks,
+    and the nearest world sizes for as many rows, whose cuts cost nothing. `shards_have_buffers`: by themselves.
+    """
 
     rows: int
     reason: str
@@ -81,6 +111,10 @@ class Alignment:
     world: int
     rows_per_rank: int
     ranks_with_rows: int
+    cut_blocks: CutBlocks | None
+    shards_have_buffers: bool
+    free_rows: tuple[int, ...]
+    free_worlds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -123,8 +157,8 @@ class Description:
     views: tuple[View, ...]
 
 
-def problems(plan: Plan, m: int, k: int, world: int, path: str) -> list[Diagnostic]:
-    """Why a weight of (m, k) can't be held, or can't be sharded over `world` ranks; with the nearest sizes that can."""
+def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
+    """Why a weight of (m, k) can't be held, with the nearest sizes that can."""
     layout = plan.layout
     found = []
     for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
@@ -133,19 +167,11 @@ def problems(plan: Plan, m: int, k: int, world: int, path: str) -> list[Diagnost
             what = {"m": "rows", "k": "columns"}[axis]
             message = f"{layout.name} takes {what} in multiples of {multiple}, not {size}"
             found.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
-    if found or aligned(m, world, plan.shard_rows):
-        return found
-    sizes = nearest_rows(m, world, plan.shard_rows, layout.multiple_m)
-    worlds = nearest_worlds(m, world, plan.shard_rows)
-    message = (
-        f"{m} rows do not shard over {world} ranks: {cdiv(m, world)} rows a rank, not a multiple of {plan.shard_rows}"
-    )
-    help = f"over {world} ranks, m can be {_either(sizes)}; with m = {m}, the world size can be {_either(worlds)}"
-    return [Diagnostic("LC402", message, path, why=plan.shard_reason, help=help)]
+    return found
 
 
 def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
-    """A weight of about 4096 x 4096 that the recipe takes and that shards over `world` ranks."""
+    """A weight of about 4096 x 4096 that the recipe takes, in equal shards of whole blocks."""
     layout = plan.layout
     rows = lcm(layout.multiple_m, plan.shard_rows * world)
     return up(USUAL, rows), up(USUAL, lcm(layout.multiple_k, plan.column_multiple))
@@ -154,8 +180,6 @@ def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
 def describe(plan: Plan, m: int, k: int, world: int) -> Description:
     """The facts of a weight of (m, k) that `problems` finds nothing wrong with."""
     layout = plan.layout
-    per_rank = cdiv(m, world)
-    alignment = Alignment(plan.shard_rows, plan.shard_reason, plan.column_multiple, world, per_rank, cdiv(m, per_rank))
     return Description(
         name=layout.name,
         summary=layout.summary,
@@ -167,10 +191,41 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
         buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
         swizzle=_swizzle(layout),
-        alignment=alignment,
+        alignment=_alignment(plan, m, k, world),
         passes=tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both)),
         derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
         views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
+    )
+
+
+def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
+    per_rank, accepted = cdiv(m, world), plan.layout.multiple_m
+    free = aligned(m, world, plan.shard_rows)
+    return Alignment(
+        rows=plan.shard_rows,
+        reason=plan.shard_reason,
+        columns=plan.column_multiple,
+        world=world,
+        rows_per_rank=per_rank,
+        ranks_with_rows=cdiv(m, per_rank),
+        cut_blocks=_cut_blocks(plan, m, k, world),
+        shards_have_buffers=aligned(m, world, lcm(plan.shard_rows, accepted)),
+        free_rows=() if free else nearest_rows(m, world, plan.shard_rows, accepted),
+        free_worlds=() if free else nearest_worlds(m, world, plan.shard_rows),
+    )
+
+
+def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
+    block = plan.block_rows
+    if aligned(m, world, block):
+        return None
+    values = 2 if plan.extremes else block  # of each column of a block
+    return CutBlocks(
+        rows=block,
+        cuts=cuts_inside(m, world, block),
+        ranks=ranks_cutting(m, world, block),
+        exchanged="extremes" if plan.extremes else "values",
+        exchange_bytes_per_rank=2 * values * k * EXCHANGED,
     )
 
 
@@ -251,12 +306,12 @@ def _swizzle(layout: Layout) -> str | None:
 
 def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     layout = plan.layout
-    slots = {
-        one.name: [plane.nbytes(cdiv(m, world), k) for plane in one.planes] for one in (plan.forward, plan.backward)
-    }
-    held = sum(plane.nbytes(cdiv(m, world), k) for plane in gather.planes)
-    shared = gather.name in slots and plan.slots_differ
+    slots = {one.name: [_sent(plane, m, k, world) for plane in one.planes] for one in (plan.forward, plan.backward)}
+    held = sum(_sent(plane, m, k, world) for plane in gather.planes)
+    cut = not aligned(m, world, plan.block_rows)
+    shared = gather.name in slots and (plan.slots_differ or (plan.passes_differ and cut))
     per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else held
+    share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
     per_element = Fraction(per_rank * world, m * k)
     derived = [
         f"{buffer.name}: {', '.join(made_by(buffer))}"
@@ -268,6 +323,7 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
         planes=tuple(plane.name for plane in gather.planes),
         bytes_per_rank=per_rank,
         filling=per_rank - held,
+        doubled=ceil(held - share) if cut else 0,
         bytes_per_element=per_element,
         ratio_to_bf16=per_element / HIGH_PRECISION,
         large_weight=gather.bytes_per_element,
@@ -276,74 +332,10 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- index maps
-def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
-    """Where every byte of a buffer comes from, as JSON has it.
-
-    `bytes` has an entry for each byte: the values that have bits in it, first bits first, each as [row, column] of its
-    plane, None for padding. A value of a plane serves `covers` rows and columns of the weight (None: all), so for codes
-    it is the element's own (i, j), and for scales the block's. A value of several bytes stands in each of them.
-    `swizzled` lists the values of a scale buffer in the order in which a GEMM wants them, where it wants another.
-    """
-    found = find_buffer(plan.layout, buffer)
-    chain = found.chain(m, k)
-    swizzled = swizzled_map(plan.layout, found, m, k) if is_swizzled(plan.layout, found) else None
-    return {
-        "buffer": found.name,
-        "plane": found.plane.name,
-        "kind": found.kind,
-        "dtype": found.dtype,
-        "shape": list(found.shape(m, k)),
-        "bits": found.plane.bits,
-        "order": "low-first" if chain.low_first else "high-first",
-        "covers": [found.plane.per_m, found.plane.per_k],
-        "weight": [m, k],
-        "bytes": [
-            [None if value is None else list(value) for value in values_in(found, chain, byte)]
-            for byte in range(chain.nbytes)
-        ],
-        "swizzled": None if swizzled is None else [None if value is None else list(value) for value in swizzled],
-    }
-
-
-def find_buffer(layout: Layout, name: str) -> Buffer:
-    """The buffer of that name; KeyError where there is none."""
-    return {buffer.name: buffer for buffer in layout.buffers}[name]
-
-
-def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]:
-    """(row, column) in the plane of each value that has bits in a byte; None for padding."""
-    bits = buffer.plane.bits
-    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row, at which packing starts anew
-    row, offset = divmod(byte, width)
-    for code in range(offset * 8 // bits, (offset * 8 + 7) // bits + 1):
-        begin, bit = divmod(code * bits, 8)
-        value = chain.value_at(row * width + begin, bit)
-        yield None if value is None else plane_index(buffer, value)
-
-
-def plane_index(buffer: Buffer, value: Index) -> Index:
-    """(row, column) in the plane: an axis that all values cover has none of its own, so it is 0."""
-    if len(value) == 2:
-        return value
-    return (value[0], 0) if buffer.m_dim is not None else (0, value[0])
-
-
-def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:
-    """(row, column) in the plane of each byte of a swizzled scale buffer, in the order in which a GEMM reads them."""
-    assert layout.swizzle is not None
-    chain = buffer.chain(m, k)
-    # The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
-    turned = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
-    shape = buffer.shape(m, k)
-    swizzle = swizzle_chain(layout.swizzle, shape[::-1] if turned else shape, buffer.plane.bits)
-    size = buffer.plane.bits // 8
-    for byte in range(0, swizzle.nbytes, size):
-        place = swizzle.value_at(byte, 0)
-        assert place is not None
-        row, column = place[::-1] if turned else place
-        value = chain.value_at((row * shape[1] + column) * size, 0)
-        yield None if value is None else plane_index(buffer, value)
+def _sent(plane: Plane, m: int, k: int, world: int) -> int:
+    """The bytes of a plane that a rank sends."""
+    rows = plane.per_m or 1
+    return plane.nbytes(sent_blocks(m, world, rows) * rows, k)
 
 
 def _either(numbers: tuple[int, ...]) -> str:

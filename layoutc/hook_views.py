@@ -68,9 +68,9 @@ def hook_view(plan: Plan) -> View:
 
 
 def _wire(plane: Plane) -> str:
-    return f'fsdp.wire(self, gathering, "{plane.name}")'
+    return f'transport.wire(self, gathering, "{plane.name}")'
 
 
 def _receive(plane: Plane, index: int, base: str = "") -> str:
     position = f"{base} + {index}" if base and index else base or str(index)
-    return f'"{plane.name}": fsdp.arrived(self, metadata, "{plane.name}", received[{position}]),'
+    return f'"{plane.name}": transport.arrived(metadata, "{plane.name}", received[{position}]),'

@@ -1,4 +1,4 @@
-"""What follows from a layout: shard alignment, gather plan for each pass, derivations, dispatch rules.
+"""What follows from a layout: where cuts cost nothing, gather plan for each pass, derivations, dispatch rules.
 
 Pure functions.
 """
@@ -90,6 +90,11 @@ class Plan:
         return next(iter(per_k), None)
 
     @property
+    def block_rows(self) -> int:
+        """Rows that share values of some plane: at multiples of it, rows have values that are theirs alone."""
+        return block_rows(self.layout)
+
+    @property
     def extremes(self) -> bool:
         """True when a block's scales follow from the least and the greatest value of each of its columns.
 
@@ -136,8 +141,13 @@ def derive(layout: Layout) -> Plan:
         backward=backward,
         both=_gather(layout, "both", layout.orientations),
         derivations=tuple(_derivation(layout, orientation) for orientation in layout.orientations),
-        dispatch=_dispatch(shard_rows, columns),
+        dispatch=_dispatch(block_rows(layout), columns),
     )
+
+
+def block_rows(layout: Layout) -> int:
+    """The least common multiple of the rows that values of the planes cover; 1 where no two rows share a value."""
+    return lcm(*(plane.per_m or 1 for plane in layout.planes))
 
 
 def _gather(layout: Layout, name: PassName, wanted: tuple[str, ...]) -> Gather:
@@ -211,8 +221,11 @@ def _how(buffer: Buffer) -> str:
     return f"{buffer.kind} {', '.join(done) or 'as it is'}"
 
 
-def _dispatch(rows: int, columns: int) -> tuple[DispatchRule, ...]:
-    row_cut = "cuts at any row" if rows == 1 else f"cuts at multiples of {rows} rows"
+def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
+    row_cut, joins = "cuts at any row", "pieces cut at any row"
+    if block > 1:
+        row_cut += f"; a piece that cuts a block of {block} rows takes no plain values"
+        joins = f"pieces cut at multiples of {block} rows"
     column_cut = "any column" if columns == 1 else f"multiples of {columns} columns"
     return (
         DispatchRule("detach, alias, clone, to(device), pin_memory, record_stream, equal", "always"),
@@ -220,11 +233,9 @@ def _dispatch(rows: int, columns: int) -> tuple[DispatchRule, ...]:
         DispatchRule("t, transpose", "of a matrix"),
         DispatchRule("split, chunk, slice, narrow, select on leading dims", row_cut),
         DispatchRule("split, chunk, slice, narrow on the last dim", column_cut),
-        DispatchRule(
-            "cat on dim 0", f"pieces that end {'at any row' if rows == 1 else f'at multiples of {rows} rows'}"
-        ),
+        DispatchRule("cat on dim 0", joins),
         DispatchRule("cat on the last dim", f"pieces that end at {column_cut}"),
-        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, in shards cut as above"),
+        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", f"bytes, of {joins}"),
         DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing"),
     )
 

@@ -200,7 +200,7 @@ def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- cuts
 def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
-    """Rows can be cut at multiples of the alignment, and nowhere else."""
+    """Cuts between rows cost nothing at multiples of the alignment, and something anywhere else."""
     rows = plan.shard_rows
     statement = f"a cut between rows crosses no block and no byte at multiples of {rows}, and crosses one anywhere else"
     if rows == 1:
@@ -310,7 +310,7 @@ def _short(value: object) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- gathers
 def gathers_are_minimal(plan: Plan) -> Iterator[Proof]:
-    """Each pass moves every code and scale that it needs once, and no other bit."""
+    """Each pass moves every code and scale that it needs once, and no other bit, where no cut falls inside a block."""
     for gather in (plan.forward, plan.backward, plan.both):
         yield _minimal(plan, gather)
 
@@ -329,6 +329,8 @@ def _minimal(plan: Plan, gather: Gather) -> Proof:
     moved = sum(plane.nbytes(m, k) for plane in gather.planes) * 8
     parts = " + ".join(_bits(plane) for plane in needed) or "nothing"
     statement = f"moves {float(gather.bytes_per_element):.4f} B/element, the least there is: {parts}"
+    if any((plane.per_m or 1) > 1 for plane in gather.planes):
+        statement += "; of a block that is cut, each rank that has rows of it sends the scales"
     if plan.slots_differ and gather.name != "both":
         statement += "; FSDP2 then fills it up to the larger pass"
     method = f"values counted, {_weights([(m, k)])}: {least:,} bits needed, {moved:,} moved"

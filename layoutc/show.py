@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from layoutc.chain import Index
-from layoutc.describe import Description, find_buffer, swizzled_map, values_in
+from layoutc.describe import CutBlocks, Description
 from layoutc.layout import Buffer, Layout, is_swizzled
+from layoutc.maps import find_buffer, swizzled_map, values_in
 from layoutc.tables import Table
 
 LINES = 16  # of a picture of a buffer
@@ -17,7 +18,8 @@ BYTES_A_LINE = (16, 8, 4, 2, 1)
 
 def tables(facts: Description) -> list[Table]:
     """The whole description, in the order in which an author asks."""
-    return [_head(facts), _stored(facts), _read(facts), _cut(facts), _gathered(facts), *_derived(facts), _views(facts)]
+    head = [_head(facts), _stored(facts), _read(facts), _uncrossed(facts), _sharded(facts)]
+    return [*head, _gathered(facts), *_derived(facts), _views(facts)]
 
 
 def _head(facts: Description) -> Table:
@@ -68,15 +70,53 @@ def _read(facts: Description) -> Table:
     return Table(title, heads, rows, frozenset({3, 4}))
 
 
-def _cut(facts: Description) -> Table:
+def _uncrossed(facts: Description) -> Table:
     at = facts.alignment
-    rows = [("rows", f"{_multiples(at.rows)}: {at.reason}"), ("columns", _multiples(at.columns))]
+    rows = (("rows", f"{_multiples(at.rows)}: {at.reason}"), ("columns", _multiples(at.columns)))
+    return Table("Cuts that cross no block and no byte, so cost nothing", (), rows)
+
+
+def _sharded(facts: Description) -> Table:
+    at = facts.alignment
     without = at.world - at.ranks_with_rows
     empty = f", {_count(without, 'rank')} without rows" if without else ""
     last = facts.m - (at.ranks_with_rows - 1) * at.rows_per_rank
     short = f", the last {last}" if last != at.rows_per_rank else ""
-    rows.append((_count(at.world, "rank"), f"{_count(at.rows_per_rank, 'row')} a rank{short}{empty}"))
-    return Table("Cuts that cross no block and no byte", (), tuple(rows))
+    rows = [("rows", f"{at.rows_per_rank} a rank{short}{empty}")]
+    rows += [("cuts", "none inside a block")] if at.cut_blocks is None else _cut_blocks(facts, at.cut_blocks)
+    if not at.shards_have_buffers:
+        rows.append(("buffers", "none of a shard by itself; the gathered weight has them"))
+    if at.free_rows:
+        worlds = f"{_either(at.free_worlds)} rank{'' if at.free_worlds == (1,) else 's'}"
+        rows.append(
+            ("costs nothing", f"{_either(at.free_rows)} rows over {at.world} ranks, or {facts.m} rows over {worlds}")
+        )
+    return Table(f"Sharded over {_count(at.world, 'rank')}", (), tuple(rows))
+
+
+def _cut_blocks(facts: Description, at: CutBlocks) -> list[tuple[str, str]]:
+    """What cuts inside blocks cost, in each pass and in a step."""
+    cuts = facts.alignment.ranks_with_rows - 1
+    passes: dict[int, list[str]] = {}
+    for one in facts.passes:
+        passes.setdefault(one.doubled, []).append(one.name)
+    every = len(passes) == 1
+    more = ", ".join(
+        f"{_number(nbytes)} bytes a rank more in {'each pass' if every else ' and '.join(names)}"
+        for nbytes, names in passes.items()
+        if nbytes
+    )
+    exchange = f"{_number(at.exchange_bytes_per_rank)} bytes a rank in an all-gather that all weights share"
+    told = {"extremes": "the least and greatest value", "values": "all values"}[at.exchanged]
+    return [
+        ("cuts", f"{at.cuts} of {cuts} inside a block of {at.rows} rows; {_count(at.ranks, 'rank')} with part of one"),
+        ("scales", f"each rank sends those of all blocks that it has rows of: {more}"),
+        ("optimizer step", f"{exchange}: {told} of each column of a rank's first and last block"),
+    ]
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _multiples(number: int) -> str:

@@ -79,7 +79,7 @@ def test_two_processes_train_and_restore_as_one_and_a_fault_in_a_hook_is_caught_
         outcomes = [run_check(subject, check) for check in wanted]
         subject.close()
         assert [outcome.status for outcome in outcomes] == ["pass"] * 3, failures(outcomes)
-        pattern, replacement = MUTANTS["backward sends forward's codes"][2:4]
+        pattern, replacement = MUTANTS["backward sends its codes in reverse"][2:4]
         broken = compile_subject(path, ranks=ranks, edit=edit("tensor.py", pattern, replacement))
         outcome = run_check(broken, CHECKS["fsdp2"])
         broken.close()
@@ -208,21 +208,21 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "the gather cuts the wrong rows": (
         "fp8_block",
         "tensor.py",
-        r'(fsdp\.arrived\(self, metadata, "rowwise_data", received\[\d\])\)',
+        r'(transport\.arrived\(metadata, "rowwise_data", received\[\d\])\)',
         r"\1.flip(0))",
         ("gather",),
     ),
-    "backward sends forward's codes": (
+    "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
-        r'fsdp\.wire\(self, gathering, "columnwise_data"',
-        'fsdp.wire(self, gathering, "rowwise_data"',
+        r'(transport\.wire\(self, gathering, "columnwise_data"\))',
+        r"\1.flip(0)",
         ("gather",),
     ),
     "short shards are not filled up": (
         "fp8_block",
         "tensor.py",
-        r'fsdp\.wire\(self, gathering, "rowwise_data"\)',
+        r'transport\.wire\(self, gathering, "rowwise_data"\)',
         'self._planes["rowwise_data"]',
         ("gather-sizes",),
     ),

@@ -5,18 +5,32 @@ from __future__ import annotations
 import importlib
 import json
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutc.compiler import plan_for
-from layoutc.cuts import aligned, nearest_multiple, nearest_rows, nearest_worlds
-from layoutc.describe import as_data, describe, index_map, problems, usual_shape
+from layoutc.cuts import (
+    aligned,
+    cuts_inside,
+    nearest_multiple,
+    nearest_rows,
+    nearest_worlds,
+    ranks_cutting,
+    sent_blocks,
+)
+from layoutc.describe import Description, as_data, describe, problems, usual_shape
+from layoutc.maps import index_map
 from layoutc.plan import Plan
+from layoutc.runtime import halo, sharding
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import Cuts
 from layoutc.schema import read_spec
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
@@ -34,6 +48,17 @@ orientations:
   columnwise: {block: {m: 2, k: 3}, data: {layout: k m}, scale: {layout: k/3 m, pad: [4, 3]}}
 """
 
+PAIRS = """layoutc: 1
+name: pairs
+summary: a scale for each row, and two rows in a byte columnwise
+shape: {m: 2, k: 2}
+element: {format: e2m1, pack: low-first}
+scale: {format: e8m0, rule: power-of-two, round: up}
+orientations:
+  rowwise: {block: {m: 1, k: all}, data: {layout: m k}, scale: {layout: m}}
+  columnwise: {block: {m: 1, k: all}, data: {layout: k m}, scale: {layout: m}}
+"""
+
 
 def plan_of(text: str, name: str) -> Plan:
     spec, found = read_spec(text, f"{name}.yaml")
@@ -49,17 +74,13 @@ def six_bits() -> Plan:
     return plan_of(SIX_BITS, "six_bits")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("m", "k", "world"), SHAPES)
-def test_facts_are_those_of_the_generated_code(name: str, m: int, k: int, world: int) -> None:
+PLANS = {name: recipe(name) for name in NAMES}
+
+
+def described(name: str, m: int, k: int, world: int) -> Description:
+    """The description, and what each pass gathers checked against the generated code."""
     layout = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT
-    facts = describe(recipe(name), m, k, world)
-    for stated, ours in ((layout.planes(m, k), facts.planes), (layout.buffers(m, k), facts.buffers)):
-        assert {one.name: (one.shape, f"torch.{one.dtype}", one.nbytes) for one in ours} == {
-            key: (value.shape, str(value.dtype), value.nbytes) for key, value in stated.items()
-        }
-    assert facts.alignment.rows == layout.shard_rows
-    assert facts.layout_id == layout.layout_id
+    facts = describe(PLANS[name], m, k, world)
     for one in facts.passes:
         gather = layout.gather(m, k, world, one.name)
         assert (one.planes, one.serves) == (tuple(gather.planes), gather.serves)
@@ -67,6 +88,75 @@ def test_facts_are_those_of_the_generated_code(name: str, m: int, k: int, world:
         assert one.bytes_per_element == Fraction(gather.nbytes, m * k)
         assert one.ratio_to_bf16 == one.bytes_per_element / 2
         assert one.filling == gather.filling
+    return facts
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("m", "k", "world"), SHAPES)
+def test_facts_are_those_of_the_generated_code(name: str, m: int, k: int, world: int) -> None:
+    layout = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT
+    facts = described(name, m, k, world)
+    for stated, ours in ((layout.planes(m, k), facts.planes), (layout.buffers(m, k), facts.buffers)):
+        assert {one.name: (one.shape, f"torch.{one.dtype}", one.nbytes) for one in ours} == {
+            key: (value.shape, str(value.dtype), value.nbytes) for key, value in stated.items()
+        }
+    assert facts.alignment.rows == layout.shard_rows
+    assert facts.layout_id == layout.layout_id
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 40), st.integers(1, 5), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int, world: int) -> None:
+    """Bytes of each pass, bytes of a step's exchange, and which ranks have a part of a block."""
+    layout = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT
+    m, k = rows * max(layout.multiple_m, 8), columns * max(layout.multiple_k, 8)
+    at = described(name, m, k, world).alignment
+    cuts = Cuts(m, -(-m // world), world)
+    bounds = [cuts.bounds(rank) for rank in range(world)]
+    assert (at.rows_per_rank, at.ranks_with_rows) == (cuts.per_rank, sum(last > first for first, last in bounds))
+    places = [halo.Place(None, rank, cuts) for rank in {0, world - 1}]  # type: ignore[arg-type]
+    assert (at.cut_blocks is not None) == places[0].joins(layout)
+    if at.cut_blocks is None:
+        return
+    inside = {last for _, last in bounds if last < m and last % layout.block_rows}
+    parts = [rank for rank in range(world) if cuts.halo(rank, layout.block_rows).rows]
+    assert (at.cut_blocks.rows, at.cut_blocks.cuts) == (layout.block_rows, len(inside))
+    assert at.cut_blocks.ranks == len(parts)
+    assert at.cut_blocks.exchanged == ("extremes" if layout.extremes else "values")
+    for place in places:
+        first, last = bounds[place.rank]
+        told = halo._edges(layout, torch.zeros(last - first, k), place)
+        assert at.cut_blocks.exchange_bytes_per_rank == told.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_have_buffers_by_themselves_where_that_is_said(name: str) -> None:
+    def has_buffers(shard: Any) -> bool:
+        try:
+            return bool(shard.buffers())
+        except LayoutError:
+            return False
+
+    for m, world in product((96, 128, 160, 384), (1, 2, 3, 5)):
+        weight = importlib.import_module(f"layoutc.recipes.{name}").quantize(torch.ones(m, 32))
+        at = describe(PLANS[name], m, 32, world).alignment
+        assert at.shards_have_buffers == all(map(has_buffers, torch.chunk(weight, world))), (m, world)
+        assert at.shards_have_buffers or (at.free_rows and at.free_worlds)
+
+
+def test_rows_that_share_bytes_cost_a_shard_its_buffers_and_nothing_else() -> None:
+    plan = plan_of(PAIRS, "pairs")
+    at = describe(plan, 6, 2, 2).alignment
+    assert (at.rows, at.rows_per_rank, at.cut_blocks) == (2, 3, None)
+    assert (at.shards_have_buffers, at.free_rows, at.free_worlds) == (False, (4, 8), (1, 3))
+    assert {one.doubled for one in describe(plan, 6, 2, 2).passes} == {0}
+
+
+def test_doubled_bytes_are_those_beyond_the_share_of_a_rank() -> None:
+    """18 rows a rank are 1.125 rows of blocks; the ranks send 2, of 4 bytes each. Over 9 ranks each has its own."""
+    assert {one.doubled for one in describe(PLANS["nvfp4"], 144, 64, 8).passes} == {4}  # 3.5
+    assert {one.doubled for one in describe(PLANS["nvfp4"], 144, 64, 9).passes} == {0}
+    assert [one.doubled for one in describe(PLANS["mxfp8"], 96, 64, 2).passes] == [0, 32, 32]
 
 
 @pytest.mark.parametrize("plan", [*map(recipe, NAMES), six_bits()], ids=lambda plan: plan.layout.name)
@@ -139,23 +229,23 @@ def test_data_is_json() -> None:
 # ------------------------------------------------------------------------------------------------------ what would work
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 8, 1000])
-def test_the_usual_shape_works_everywhere(name: str, world: int) -> None:
-    plan = recipe(name)
-    assert problems(plan, *usual_shape(plan, world), world, "x.yaml") == []
+def test_cuts_of_the_usual_shape_cost_nothing_anywhere(name: str, world: int) -> None:
+    m, k = usual_shape(PLANS[name], world)
+    assert problems(PLANS[name], m, k, "x.yaml") == []
+    at = describe(PLANS[name], m, k, world).alignment
+    assert (at.cut_blocks, at.shards_have_buffers, at.free_rows, at.free_worlds) == (None, True, (), ())
 
 
 def test_shapes_that_are_not_taken_name_the_nearest_that_are() -> None:
-    found = problems(recipe("nvfp4"), 100, 7, 2, "specs/nvfp4.yaml")
+    found = problems(recipe("nvfp4"), 100, 7, "specs/nvfp4.yaml")
     assert [(item.code, item.help) for item in found] == [("LC401", "m can be 96 or 112"), ("LC401", "k can be 16")]
 
 
-def test_weights_that_do_not_shard_name_the_nearest_that_do() -> None:
-    plan = recipe("fp8_block")
-    (found,) = problems(plan, 384, 512, 2, "specs/fp8_block.yaml")
-    assert found.code == "LC402"
-    assert found.help == "over 2 ranks, m can be 256 or 512; with m = 384, the world size can be 1 or 3"
+def test_weights_whose_blocks_are_cut_name_the_nearest_that_are_not() -> None:
+    at = describe(PLANS["fp8_block"], 384, 512, 2).alignment
+    assert (at.free_rows, at.free_worlds) == ((256, 512), (1, 3))
     for m, world in ((256, 2), (512, 2), (384, 1), (384, 3)):
-        assert problems(plan, m, 512, world, "x.yaml") == []
+        assert describe(PLANS["fp8_block"], m, 512, world).alignment.cut_blocks is None
 
 
 SIZES = st.integers(1, 300)
@@ -176,10 +266,19 @@ def test_advice_is_the_nearest_there_is(rows: int, world: int, multiple: int, ac
     assert all(m % multiple == 0 and m > 0 and abs(m - rows) <= max(multiple, rows) for m in near)
 
 
-@given(rows=SIZES, world=st.integers(1, 20), multiple=st.integers(1, 12))
-def test_aligned_is_what_the_runtime_says(rows: int, world: int, multiple: int) -> None:
-    runtime = importlib.import_module("layoutc.runtime.sharding")
-    assert aligned(rows, world, multiple) == runtime.aligned(rows, -(-rows // world), multiple)
+@given(rows=SIZES, world=st.integers(1, 40), block=st.integers(1, 40))
+@settings(max_examples=300)
+def test_cuts_are_those_of_the_runtime(rows: int, world: int, block: int) -> None:
     per_rank = -(-rows // world)
-    cuts = range(per_rank, rows, per_rank)
-    assert aligned(rows, world, multiple) == all(cut % multiple == 0 for cut in cuts)
+    cuts, ends = Cuts(rows, per_rank, world), range(per_rank, rows, per_rank)
+    assert aligned(rows, world, block) == cuts.aligned(block) == all(end % block == 0 for end in ends)
+    assert cuts_inside(rows, world, block) == sum(end % block > 0 for end in ends)
+    assert ranks_cutting(rows, world, block) == sum(cuts.halo(rank, block).rows > 0 for rank in range(world))
+    assert sent_blocks(rows, world, block) == sharding.sent_blocks(cuts, block)
+
+
+def test_large_numbers_of_ranks_take_no_time() -> None:
+    """Nothing counts ranks or rows one by one."""
+    at = describe(PLANS["fp8_block"], 9_999_999_999, 128, 1_000_000_000).alignment
+    assert at.cut_blocks is not None
+    assert (at.cut_blocks.ranks, at.free_worlds) == (1_000_000_000, (78_740_157,))

@@ -204,7 +204,7 @@ def test_explain_prints_statements_and_methods() -> None:
     assert lines[0].endswith("nvfp4.yaml")
     assert all(line.startswith(("  proved  ", "          by: ")) for line in lines[1:])
     least = "forward gather: moves 0.5039 B/element, the least there is: 4 bits an element + 8 bits for 16x16"
-    assert f"  proved  {least}" in lines
+    assert f"  proved  {least}; of a block that is cut, each rank that has rows of it sends the scales" in lines
 
 
 def test_explain_for_machines() -> None:

@@ -39,6 +39,15 @@ def test_text(name: str, golden: Callable[[Path, str], None]) -> None:
     golden(GOLDEN / f"{name}.txt", result.stdout.replace(recipe(name).layout_id, "(layout id)"))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_4over6"])
+def test_text_where_blocks_are_cut(name: str, golden: Callable[[Path, str], None]) -> None:
+    """Scales that travel in one pass, or in both; extremes of blocks told, or all values."""
+    result = run(name, "--shape", "160x128", "--world", "3")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 168
+    golden(GOLDEN / f"{name}-cut.txt", result.stdout.replace(recipe(name).layout_id, "(layout id)"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_of_every_buffer_fit(name: str) -> None:
     for buffer in recipe(name).layout.buffers:
@@ -108,10 +117,24 @@ def test_shapes_that_do_not_work_say_what_would() -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error[LC401]: nvfp4 takes rows in multiples of 16, not 100" in result.stderr
     assert "= help: m can be 96 or 112" in result.stderr
-    result = run("nvfp4", "--shape", "144x64")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "error[LC402]: 144 rows do not shard over 8 ranks: 18 rows a rank, not a multiple of 16" in result.stderr
-    assert "m can be 128 or 256; with m = 144, the world size can be 3 or 9" in result.stderr
+
+
+def test_cuts_inside_blocks_say_what_they_cost_and_where_they_cost_nothing() -> None:
+    lines = run("nvfp4", "--shape", "144x64").stdout.splitlines()
+    table = [line.strip() for line in lines[lines.index("Sharded over 8 ranks") :]][1:7]
+    assert [re.sub(" +", " ", line) for line in table] == [
+        "rows 18 a rank",
+        "cuts 7 of 7 inside a block of 16 rows; 8 ranks with part of one",
+        "scales each rank sends those of all blocks that it has rows of: 4 bytes a rank more in each pass",
+        "optimizer step 1,024 bytes a rank in an all-gather that all weights share: "
+        "the least and greatest value of each column of a rank's first and last block",
+        "buffers none of a shard by itself; the gathered weight has them",
+        "costs nothing 128 or 256 rows over 8 ranks, or 144 rows over 3 or 9 ranks",
+    ]
+    inside = json.loads(run("nvfp4", "--shape", "144x64", "--json").stdout)["alignment"]["cut_blocks"]
+    assert (inside["cuts"], inside["exchange_bytes_per_rank"]) == (7, 2 * 2 * 64 * 4)
+    assert json.loads(run("nvfp4", "--json").stdout)["alignment"]["cut_blocks"] is None
+    assert "or 130 rows over 1 rank\n" in run("fp8_block", "--shape", "130x64", "--world", "2").stdout
 
 
 def test_a_spec_with_errors_is_not_shown() -> None:
@@ -121,9 +144,11 @@ def test_a_spec_with_errors_is_not_shown() -> None:
 
 
 def test_ranks_without_rows_and_short_ones_are_said() -> None:
-    assert "3 ranks  3 rows a rank, the last 1\n" in run("fp8_current", "--shape", "7x5", "--world", "3").stdout
+    text = run("fp8_current", "--shape", "7x5", "--world", "3").stdout
+    assert "Sharded over 3 ranks\n  rows  3 a rank, the last 1\n  cuts  none inside a block\n" in text
     text = run("fp8_current", "--shape", "4x5", "--world", "6").stdout
-    assert "6 ranks  1 row a rank, 2 ranks without rows\n" in text
+    assert "Sharded over 6 ranks\n  rows  1 a rank, 2 ranks without rows\n" in text
+    assert "Sharded over 1 rank\n  rows  4 a rank\n" in run("fp8_current", "--shape", "4x5", "--world", "1").stdout
 
 
 def test_filling_is_said() -> None:

@@ -5,11 +5,12 @@
 detach, alias, clone, to(device), pin_memory, record_stream, equal: always.
 view: leading dims split, merged or flattened; the last dim kept, or all flattened.
 t, transpose: of a matrix.
-split, chunk, slice, narrow, select on leading dims: cuts at multiples of 64 rows.
+split, chunk, slice, narrow, select on leading dims: cuts at any row; a piece that cuts a block of 64 rows takes no
+plain values.
 split, chunk, slice, narrow on the last dim: multiples of 64 columns.
-cat on dim 0: pieces that end at multiples of 64 rows.
+cat on dim 0: pieces cut at multiples of 64 rows.
 cat on the last dim: pieces that end at multiples of 64 columns.
-all-gather, broadcast, scatter, all-to-all of DTensors: bytes, in shards cut as above.
+all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of pieces cut at multiples of 64 rows.
 copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
 Views that would not be exact are refused; other operators run on a dequantized copy, which layoutc.strict() refuses.
 """
@@ -58,7 +59,7 @@ HANDLERS = {
     aten.permute.default: common.permute,
     aten.as_strided.default: common.as_strided,
     aten.expand.default: common.expand,
-    # cuts along rows (multiples of 64) and columns (multiples of 64)
+    # cuts along rows (any) and columns (multiples of 64)
     aten.slice.Tensor: shaping.slice_,
     aten.select.int: shaping.select,
     aten.unbind.int: shaping.unbind,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp, launch
+from layoutc.runtime import fsdp, launch, transport
 from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.tensor import QuantizedTensor, register
 
@@ -45,20 +45,20 @@ class FP8BlockTensor(QuantizedTensor):
         return self._plane("rowwise_scale")
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], transport.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
         Both passes send the same planes.
         """
         gathering = fsdp.begin(self, mesh)
-        data = fsdp.wire(self, gathering, "rowwise_data")
-        scale = fsdp.wire(self, gathering, "rowwise_scale")
-        return fsdp.send((data, scale), gathering)
+        data = transport.wire(self, gathering, "rowwise_data")
+        scale = transport.wire(self, gathering, "rowwise_scale")
+        return transport.send((data, scale), gathering)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: fsdp.Gathering,
+        metadata: transport.Gathering,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -67,10 +67,10 @@ class FP8BlockTensor(QuantizedTensor):
 
         Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        received = fsdp.receive(all_gather_outputs, metadata)
+        received = transport.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": fsdp.arrived(self, metadata, "rowwise_data", received[0]),
-            "rowwise_scale": fsdp.arrived(self, metadata, "rowwise_scale", received[1]),
+            "rowwise_data": transport.arrived(metadata, "rowwise_data", received[0]),
+            "rowwise_scale": transport.arrived(metadata, "rowwise_scale", received[1]),
         }
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 

@@ -18,7 +18,7 @@ Read by a GEMM (buffers):
     columnwise_scale (1,)    float32 the plane rowwise_scale
     amax             (1024,) float32 latest first
 
-Shards are cut at any row: no scale covers more than one row of a shard, and rows are whole bytes.
+A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
 
 rowwise: quantized for itself.

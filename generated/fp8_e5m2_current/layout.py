@@ -16,7 +16,7 @@ Read by a GEMM (buffers):
     columnwise_data  (k, m) uint8   rowwise_data: transposed
     columnwise_scale (1,)   float32 the plane rowwise_scale
 
-Shards are cut at any row: no scale covers more than one row of a shard, and rows are whole bytes.
+A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
 
 rowwise: quantized for itself.

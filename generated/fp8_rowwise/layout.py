@@ -18,7 +18,7 @@ Read by a GEMM (buffers):
     columnwise_data  (k, m) uint8   columnwise_data: transposed
     columnwise_scale (k,)   float32 as stored
 
-Shards are cut at any row: no scale covers more than one row of a shard, and rows are whole bytes.
+A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data: 1 B/element. A weight
 that stays gathered after forward gets all of them at once: 2 B/element.
 

@@ -18,7 +18,9 @@ Read by a GEMM (buffers):
     columnwise_data  (k, m)                              uint8   columnwise_data: transposed
     columnwise_scale (cdiv(k, 128), up(cdiv(m, 128), 4)) float32 columnwise_scale: transposed, zero padded
 
-Shards are cut at multiples of 128 rows: one columnwise scale covers 128 rows.
+Shards may be cut at any row. At multiples of 128 rows that costs nothing: one columnwise scale covers 128 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.00024 B/element. A weight that stays gathered after forward gets all of them at once: 2.03149
 B/element.

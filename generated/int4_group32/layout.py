@@ -22,7 +22,9 @@ Read by a GEMM (buffers):
     columnwise_scale (k, m // 32) float32 columnwise_scale: transposed
     columnwise_zero  (k, m // 32) uint8   columnwise_zero: transposed
 
-Shards are cut at multiples of 32 rows: one columnwise scale covers 32 rows.
+Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Forward gathers rowwise_data and rowwise_scale and rowwise_zero: 0.65625 B/element. Backward gathers columnwise_data and
 columnwise_scale and columnwise_zero: 0.65625 B/element. A weight that stays gathered after forward gets all of them at
 once: 1.3125 B/element.

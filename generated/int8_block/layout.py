@@ -16,7 +16,9 @@ Read by a GEMM (buffers):
     columnwise_data  (k, m)                       uint8   rowwise_data: transposed
     columnwise_scale (cdiv(k, 128), cdiv(m, 128)) float32 rowwise_scale: transposed
 
-Shards are cut at multiples of 128 rows: one rowwise scale covers 128 rows.
+Shards may be cut at any row. At multiples of 128 rows that costs nothing: one rowwise scale covers 128 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
 
 rowwise: quantized for itself.

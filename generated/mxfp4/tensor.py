@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp, launch
+from layoutc.runtime import fsdp, launch, transport
 from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.tensor import QuantizedTensor, register
 
@@ -55,7 +55,7 @@ class MXFP4Tensor(QuantizedTensor):
         return self._plane("columnwise_scale")
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], transport.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
         Forward sends rowwise_data and rowwise_scale; backward columnwise_data and columnwise_scale, of the same bytes,
@@ -65,20 +65,20 @@ class MXFP4Tensor(QuantizedTensor):
         sent: list[Tensor] = []
         if gathering.which != "backward":
             sent += [
-                fsdp.wire(self, gathering, "rowwise_data"),
-                fsdp.wire(self, gathering, "rowwise_scale"),
+                transport.wire(self, gathering, "rowwise_data"),
+                transport.wire(self, gathering, "rowwise_scale"),
             ]
         if gathering.which != "forward":
             sent += [
-                fsdp.wire(self, gathering, "columnwise_data"),
-                fsdp.wire(self, gathering, "columnwise_scale"),
+                transport.wire(self, gathering, "columnwise_data"),
+                transport.wire(self, gathering, "columnwise_scale"),
             ]
-        return fsdp.send(tuple(sent), gathering)
+        return transport.send(tuple(sent), gathering)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: fsdp.Gathering,
+        metadata: transport.Gathering,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -87,16 +87,16 @@ class MXFP4Tensor(QuantizedTensor):
 
         Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        received = fsdp.receive(all_gather_outputs, metadata)
+        received = transport.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
         slot = 0
         if metadata.which != "backward":
-            gathered["rowwise_data"] = fsdp.arrived(self, metadata, "rowwise_data", received[slot])
-            gathered["rowwise_scale"] = fsdp.arrived(self, metadata, "rowwise_scale", received[slot + 1])
+            gathered["rowwise_data"] = transport.arrived(metadata, "rowwise_data", received[slot])
+            gathered["rowwise_scale"] = transport.arrived(metadata, "rowwise_scale", received[slot + 1])
             slot += 2
         if metadata.which != "forward":
-            gathered["columnwise_data"] = fsdp.arrived(self, metadata, "columnwise_data", received[slot])
-            gathered["columnwise_scale"] = fsdp.arrived(self, metadata, "columnwise_scale", received[slot + 1])
+            gathered["columnwise_data"] = transport.arrived(metadata, "columnwise_data", received[slot])
+            gathered["columnwise_scale"] = transport.arrived(metadata, "columnwise_scale", received[slot + 1])
         return fsdp.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls

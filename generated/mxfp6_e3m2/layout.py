@@ -18,7 +18,9 @@ Read by a GEMM (buffers):
     columnwise_data  (k, m // 4 * 3)              uint8 columnwise_data: transposed, packed along m
     columnwise_scale (up(k, 128), up(m // 32, 4)) uint8 columnwise_scale: transposed, zero padded
 
-Shards are cut at multiples of 32 rows: one columnwise scale covers 32 rows.
+Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Forward gathers rowwise_data and rowwise_scale: 0.78125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 0.78125 B/element. A weight that stays gathered after forward gets all of them at once: 1.5625
 B/element.

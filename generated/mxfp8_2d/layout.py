@@ -16,7 +16,9 @@ Read by a GEMM (buffers):
     columnwise_data  (m, k)                       uint8 the plane rowwise_data
     columnwise_scale (up(m // 32, 4), up(k, 128)) uint8 rowwise_scale: 32 times along k, zero padded
 
-Shards are cut at multiples of 32 rows: one rowwise scale covers 32 rows.
+Shards may be cut at any row. At multiples of 32 rows that costs nothing: one rowwise scale covers 32 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 
 rowwise: quantized for itself.

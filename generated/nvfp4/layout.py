@@ -18,7 +18,9 @@ Read by a GEMM (buffers):
     columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   rowwise_scale: transposed, 16 times along k, zero padded
     amax             (1,)                         float32 of the whole weight
 
-Shards are cut at multiples of 16 rows: one rowwise scale covers 16 rows.
+Shards may be cut at any row. At multiples of 16 rows that costs nothing: one rowwise scale covers 16 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Each pass gathers rowwise_data and rowwise_scale: 0.503906 B/element.
 
 rowwise: quantized for itself.

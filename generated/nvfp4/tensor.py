@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp, launch
+from layoutc.runtime import fsdp, launch, transport
 from layoutc.runtime.casting import CastOnGather, register_cast
 from layoutc.runtime.numerics import tensor_amax
 from layoutc.runtime.tensor import QuantizedTensor, register
@@ -46,20 +46,20 @@ class NVFP4Tensor(QuantizedTensor):
         return self._plane("rowwise_scale")
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], transport.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
         Both passes send the same planes. amax, equal on all shards, goes along as metadata.
         """
         gathering = fsdp.begin(self, mesh)
-        data = fsdp.wire(self, gathering, "rowwise_data")
-        scale = fsdp.wire(self, gathering, "rowwise_scale")
-        return fsdp.send((data, scale), gathering)
+        data = transport.wire(self, gathering, "rowwise_data")
+        scale = transport.wire(self, gathering, "rowwise_scale")
+        return transport.send((data, scale), gathering)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: fsdp.Gathering,
+        metadata: transport.Gathering,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -68,10 +68,10 @@ class NVFP4Tensor(QuantizedTensor):
 
         Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        received = fsdp.receive(all_gather_outputs, metadata)
+        received = transport.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": fsdp.arrived(self, metadata, "rowwise_data", received[0]),
-            "rowwise_scale": fsdp.arrived(self, metadata, "rowwise_scale", received[1]),
+            "rowwise_data": transport.arrived(metadata, "rowwise_data", received[0]),
+            "rowwise_scale": transport.arrived(metadata, "rowwise_scale", received[1]),
             "amax": metadata.shared["amax"],
         }
         return fsdp.finish(self, gathered, metadata, param_dtype, out)

@@ -20,7 +20,9 @@ Read by a GEMM (buffers):
     columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   columnwise_scale: transposed, zero padded
     amax             (1,)                         float32 of the whole weight
 
-Shards are cut at multiples of 16 rows: one columnwise scale covers 16 rows.
+Shards may be cut at any row. At multiples of 16 rows that costs nothing: one columnwise scale covers 16 rows.
+Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
+themselves.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
 0.5625 B/element. A weight that stays gathered after forward gets all of them at once: 1.125 B/element.
 

@@ -124,7 +124,7 @@ def _gathers(
     for rank in sorted({0, world - 1}):
         result = shards[rank].fsdp_post_all_gather(outputs, metadata[rank], torch.float32)
         tensor, inner = result
-        freed = not inner or bool(metadata[rank].slots)
+        freed = not inner or bool(metadata[rank].route.slots)
         expect(type(tensor) is subject.tensor and freed, "the post hook returns something else", **details)
         expect(tuple(tensor.shape) == shape, f"gathered shape {tuple(tensor.shape)}", **details)
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
@@ -187,7 +187,7 @@ def gather_sizes(subject: Subject) -> None:
                 sent = {tuple(t.numel() for t in tensors) for tensors in inputs}
                 expect(len(sent) == 1, f"ranks send different sizes: {sent}", **details)
                 sizes[which] = sent
-                if world > 1 and len(shape) == 2 and not metadata[0].slots:
+                if world > 1 and len(shape) == 2 and not metadata[0].route.slots:
                     planned = tuple(f.nbytes for f in subject.facts.gather(*shape, world, which).planes.values())
                     expect(sent == {planned}, f"ranks send {sent}, planned {planned}", **details)
             both: dict[str, Any] = {"world": world, "shape": shape}

@@ -9,7 +9,7 @@ class LayoutError(RuntimeError):
 
 
 class ShardAlignmentError(LayoutError, ValueError):
-    """A cut between shards would fall inside a block, a byte or a stored scale."""
+    """A cut between shards would fall inside a block, where nobody can agree on its scale."""
 
 
 class UnsupportedOperator(LayoutError, NotImplementedError):

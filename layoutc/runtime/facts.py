@@ -89,7 +89,7 @@ class Layout:
     summary: str
     spec_sha256: str
     layout_id: str
-    shard_rows: int
+    shard_rows: int  # at its multiples, cuts between shards cost nothing
     shard_reason: str
     column_multiple: int
     multiple_m: int

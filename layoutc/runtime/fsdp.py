@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -29,10 +28,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from layoutc.runtime import meshes
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
-from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
+from layoutc.runtime.facts import PassName
 from layoutc.runtime.halo import Place, gather_bytes
-from layoutc.runtime.sharding import Cuts, picks, sent_blocks
+from layoutc.runtime.sharding import Cuts
 from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.transport import Gathering, Route, arrived, route, to_be_freed, wire
 
 Shard = QuantizedTensor | CastOnGather
 
@@ -47,28 +47,7 @@ class Sharding:
     placement: Any  # Shard(dim)
     keeps: bool | None = None  # stays gathered after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes of the gathered weight that are no gather outputs
-
-
-@dataclass
-class Gathering:
-    """What the pre-all-gather hook tells the post-all-gather hook. Equal on all ranks but for `alone`."""
-
-    which: PassName
-    world: int
-    cuts: Cuts  # of the rows; each rank has all of its own where another dim than 0 is sharded
-    k: int  # columns of a shard
-    shape: tuple[int, ...]  # of the whole weight
-    dim: int = 0  # of the weight, that is sharded
-    restore: Any = None  # gives FSDP2 back what it shards by, see `begin`
-    shared: dict[str, Tensor] = field(default_factory=dict)
-    alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
-    slots: tuple[int, ...] = ()  # bytes of each slot, where the passes' planes differ in bytes
-    joined: dict[str, Tensor] = field(default_factory=dict)  # see Sharding
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(m, k) of the whole weight."""
-        return prod(self.shape[:-1]), self.shape[-1]
+    routes: dict[PassName, Route] = field(default_factory=dict)
 
 
 _shardings: dict[int, Sharding] = {}  # by the id of the dict of planes, which a shard and all its aliases share
@@ -78,7 +57,7 @@ _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVa
 
 def find(shard: Shard) -> Sharding | None:
     """Where FSDP2 keeps this tensor, or the one that it is an alias of, as a shard; None where it does not."""
-    shard = _copies.get(shard, shard)
+    shard = _copies.get(shard, shard) if _copies else shard
     known = _look_up(shard)
     if known is None and dist.is_available() and dist.is_initialized():
         _scan()
@@ -189,45 +168,46 @@ def parameter_name(shard: Shard) -> str | None:
 
 # -------------------------------------------------------------------------------------------------- what the hooks call
 def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
-    """Which planes the pass needs, and the padded shard's rows. Raises on all ranks alike, before any collective."""
-    world = mesh.size()
-    known, dim = None, 0
+    """How the planes travel that the pass needs. Raises on all ranks alike, before any collective."""
+    layout, known = shard.LAYOUT, None
     if (simulated := _simulated.get()) is not None:
         which, shape, rows = simulated
+        found = route(layout, which, mesh.size(), shape, rows, shard._matrix[1], 0)
     elif (known := find(shard)) is None:
-        which, rows = "forward", shard._rows
+        world = mesh.size()
         shape = (shard.shape[0] * world, *shard.shape[1:])
+        found = route(layout, "forward", world, shape, shard._rows, shard._matrix[1], 0)
     else:
-        param, group = known.param(), known.group()
-        if getattr(group, "_use_post_forward_mesh", False):
-            raise LayoutError(
-                f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
-                "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
-            )
-        dim = known.placement.dim
-        shape = tuple(param._orig_size)
-        rows = prod(param.padded_sharded_param_size[:-1])
-        which = _pass(known, group)
-    missing = [name for name in shard.LAYOUT.travels[which] if name not in shard._planes]
+        found = _route(known, shard)
+    missing = [name for name in layout.travels[found.which] if name not in shard._planes]
     if missing:
-        raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {which} pass gathers")
-    # Copies: a weight that is still gathered when the shard is requantized keeps the scale of the codes that it holds.
-    layout, gathering = shard.LAYOUT, _gathering(shard, which, world, shape, rows, dim)
-    needed = {name for orientation in layout.serves[which] for name in layout.sources[orientation]} & layout.shared
-    gathering.shared = {name: plane.clone() for name, plane in shard._planes.items() if name in needed}
-    gathering.slots = layout.slots(which, gathering.cuts, gathering.k)
+        raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {found.which} pass gathers")
+    gathering = Gathering(found)
+    if layout.shared:
+        # Copies: a weight that is still gathered when the shard is requantized keeps the scale of its codes.
+        needed = {name for orientation in layout.serves[found.which] for name in layout.sources[orientation]}
+        gathering.shared = {n: plane.clone() for n, plane in shard._planes.items() if n in needed & layout.shared}
     if known is not None:
         gathering.joined = known.joined
-    if dim:
-        gathering.restore = _as_rows(known, shard)
+        if known.placement.dim:
+            gathering.restore = _as_rows(known, shard)
     return gathering
 
 
-def _gathering(
-    shard: QuantizedTensor, which: PassName, world: int, shape: tuple[int, ...], rows: int, dim: int
-) -> Gathering:
-    cuts = Cuts(rows, rows, 1) if dim else Cuts(prod(shape[:-1]), rows, world)
-    return Gathering(which, world, cuts, shard._matrix[1], shape, dim)
+def _route(known: Sharding, shard: QuantizedTensor, which: PassName | None = None) -> Route:
+    """How planes travel in a pass, by default the one that gathers now. Raises LayoutError where FSDP2 has no room."""
+    param, group = known.param(), known.group()
+    if getattr(group, "_use_post_forward_mesh", False):
+        raise LayoutError(
+            f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
+            "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
+        )
+    which = which or _pass(known, group)
+    if which not in known.routes:
+        (*padded, k), world = param.padded_sharded_param_size, param.mesh_info.shard_process_group.size()
+        dim, shape = known.placement.dim, tuple(param._orig_size)
+        known.routes[which] = route(shard.LAYOUT, which, world, shape, prod(padded), k, dim)
+    return known.routes[which]
 
 
 def _as_rows(known: Any, shard: QuantizedTensor) -> Any:
@@ -273,115 +253,6 @@ def _pass(known: Sharding, group: Any) -> PassName:
     return "backward" if group._training_state.name == "PRE_BACKWARD" else "forward"
 
 
-def wire(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
-    """A plane as it travels: bytes, as many rows from each rank, zeros after those of a short shard.
-
-    Of blocks that a cut goes through, the ranks on both sides send what the block's rows share. A view where nothing is
-    short.
-    """
-    plane = shard._entries(name)
-    rows = sent_blocks(gathering.cuts, shard.LAYOUT.stored[name].rows_per_value or 1)
-    if plane.shape[0] != rows:
-        full = plane.new_zeros(rows, *plane.shape[1:])
-        full[: plane.shape[0]] = plane
-        plane = full
-    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
-    return plane if plane.dtype == torch.uint8 and plane.is_contiguous() else _as_bytes(plane)
-
-
-def _as_bytes(plane: Tensor) -> Tensor:
-    return plane.reshape(-1).view(torch.uint8).view(plane.shape[0], plane.shape[1] * plane.element_size())
-
-
-def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:
-    """What the pre-all-gather hook returns.
-
-    In a group of one rank FSDP2 hands back the first tensor alone, so the others, which need no gather there, go along
-    as metadata.
-    """
-    if gathering.slots:
-        planes = _fill(planes, gathering.slots)
-    if gathering.world == 1:
-        gathering.alone = planes[1:]
-        return planes[:1], gathering
-    return planes, gathering
-
-
-def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
-    """All slots that travelled, in order: bytes of all ranks."""
-    return (*outputs, *gathering.alone)
-
-
-def arrived(shard: Shard, gathering: Gathering, name: str, received: Tensor) -> Tensor:
-    """A plane of the whole weight, from the bytes of all ranks: a view, unless cuts go through its blocks.
-
-    Then, of what several ranks have sent, one rank's is taken. Such a plane, and one that does not fill its slot, is no
-    gather output; it is made once and refilled, and FSDP2 frees it with them.
-    """
-    layout, cuts = shard.LAYOUT, gathering.cuts
-    block, facts = layout.stored[name].rows_per_value or 1, layout.sent(gathering.which, cuts, gathering.k)[name]
-    slots, chosen = received.view(gathering.world, -1), picks(cuts, block)
-    sent, shape = slots[:, : facts.nbytes], _joined_shape(layout, gathering, name, facts)
-    if not gathering.dim and slots.shape[1] == facts.nbytes and chosen is None:
-        plane = received.view(shape)
-    else:
-        if name not in gathering.joined:
-            gathering.joined[name] = received.new_empty(shape)
-        plane = gathering.joined[name]
-        with torch.autograd._unsafe_preserve_version_counter(plane):  # type: ignore[attr-defined]
-            if gathering.dim:  # a rank's bytes lie in the whole plane in runs: of each row, or of each entry before dim
-                columns = gathering.dim == len(gathering.shape) - 1
-                parts = shape[0] if columns else prod(gathering.shape[: gathering.dim])
-                plane.view(parts, gathering.world, -1).copy_(sent.view(gathering.world, parts, -1).transpose(0, 1))
-            elif chosen is None:
-                plane.view(gathering.world, -1).copy_(sent)
-            else:
-                torch.index_select(sent.reshape(-1, shape[1]), 0, _index(chosen, received.device), out=plane)
-    if not gathering.dim:
-        plane = plane[: cdiv(cuts.rows, block)]
-    return plane if facts.dtype == torch.uint8 else plane.view(facts.dtype)
-
-
-def _joined_shape(layout: Layout, gathering: Gathering, name: str, facts: Facts) -> tuple[int, int]:
-    """Rows and bytes of a row of a plane that is put together from what all ranks have sent (`facts` each)."""
-    if gathering.dim:
-        whole = layout.planes(*gathering.matrix)[name]
-        return whole.shape[0], prod(whole.shape[1:]) * whole.dtype.itemsize
-    chosen = picks(gathering.cuts, layout.stored[name].rows_per_value or 1)
-    rows = gathering.world * facts.shape[0] if chosen is None else len(chosen)
-    return rows, prod(facts.shape[1:]) * facts.dtype.itemsize
-
-
-@lru_cache(maxsize=1024)
-def _index(chosen: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(chosen, device=device)
-
-
-def _join_later(shard: Shard, gathering: Gathering, device: torch.device) -> None:
-    """Room for what the other pass will join: FSDP2 asks once which tensors it shall free."""
-    layout, cuts = shard.LAYOUT, gathering.cuts
-    passes: tuple[PassName, ...] = ("both",) if gathering.which == "both" else ("forward", "backward")
-    for which in passes:
-        sent = layout.sent(which, cuts, gathering.k)
-        slots = gathering.slots or [facts.nbytes for facts in sent.values()]
-        for (name, facts), slot in zip(sent.items(), slots, strict=False):
-            cut = picks(cuts, layout.stored[name].rows_per_value or 1) is not None
-            if name not in gathering.joined and (gathering.dim or cut or slot != facts.nbytes):
-                shape = _joined_shape(layout, gathering, name, facts)
-                gathering.joined[name] = torch.empty(shape, dtype=torch.uint8, device=device)
-
-
-def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes in slots of fixed bytes, zeros after each."""
-    filled = []
-    for slot, nbytes in enumerate(slots):
-        buffer = planes[0].new_zeros(nbytes)
-        if slot < len(planes):
-            buffer[: planes[slot].numel()] = planes[slot].reshape(-1)
-        filled.append(buffer)
-    return tuple(filled)
-
-
 def finish(
     shard: Shard, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
@@ -394,11 +265,14 @@ def finish(
         gathering.restore()
     if out is None:
         cls = shard.QUANTIZED if isinstance(shard, CastOnGather) else type(shard)
-        tensor = cls(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
+        route = gathering.route
+        tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard._orientations)
         home: Any = weakref.ref(shard)
         tensor._name, tensor._home = shard._name, home
-        _join_later(shard, gathering, tensor.device)
-        return tensor, tuple(gathering.joined.values())
+        known = find(shard)
+        both: tuple[PassName, ...] = ("forward", "backward")
+        passes = [_route(known, tensor, one) for one in both] if known and route.which != "both" else [route]
+        return tensor, to_be_freed(gathering, passes, tensor.device)
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
     target._planes.update(planes)
@@ -416,15 +290,13 @@ def fetch(shard: Shard, orientation: str, device: torch.device) -> dict[str, Ten
         raise MissingOrientation(f"{shard._label()}: FSDP2 does not hold this shard any more")
     group: dist.ProcessGroup = param.mesh_info.shard_process_group
     held = shard.quantize((orientation,)) if isinstance(shard, CastOnGather) else shard
-    rows = prod(param.padded_sharded_param_size[:-1])
-    gathering = _gathering(held, "both", group.size(), tuple(param._orig_size), rows, known.placement.dim)
+    gathering = Gathering(_route(known, held, "both"))
     planes = {}
     for name in held.LAYOUT.sources[orientation]:
         if name in held.LAYOUT.shared:
             planes[name] = held._planes[name].to(device)
-            continue
-        sent = wire(held, gathering, name).to(device)
-        planes[name] = arrived(held, gathering, name, gather_bytes(sent, group))
+        else:
+            planes[name] = arrived(gathering, name, gather_bytes(wire(held, gathering, name).to(device), group))
     return planes
 
 

@@ -1,20 +1,20 @@
-"""Cuts that would split a block are refused with numbers and with sizes that work; gather figures count every byte."""
+"""Where ranks cut rows and which blocks they then send, by enumeration; gather figures count every byte."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
+from collections import Counter
 from fractions import Fraction
-from math import prod
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, recipe
 
-from layoutc.runtime.errors import LayoutError, ShardAlignmentError
-from layoutc.runtime.facts import Layout, cdiv
-from layoutc.runtime.sharding import aligned, check_alignment
+from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
+from layoutc.runtime.sharding import NO_HALO, Cuts, Halo, picks, sent_blocks
+
+PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
 
 
 def facts(name: str) -> Layout:
@@ -24,127 +24,103 @@ def facts(name: str) -> Layout:
     return layout
 
 
-def cut_is_clean(rows: int, per_rank: int, multiple: int) -> bool:
-    """By enumeration: no boundary between two ranks falls inside a group of `multiple` rows."""
-    boundaries = [rank * per_rank for rank in range(1, cdiv(rows, per_rank))]
-    return all(boundary % multiple == 0 for boundary in boundaries)
+def blocks_of(cuts: Cuts, rank: int, block: int) -> list[int]:
+    """By enumeration: the blocks that a rank has rows of, in order."""
+    return sorted({row // block for row in range(*cuts.bounds(rank))})
 
 
-def suggestions(message: str) -> tuple[list[int], list[int]]:
-    """The sizes of dim 0 and the world sizes that a message offers."""
-    found = re.search(r"dim 0 can be ([^;]*); with dim 0 of \d+, the world size can be ([^.]*)\.", message)
-    assert found, message
-    sizes, worlds = ([int(number) for number in re.findall(r"\d+", text)] for text in found.groups())
-    return sizes, worlds
+def cuts_of(size: int, inner: int, world: int) -> Cuts:
+    """How FSDP2 cuts dim 0 of `size` entries, each `inner` rows."""
+    return Cuts(size * inner, cdiv(size, world) * inner, world)
 
 
-def test_136_rows_over_8_ranks_do_not_shard_in_blocks_of_16() -> None:
-    with pytest.raises(ShardAlignmentError) as caught:
-        check_alignment(facts("nvfp4"), (136, 64), 17, world=8, name="layers.0.wq")
-    message = str(caught.value)
-    for piece in (
-        "layers.0.wq: shape (136, 64) does not shard over 8 ranks in nvfp4",
-        "17 rows a rank",
-        "a multiple of 16 rows (one rowwise scale covers 16 rows; blocks 16x16 rowwise, 16x16 columnwise)",
-        "At world size 8, dim 0 can be 128 or 256",
-        "with dim 0 of 136, the world size can be ",
-    ):
-        assert piece in message
+CUTS = st.builds(cuts_of, st.integers(1, 150), st.sampled_from([1, 1, 1, 3, 16, 24]), st.integers(1, 40))
+BLOCK = st.one_of(st.integers(1, 20), st.sampled_from([32, 64, 128, 4096]))
+EXAMPLES = settings(max_examples=400, deadline=None)
 
 
-def test_384_rows_in_blocks_of_128_do_not_shard_over_2_ranks_though_128_divides_384() -> None:
-    with pytest.raises(ShardAlignmentError) as caught:
-        check_alignment(facts("fp8_block"), (384, 512), 192, world=2, name="w")
-    message = str(caught.value)
-    for piece in (
-        "w: shape (384, 512) does not shard over 2 ranks in fp8_block: 192 rows a rank",
-        "a multiple of 128 rows (one rowwise scale covers 128 rows; blocks 128x128 rowwise, 128x128 columnwise)",
-        "At world size 2, dim 0 can be 256 or 512; with dim 0 of 384, the world size can be 1 or 3.",
-    ):
-        assert piece in message
+@given(CUTS)
+@EXAMPLES
+def test_bounds_hand_out_every_row_once_in_rank_order(cuts: Cuts) -> None:
+    rows = [range(*cuts.bounds(rank)) for rank in range(cuts.world)]
+    assert [row for shard in rows for row in shard] == list(range(cuts.rows))
+    assert all(len(shard) == cuts.per_rank for shard, after in pairwise(rows) if after)
 
 
-def test_96_rows_a_rank_suit_mxfp8() -> None:
-    check_alignment(facts("mxfp8"), (768, 64), 96, world=8)
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_aligned_is_what_enumerating_the_cuts_finds(cuts: Cuts, block: int) -> None:
+    ends = {cuts.bounds(rank)[1] for rank in range(cuts.world)} - {cuts.rows}
+    assert cuts.aligned(block) == all(end % block == 0 for end in ends)
 
 
-def test_the_world_size_is_derived_from_the_cut_when_unknown() -> None:
-    with pytest.raises(ShardAlignmentError, match="over 8 ranks"):
-        check_alignment(facts("nvfp4"), (136, 64), 17)
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_the_ranks_that_touch_a_block_have_all_of_its_rows_between_them(cuts: Cuts, block: int) -> None:
+    for rank in range(cuts.world):
+        assert list(range(*cuts.touched(rank, block))) == blocks_of(cuts, rank, block)
+    for number in range(cdiv(cuts.rows, block)):
+        holders = [rank for rank in range(cuts.world) if number in range(*cuts.touched(rank, block))]
+        held = [row for rank in holders for row in range(*cuts.bounds(rank)) if row // block == number]
+        assert held == list(range(number * block, min(cuts.rows, (number + 1) * block)))
 
 
-def test_leading_dims_count_as_rows() -> None:
-    """4 experts of 24 rows: one expert a rank is 24 rows, two are 48, which 4 ranks reach with 6 experts."""
-    with pytest.raises(ShardAlignmentError, match=r"shape \(4, 24, 32\) .*: 24 rows a rank.*dim 0 can be 6;"):
-        check_alignment(facts("nvfp4"), (4, 24, 32), 1, world=4)
-    check_alignment(facts("nvfp4"), (4, 24, 32), 2, world=2)
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_a_halo_is_the_rest_of_the_blocks_that_a_rank_touches(cuts: Cuts, block: int) -> None:
+    for rank in range(cuts.world):
+        (first, last), halo = cuts.bounds(rank), cuts.halo(rank, block)
+        whole = [row for row in range(cuts.rows) if row // block in blocks_of(cuts, rank, block)]
+        assert whole == (list(range(first - halo.before, last + halo.after)) if last > first else [])
+        assert halo.rows == len(whole) - (last - first)
+        assert not halo.tied
+        assert not (halo.rows and cuts.aligned(block))
 
 
-def test_the_error_is_both_a_layout_error_and_a_value_error() -> None:
-    assert issubclass(ShardAlignmentError, LayoutError)
-    assert issubclass(ShardAlignmentError, ValueError)
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_a_rank_sends_as_many_blocks_as_the_one_that_touches_the_most(cuts: Cuts, block: int) -> None:
+    assert sent_blocks(cuts, block) == max(len(blocks_of(cuts, rank, block)) for rank in range(cuts.world))
 
 
-@given(rows=st.integers(1, 600), per_rank=st.integers(1, 700), multiple=st.sampled_from([1, 2, 3, 16, 32, 128]))
-@settings(max_examples=300, deadline=None)
-def test_aligned_is_what_enumerating_the_boundaries_finds(rows: int, per_rank: int, multiple: int) -> None:
-    if per_rank >= rows:
-        assert aligned(rows, per_rank, multiple)
-    elif aligned(rows, per_rank, multiple):
-        assert cut_is_clean(rows, per_rank, multiple)
-    else:
-        assert not cut_is_clean(rows, per_rank, multiple)
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_picks_take_each_block_from_the_first_rank_that_has_rows_of_it(cuts: Cuts, block: int) -> None:
+    """What arrives: of each rank the blocks that it touches, filled up to as many as any sends."""
+    sent = sent_blocks(cuts, block)
+    arrived: list[tuple[int, int] | None] = []
+    for rank in range(cuts.world):
+        touched = blocks_of(cuts, rank, block)
+        arrived += [(rank, number) for number in touched] + [None] * (sent - len(touched))
+    assert len(arrived) == cuts.world * sent
+    count = cdiv(cuts.rows, block)
+    chosen = picks(cuts, block)
+    assert (chosen is None) == cuts.aligned(block)
+    taken = [arrived[position] for position in (range(count) if chosen is None else chosen)]
+    owners = {row // block: rank for rank in reversed(range(cuts.world)) for row in range(*cuts.bounds(rank))}
+    assert taken == [(owners[number], number) for number in range(count)]
 
 
-@given(
-    name=st.sampled_from(["nvfp4", "mxfp8", "fp8_block"]),
-    blocks=st.integers(1, 40),
-    inner=st.sampled_from([(), (1,), (3,), (8,), (16,), (2, 24)]),
-    world=st.integers(1, 40),
-)
-@settings(max_examples=250, deadline=None)
-def test_every_suggested_size_and_world_works_and_is_the_nearest(
-    name: str, blocks: int, inner: tuple[int, ...], world: int
-) -> None:
-    layout = facts(name)
-    size = cdiv(blocks * layout.multiple_m, prod(inner))
-    while size * prod(inner) % layout.multiple_m:
-        size += 1
-
-    def works(dim: int, ranks: int) -> bool:
-        rows = dim * prod(inner)
-        if rows % layout.multiple_m:
-            return False
-        return cut_is_clean(rows, cdiv(dim, ranks) * prod(inner), layout.shard_rows)
-
-    try:
-        check_alignment(layout, (size, *inner, 64), cdiv(size, world), world=world, name="w")
-    except ShardAlignmentError as error:
-        sizes, worlds = suggestions(str(error))
-    else:
-        assert works(size, world)
-        return
-    assert not works(size, world)
-    assert sizes, "some size always works"
-    assert worlds, "one rank always works"
-    for suggested in sizes:
-        assert works(suggested, world)
-        check_alignment(layout, (suggested, *inner, 64), cdiv(suggested, world), world=world)
-    for suggested in worlds:
-        assert works(size, suggested)
-        check_alignment(layout, (size, *inner, 64), cdiv(size, suggested), world=suggested)
-    below = max(w for w in range(1, world) if works(size, w))
-    assert below in worlds
+@given(CUTS, BLOCK)
+@EXAMPLES
+def test_aligned_cuts_send_no_block_twice_and_others_do(cuts: Cuts, block: int) -> None:
+    times = Counter(number for rank in range(cuts.world) for number in range(*cuts.touched(rank, block)))
+    assert cuts.aligned(block) == (set(times.values()) == {1})
 
 
-@pytest.mark.parametrize("multiple_m", [1, 3, 5])
-def test_suggested_sizes_are_sizes_that_the_recipe_takes(multiple_m: int) -> None:
-    layout = dataclasses.replace(facts("nvfp4"), multiple_m=multiple_m)
-    with pytest.raises(ShardAlignmentError) as caught:
-        check_alignment(layout, (15 * 17, 64), 64 - 1, world=5)
-    for size in suggestions(str(caught.value))[0]:
-        layout.check_shape((size, 64))
-        check_alignment(layout, (size, 64), cdiv(size, 5), world=5)
+def test_a_block_may_lie_on_many_ranks() -> None:
+    """40 rows over 16 ranks, 3 each: the first block of 16 rows lies on ranks 0 to 5, the last on 10 to 13."""
+    cuts = Cuts(40, 3, 16)
+    assert [cuts.touched(rank, 16) for rank in (0, 5, 10, 13, 14)] == [(0, 1), (0, 2), (1, 3), (2, 3), (2, 2)]
+    assert [cuts.halo(rank, 16) for rank in (0, 5, 13, 14)] == [Halo(0, 13), Halo(15, 14), Halo(7, 0), NO_HALO]
+    assert (sent_blocks(cuts, 16), picks(cuts, 16)) == (2, (0, 11, 21))
+
+
+def test_a_tied_halo_lies_in_the_tensor_of_which_its_own_is_a_part() -> None:
+    assert not NO_HALO.tied
+    assert Halo(1, 2, tied_after=True).tied
+    assert Halo(1, 2, tied_before=True).tied
+    assert Halo(1, 2).rows == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- gather
@@ -152,10 +128,10 @@ def test_suggested_sizes_are_sizes_that_the_recipe_takes(multiple_m: int) -> Non
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_gather_counts_the_bytes_of_every_shard(name: str, world: int) -> None:
     layout, (m, k) = facts(name), (2048, 4096)
-    for which in ("forward", "backward", "both"):
-        gather = layout.gather(m, k, world, which)  # type: ignore[arg-type]
+    for which in PASSES:
+        gather = layout.gather(m, k, world, which)
         whole = layout.planes(m, k)
-        assert tuple(gather.planes) == layout.travels[which]  # type: ignore[index]
+        assert tuple(gather.planes) == layout.travels[which]
         assert gather.nbytes == sum(whole[plane].nbytes for plane in gather.planes)
         assert gather.bytes_per_rank * world == gather.nbytes
         assert gather.world == world
@@ -190,9 +166,45 @@ def test_short_shards_are_counted_as_padded_ones() -> None:
     assert gather.nbytes == 17 * (16 * 16 + 1 * 2)
 
 
-def test_gather_refuses_what_does_not_shard() -> None:
-    with pytest.raises(ShardAlignmentError, match="nvfp4"):
-        facts("nvfp4").gather(144, 64, 4)
+def test_ranks_on_both_sides_of_a_cut_send_the_scales_of_the_block() -> None:
+    """144 rows over 8 ranks: 18 rows each, which lie in 2 blocks of 16; the weight has 9 blocks."""
+    gather = facts("nvfp4").gather(144, 64, 8)
+    assert {name: plane.shape for name, plane in gather.planes.items()} == {
+        "rowwise_data": (18, 32),
+        "rowwise_scale": (2, 4),
+    }
+    assert gather.bytes_per_rank == 18 * 32 + 2 * 4
+    assert facts("nvfp4").gather(144, 64, 9).bytes_per_rank == 16 * 32 + 1 * 4
+
+
+def test_passes_of_as_many_bytes_are_filled_up_where_cut_blocks_make_one_larger() -> None:
+    """Columnwise scales are doubled, rowwise ones never: FSDP2 wants slots of one size, so forward fills its own up."""
+    forward, backward, both = (facts("mxfp8").gather(96, 64, 2, which) for which in PASSES)
+    assert [plane.shape for plane in forward.planes.values()] == [(48, 64), (48, 2)]
+    assert [plane.shape for plane in backward.planes.values()] == [(48, 64), (2, 64)]
+    assert (forward.filling, backward.filling, both.filling) == (2 * 64 - 48 * 2, 0, 0)
+    assert forward.bytes_per_rank == backward.bytes_per_rank == 48 * 64 + 2 * 64
+    assert both.bytes_per_rank == 2 * 48 * 64 + 48 * 2 + 2 * 64
+
+
+@given(st.sampled_from(RECIPES), st.integers(1, 40), st.integers(1, 5), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_gather_counts_what_the_rows_of_each_rank_touch(name: str, rows: int, columns: int, world: int) -> None:
+    layout = facts(name)
+    m, k = rows * max(layout.multiple_m, 8), columns * max(layout.multiple_k, 8)
+    per_rank = cdiv(m, world)
+    shards = [range(m)[rank * per_rank : (rank + 1) * per_rank] for rank in range(world)]
+    whole = layout.planes(m, k)
+    gathers = {which: layout.gather(m, k, world, which) for which in PASSES}
+    for which, gather in gathers.items():
+        for plane, sent in gather.planes.items():
+            per_value = layout.stored[plane].rows_per_value or 1
+            most = max(len({row // per_value for row in shard}) for shard in shards)
+            assert sent == Facts((most, *whole[plane].shape[1:]), whole[plane].dtype)
+        assert tuple(gather.planes) == layout.travels[which]
+        assert gather.filling >= 0
+        assert gather.nbytes >= sum(whole[plane].nbytes for plane in gather.planes)
+    assert gathers["forward"].bytes_per_rank == gathers["backward"].bytes_per_rank, "FSDP2 sizes slots once"
 
 
 @pytest.mark.parametrize("shape", [(136, 64), (128, 72)])
