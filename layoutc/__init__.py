@@ -10,19 +10,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from layoutc.runtime.group_buffers import buffers_of
     from layoutc.runtime.init import quantize_, quantized_init
     from layoutc.runtime.optim import MasterWeights
     from layoutc.runtime.strict import implicit_dequantizes, strict
 
 _RUNTIME = {
     "MasterWeights": "layoutc.runtime.optim",
+    "buffers_of": "layoutc.runtime.group_buffers",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "quantize_": "layoutc.runtime.init",
     "quantized_init": "layoutc.runtime.init",
     "strict": "layoutc.runtime.strict",
 }
 
-__all__ = ["MasterWeights", "__version__", "implicit_dequantizes", "quantize_", "quantized_init", "strict"]
+__all__ = [
+    "MasterWeights",
+    "__version__",
+    "buffers_of",
+    "implicit_dequantizes",
+    "quantize_",
+    "quantized_init",
+    "strict",
+]
 
 
 def __getattr__(name: str) -> Any:
