@@ -26,7 +26,6 @@ def moves_view(layout: Layout) -> View:
         "cover_m": cover[0],
         "cover_k": cover[1],
         "cover_call": "*_cover(m, k)" if padded else "m, k",
-        "covers": "[_cover(*shape) for shape in shapes]" if padded else "shapes",
         "move_tile": ", ".join(map(str, _tile(moved))),
         "word": 32 // min(bits, default=32) if bits <= {4, 8} else 1,
         "place": _place_view(layout),

@@ -552,9 +552,7 @@ def lay_out_group(
         ["rowwise_scale", "columnwise_data", "columnwise_scale"],
         ["rowwise_scale", "columnwise_data", "columnwise_scale"],
     )
-    launches = group_buffers.split(
-        planes, buffers, weights, made, shapes, [_cover(*shape) for shape in shapes], LAY_OUT_TILE, 4
-    )
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 4)
     for index, table in launches:
         _lay_out(weights[index], made[index], *shapes[index], table)
     return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]

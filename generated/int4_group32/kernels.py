@@ -607,7 +607,7 @@ def lay_out_group(
         ["columnwise_data", "columnwise_scale", "columnwise_zero"],
         ["columnwise_data", "columnwise_scale", "columnwise_zero"],
     )
-    launches = group_buffers.split(planes, buffers, weights, made, shapes, shapes, LAY_OUT_TILE, 8)
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 8)
     for index, table in launches:
         _lay_out(weights[index], made[index], *shapes[index], table)
     return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]

@@ -431,7 +431,7 @@ def lay_out_group(
     weights = [launch.readable(planes) for planes in weights]
     made = group_buffers.new(LAYOUT, shapes, orientations, weights)
     planes, buffers = ["rowwise_data", "rowwise_scale"], ["columnwise_data", "columnwise_scale"]
-    launches = group_buffers.split(planes, buffers, weights, made, shapes, shapes, LAY_OUT_TILE, 4)
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
     for index, table in launches:
         _lay_out(weights[index], made[index], *shapes[index], table)
     return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]

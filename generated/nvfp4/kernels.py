@@ -579,9 +579,7 @@ def lay_out_group(
     weights = [launch.readable(planes) for planes in weights]
     made = group_buffers.new(LAYOUT, shapes, orientations, weights)
     planes, buffers = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
-    launches = group_buffers.split(
-        planes, buffers, weights, made, shapes, [_cover(*shape) for shape in shapes], LAY_OUT_TILE, 8
-    )
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 8)
     for index, table in launches:
         _lay_out(weights[index], made[index], *shapes[index], swizzled, table)
     return [_buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]

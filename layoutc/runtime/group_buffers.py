@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -111,20 +111,22 @@ def split(
     weights: Sequence[Mapping[str, Tensor]],
     made: Sequence[Mapping[str, Tensor]],
     shapes: Sequence[tuple[int, int]],
-    covers: Sequence[tuple[int, int]],
+    cover: Callable[[int, int], tuple[int, int]] | None,
     tile: tuple[int, int, int],
     word: int,
 ) -> list[tuple[int, groups.Table | None]]:
     """The launches that fill buffers: the position of a weight, and a table of it and others, or None for it alone.
 
-    planes, names: of planes and of buffers, as the kernel takes them. covers: rows and columns that tiles cover. word:
-    rows and columns whose codes are moved at a time.
+    planes, names: of planes and of buffers, as the kernel takes them. cover: (m, k) -> the rows and columns that tiles
+    cover, where these are more. word: rows and columns whose codes are moved at a time.
     """
     if not weights or not made[0]:
         return []
     held = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
     columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in held]
     ms, ks = zip(*shapes, strict=True)
+    known = {shape: shape if cover is None else cover(*shape) for shape in set(shapes)}
+    covers = [known[shape] for shape in shapes]
     fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
     some = next(iter(made[0].values()))
     tables, single = groups.listed(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))

@@ -99,7 +99,7 @@ def test_whole_words_and_single_codes_are_moved_apart() -> None:
     compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
     made = group_buffers.new(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
     planes = ["rowwise_data"], ["columnwise_data"]
-    found = group_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, shapes, (256, 128, 8), 4)
+    found = group_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, None, (256, 128, 8), 4)
     kinds = [(table.aligned, table.even, table.programs) for _, table in found if table is not None]
     assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
     assert len(found) == 3
@@ -174,7 +174,7 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     made = group_buffers.new(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
     names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
     for _ in range(3):
-        group_buffers.split(*names, weights, made, shapes, shapes, (128, 256, 8), 8)
+        group_buffers.split(*names, weights, made, shapes, None, (128, 256, 8), 8)
     assert groups._tables.cache_info().misses == 1
 
 
