@@ -11,12 +11,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from layoutc.runtime.agreed import precompute_amaxes
+    from layoutc.runtime.group_buffers import buffers_of
     from layoutc.runtime.init import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.optim import MasterWeights
     from layoutc.runtime.strict import implicit_dequantizes, strict
 
 _RUNTIME = {
     "MasterWeights": "layoutc.runtime.optim",
+    "buffers_of": "layoutc.runtime.group_buffers",
     "cast_on_gather_": "layoutc.runtime.init",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "precompute_amaxes": "layoutc.runtime.agreed",
@@ -28,6 +30,7 @@ _RUNTIME = {
 __all__ = [
     "MasterWeights",
     "__version__",
+    "buffers_of",
     "cast_on_gather_",
     "implicit_dequantizes",
     "precompute_amaxes",

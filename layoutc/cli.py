@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from layoutc import cli_layout, cli_test
+from layoutc import cli_bench, cli_layout, cli_test
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.renderers import FORMS, page, render, summary
 from layoutc.shipped import Command, specs_in, specs_option
@@ -246,6 +246,7 @@ main.add_command(cli_layout.show)
 main.add_command(cli_layout.breaking)
 main.add_command(cli_test.new)
 main.add_command(cli_test.test)
+main.add_command(cli_bench.bench)
 
 
 def _chosen(specs: tuple[Path, ...], folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ WIDTH = 120  # of a picture that no terminal limits
 MAP_BYTES = 2**20  # the largest index map that --json writes
 
 
-def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
     """`4096x14336` -> (4096, 14336)."""
     match = re.fullmatch(r"([1-9][0-9]{0,9})[xX]([1-9][0-9]{0,9})", value or "", re.ASCII)
     if match is None and value is not None:
@@ -40,7 +40,7 @@ def _shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @specs_option("Where RECIPE is looked up.")
 @click.option(
     "--shape",
-    callback=_shape,
+    callback=shape_of,
     metavar="MxK",
     help="The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]",
 )

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from layoutc.kernel_views import gap, is_grouped, kernels_view
-from layoutc.move_views import is_fused
+from layoutc.move_views import has_moves, is_fused
 from layoutc.plan import Plan
 from layoutc.views import recipe_view
 
@@ -74,7 +74,7 @@ _IMPORTABLE = {
         "to_dtype",
         "round_up",
     ),
-    "groups": ("DTYPES", "amax_at", "matrix_at", "member_of", "plane_at"),
+    "groups": ("DTYPES", "amax_at", "covered_member_of", "matrix_at", "member_of", "plane_at", "plane_like"),
     "turns": (
         "move_codes",
         "move_scales",
@@ -147,6 +147,7 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     has_kernels = gap(plan) is None
     view = {**recipe_view(plan, sha256), "has_kernels": has_kernels, "fused": is_fused(plan.layout)}
     view["has_grouped_kernels"] = has_kernels and is_grouped(plan)
+    view["lays_out"] = has_kernels and has_moves(plan.layout)
     found = {name: _render(f"{name}.j2", view) for name in FILES}
     if has_kernels:
         found[KERNELS] = _render(f"{KERNELS}.j2", {**view, **kernels_view(plan)})

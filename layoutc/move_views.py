@@ -14,11 +14,18 @@ def moves_view(layout: Layout) -> View:
     """Everything that the lay_out kernel's part of the template uses."""
     moved = _moved(layout)
     bits = {buffer.plane.bits for buffer in moved if buffer.kind == "data"}
+    cover = [_cover(moved, axis) for axis in "mk"]
+    planes = list(dict.fromkeys(buffer.plane.name for buffer in moved))
+    padded = cover != ["m", "k"]
     return {
         "moves": [{"name": buffer.name, "body": _body(buffer, layout)} for buffer in moved],
         "move_names": tuple(buffer.name for buffer in moved),
-        "moved_planes": list(dict.fromkeys(buffer.plane.name for buffer in moved)),
-        "cover": f"{_cover(moved, 'm')}, {_cover(moved, 'k')}",
+        "moved_planes": planes,
+        "moved_names": [*planes, *(f"to_{buffer.name}" for buffer in moved)],
+        "padded": padded,
+        "cover_m": cover[0],
+        "cover_k": cover[1],
+        "cover_call": "*_cover(m, k)" if padded else "m, k",
         "move_tile": ", ".join(map(str, _tile(moved))),
         "word": 32 // min(bits, default=32) if bits <= {4, 8} else 1,
         "place": _place_view(layout),
@@ -52,6 +59,11 @@ def source_moves(source: Source, layout: Layout) -> View:
 def widest(layout: Layout) -> int:
     """The most rows or columns that one entry of a buffer stands for, of the buffers that are moved."""
     return max([1, *(dim.per for buffer in _moved(layout) for dim in buffer.dims)])
+
+
+def has_moves(layout: Layout) -> bool:
+    """True where some buffer is no plane."""
+    return bool(_moved(layout))
 
 
 def turns(layout: Layout) -> bool:

@@ -13,7 +13,9 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
-COMPILER = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path.name != "demo.py")
+# What trains and what measures stands on the runtime, and on nothing of the compiler.
+ABOVE = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path.name.startswith(("bench", "demo")))
+COMPILER = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path not in ABOVE)
 RUNTIME = sorted((ROOT / "layoutc" / "runtime").glob("*.py"))
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # What only a card needs, imported when there is one.
@@ -70,6 +72,16 @@ def test_generated_code_needs_torch_and_the_runtime_alone(path: Path) -> None:
     assert all(name.startswith("layoutc.runtime") for name in imported(path) if name.startswith("layoutc"))
 
 
+@pytest.mark.parametrize("path", ABOVE, ids=lambda path: path.name)
+def test_the_bench_runs_where_the_compiler_cannot(path: Path) -> None:
+    """On machines with nothing but torch and Triton; the demo is for those where layoutc is installed."""
+    if path.name.startswith("bench"):
+        allowed = {"torch", "triton", "layoutc"}
+        assert not roots(path) - set(sys.stdlib_module_names) - allowed
+        compiler = {f"layoutc.{other.stem}" for other in COMPILER} - {"layoutc.diagnostics", "layoutc.__init__"}
+        assert not compiler & imported(path)
+
+
 def test_layout_and_plan_are_pure() -> None:
     for name in ("chain", "layout", "plan", "sizes"):
         found = roots(ROOT / "layoutc" / f"{name}.py")
@@ -88,13 +100,13 @@ def test_layout_and_plan_are_pure() -> None:
 
 
 def test_private_parts_of_fsdp2_are_read_in_one_file() -> None:
-    for path in (*RUNTIME, *GENERATED, ROOT / "layoutc" / "demo.py"):
+    for path in (*RUNTIME, *GENERATED, *ABOVE):
         text = path.read_text(encoding="utf-8")
         if path.name != "fsdp.py":
             assert not re.search(r"_fully_shard|_composable_state|_training_state|_fsdp_param", text), path
 
 
-@pytest.mark.parametrize("path", [*COMPILER, *RUNTIME], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*COMPILER, *ABOVE, *RUNTIME], ids=lambda path: path.name)
 def test_modules_stay_under_400_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 

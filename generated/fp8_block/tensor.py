@@ -108,6 +108,15 @@ class FP8BlockTensor(QuantizedTensor):
             return _kernels().lay_out(planes, m, k, orientations)
         return lay_out(planes, m, k, orientations)
 
+    @staticmethod
+    def _lay_out_group(
+        weights: Sequence[Mapping[str, Tensor]],
+        shapes: Sequence[tuple[int, int]],
+        orientations: tuple[str, ...],
+        swizzled: bool,
+    ) -> list[dict[str, Tensor]]:
+        return _kernels().lay_out_group(weights, shapes, orientations)
+
     @classmethod
     def _quantize_buffers(
         cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool

@@ -5,14 +5,14 @@
 E4M3 weights with one FP32 scale for each row , columnwise for each column.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutc.runtime import launch
+from layoutc.runtime import group_buffers, groups, launch
 from layoutc.runtime.triton_blocks import from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import (
     F32_MAX,
@@ -26,6 +26,7 @@ from layoutc.runtime.triton_codes import (
     to_small_codes,
 )
 from layoutc.runtime.triton_direct import run
+from layoutc.runtime.triton_groups import covered_member_of, plane_like
 from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, turn_bytes
 
@@ -213,22 +214,30 @@ def dequantize_kernel(
 
 @triton.jit
 def lay_out_kernel(
+    table,
     columnwise_data,
     to_columnwise_data,
     m,
     k,
-    cover_m,
     cover_k,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WORDS: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
+    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
+    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
     """
-    row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
+    if ROWS:
+        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        columnwise_data = plane_like(columnwise_data, fields, 0, ROWS, ALIGNED)
+        to_columnwise_data = plane_like(to_columnwise_data, fields, 1, ROWS, ALIGNED)
+    else:
+        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
     if to_columnwise_data is not None:
         if WORDS:
             turn_bytes(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
@@ -346,25 +355,48 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     Those that are planes are the planes given.
     """
     planes = launch.readable(planes)
-    device = next(iter(planes.values())).device
-    made = launch.buffers(LAYOUT, m, k, orientations, device)
-    cover_m, cover_k = m, k
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
+    _lay_out(planes, made, m, k, None)
+    return _buffers(planes, made, orientations)
+
+
+def lay_out_group(
+    weights: Sequence[Mapping[str, Tensor]],
+    shapes: Sequence[tuple[int, int]],
+    orientations: tuple[str, ...],
+) -> list[dict[str, Tensor]]:
+    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
+    weights = [launch.readable(planes) for planes in weights]
+    made = group_buffers.new(LAYOUT, shapes, orientations, weights)
+    planes, buffers = ["columnwise_data"], ["columnwise_data"]
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
+    for index, table in launches:
+        _lay_out(weights[index], made[index], *shapes[index], table)
+    return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
+
+
+def _lay_out(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: groups.Table | None
+) -> None:
+    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
     tile_m, tile_k, warps = LAY_OUT_TILE
-    if made and m and k:
+    table = table or group_buffers.alone(m, k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
+    if made and table.programs:
         args = (
+            table.entries,
             planes.get("columnwise_data"),
             made.get("columnwise_data"),
             m,
             k,
-            cover_m,
-            cover_k,
+            k,
             tile_m,
             tile_k,
-            m % 4 == 0 and k % 4 == 0,
-            launch.hardware(device),
+            table.rows,
+            table.aligned,
+            table.even,
+            launch.hardware(next(iter(made.values())).device),
         )
-        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
-    return _buffers(planes, made, orientations)
+        run(lay_out_kernel, (table.programs,), args, warps)
 
 
 def _buffers(

@@ -129,6 +129,15 @@ class INT8RowwiseTensor(QuantizedTensor):
         return lay_out(planes, m, k, orientations)
 
     @staticmethod
+    def _lay_out_group(
+        weights: Sequence[Mapping[str, Tensor]],
+        shapes: Sequence[tuple[int, int]],
+        orientations: tuple[str, ...],
+        swizzled: bool,
+    ) -> list[dict[str, Tensor]]:
+        return _kernels().lay_out_group(weights, shapes, orientations)
+
+    @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
         return cut(planes, r0, r1, c0, c1)
 

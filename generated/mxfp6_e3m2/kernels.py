@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutc.runtime import groups, launch
+from layoutc.runtime import group_buffers, groups, launch
 from layoutc.runtime.triton_blocks import block_amax, from_blocks, to_blocks, to_float
 from layoutc.runtime.triton_codes import (
     from_codes,
@@ -25,7 +25,7 @@ from layoutc.runtime.triton_codes import (
 )
 from layoutc.runtime.triton_conversions import convert_to_e3m2, convert_up_to_e8m0
 from layoutc.runtime.triton_direct import run
-from layoutc.runtime.triton_groups import DTYPES, matrix_at, member_of, plane_at
+from layoutc.runtime.triton_groups import DTYPES, covered_member_of, matrix_at, member_of, plane_at, plane_like
 from layoutc.runtime.triton_tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
 from layoutc.runtime.triton_turns import move_codes, move_scales
 
@@ -345,6 +345,7 @@ def dequantize_kernel(
 
 @triton.jit
 def lay_out_kernel(
+    table,
     rowwise_scale,
     columnwise_data,
     columnwise_scale,
@@ -353,20 +354,31 @@ def lay_out_kernel(
     to_columnwise_scale,
     m,
     k,
-    cover_m,
     cover_k,
     SWIZZLED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WORDS: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
 
-    Tiles cover (cover_m, cover_k), the weight with all padding. WORDS: codes can be moved in whole words of 32 bits.
+    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
+    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
     """
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    row, column = tile_of(cover_m, cover_k, TILE_M, TILE_K)
+    if ROWS:
+        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        rowwise_scale = plane_like(rowwise_scale, fields, 0, ROWS, ALIGNED)
+        columnwise_data = plane_like(columnwise_data, fields, 1, ROWS, ALIGNED)
+        columnwise_scale = plane_like(columnwise_scale, fields, 2, ROWS, ALIGNED)
+        to_rowwise_scale = plane_like(to_rowwise_scale, fields, 3, ROWS, ALIGNED)
+        to_columnwise_data = plane_like(to_columnwise_data, fields, 4, ROWS, ALIGNED)
+        to_columnwise_scale = plane_like(to_columnwise_scale, fields, 5, ROWS, ALIGNED)
+    else:
+        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
     if to_rowwise_scale is not None:
         move_scales(
             rowwise_scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, PLACE, True, TILE_M, TILE_K
@@ -521,15 +533,40 @@ def lay_out(
     swizzled: scales are flat, in the GEMM's order.
     """
     planes = launch.readable(planes)
-    device = next(iter(planes.values())).device
-    made = launch.buffers(LAYOUT, m, k, orientations, device)
-    cover_m, cover_k = (
-        max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m),
-        max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32),
+    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
+    _lay_out(planes, made, m, k, swizzled, None)
+    return _buffers(planes, made, orientations, swizzled)
+
+
+def lay_out_group(
+    weights: Sequence[Mapping[str, Tensor]],
+    shapes: Sequence[tuple[int, int]],
+    orientations: tuple[str, ...],
+    swizzled: bool = False,
+) -> list[dict[str, Tensor]]:
+    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
+    weights = [launch.readable(planes) for planes in weights]
+    made = group_buffers.new(LAYOUT, shapes, orientations, weights)
+    planes, buffers = (
+        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
+        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
     )
+    launches = group_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 1)
+    for index, table in launches:
+        _lay_out(weights[index], made[index], *shapes[index], swizzled, table)
+    return [_buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]
+
+
+def _lay_out(
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, swizzled: bool, table: groups.Table | None
+) -> None:
+    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
+    cover_m, cover_k = _cover(m, k)
     tile_m, tile_k, warps = LAY_OUT_TILE
-    if made and m and k:
+    table = table or group_buffers.alone(cover_m, cover_k, tile_m, tile_k, m % 1 == 0 and k % 1 == 0)
+    if made and table.programs:
         args = (
+            table.entries,
             planes.get("rowwise_scale"),
             planes.get("columnwise_data"),
             planes.get("columnwise_scale"),
@@ -538,16 +575,23 @@ def lay_out(
             made.get("columnwise_scale"),
             m,
             k,
-            cover_m,
             cover_k,
             swizzled,
             tile_m,
             tile_k,
-            m % 1 == 0 and k % 1 == 0,
-            launch.hardware(device),
+            table.rows,
+            table.aligned,
+            table.even,
+            launch.hardware(next(iter(made.values())).device),
         )
-        run(lay_out_kernel, launch.programs(cover_m, cover_k, tile_m, tile_k), args, warps)
-    return _buffers(planes, made, orientations, swizzled)
+        run(lay_out_kernel, (table.programs,), args, warps)
+
+
+def _cover(m: int, k: int) -> tuple[int, int]:
+    """Rows and columns of a weight with all padding of its buffers."""
+    rows = max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m)
+    columns = max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32)
+    return rows, columns
 
 
 def _buffers(

@@ -120,6 +120,15 @@ class NVFP4Tensor(QuantizedTensor):
             buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
         return buffers
 
+    @staticmethod
+    def _lay_out_group(
+        weights: Sequence[Mapping[str, Tensor]],
+        shapes: Sequence[tuple[int, int]],
+        orientations: tuple[str, ...],
+        swizzled: bool,
+    ) -> list[dict[str, Tensor]]:
+        return _kernels().lay_out_group(weights, shapes, orientations, swizzled)
+
     @classmethod
     def _quantize_buffers(
         cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool

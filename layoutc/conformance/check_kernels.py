@@ -53,8 +53,11 @@ def _compare(subject: Subject, module: Any, x: Tensor, device: str, **details: A
             at_once = laid_out
             if hasattr(module, "quantize_buffers"):
                 at_once = module.quantize_buffers(x.to(device), moved, orientations)
+            together = [laid_out]
+            if hasattr(module, "lay_out_group"):
+                together = module.lay_out_group([held] * 2, [(m, k)] * 2, orientations)
             for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
-                for buffers in (laid_out, at_once):
+                for buffers in (laid_out, at_once, *together):
                     expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         for orientation in orientations:
             values = subject.reference.dequantize_reference(planes, m, k, orientation)

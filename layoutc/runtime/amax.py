@@ -75,7 +75,7 @@ def quantize(
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
-    chosen = _chosen(layout, orientations)
+    chosen = chosen_orientations(layout, orientations)
     if out is not None:
         asked = None if orientations is None else chosen
         _check_out(layout, x, out, asked, alone=amax is None and group is None)
@@ -108,7 +108,7 @@ def quantize_buffers(
     _check_in(layout, x, amax)
     layout.check_swizzled(swizzled)
     m, k = layout.check_shape(x.shape)
-    chosen = _chosen(layout, orientations)
+    chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
     shared, extra = with_history(layout, _current(cls, matrix, amax, group, None), None)
     made: dict[str, Tensor] | None = None
@@ -291,7 +291,8 @@ def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
     return amax.to(matrix.device, torch.float32).reshape(shape)
 
 
-def _chosen(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
+def chosen_orientations(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
+    """The orientations that a caller asks for, rowwise first; None: all. Raises ValueError."""
     if orientations is None:
         return layout.orientations
     chosen = (orientations,) if isinstance(orientations, str) else tuple(orientations)

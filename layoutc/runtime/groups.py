@@ -1,8 +1,9 @@
 """Host side of grouped kernels: one launch for many matrices, which a table on the card lists.
 
 A table holds addresses, so it is made anew only when a matrix has moved, or what is written: parameters and their
-masters stay where they are from step to step. Matrices that no table holds (strided, empty, or of 2^31 elements and
-more) are served one by one; so are all of them while a CUDA graph is captured, which would outlive a table.
+masters stay where they are from step to step, and what a pass gathers is mostly allocated where it was. Matrices that
+no table holds (strided, empty, or of 2^31 elements and more) are served one by one; so are all of them while a CUDA
+graph is captured, which would outlive a table.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from layoutc.runtime.facts import Facts, Layout, cdiv
 from layoutc.runtime.tensor import QuantizedTensor
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
-KEPT = 128  # groups whose tables are kept, the latest ones
+KEPT = 512  # groups whose tables are kept, the latest ones
 AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
 _MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
 
 
 class Table(NamedTuple):
-    """Matrices of one launch. `entries`: int64, what triton_groups reads, in `rows` rows; the rest: see there."""
+    """Matrices of one launch. `entries`: int64, what triton_groups reads, in `rows` rows; the rest: see there.
 
-    entries: Tensor
+    `even`: all of them are whole tiles, or, where they are laid out, whole words. No entries: it stands for a launch of
+    one matrix, which needs no table.
+    """
+
+    entries: Tensor | None
     rows: int
     programs: int
     aligned: bool
@@ -68,7 +73,7 @@ def split(
         wide.append(bool(expected) and len(expected[0].shape) > 1)
     base, *_ = starts = _addresses(amaxes) if amaxes else (0,) * len(xs)
     places = [(start - base) // 4 for start in starts]
-    return _listed(xs, shapes, places, columns, wide, tile)
+    return _matrices(xs, shapes, places, columns, wide, tile)
 
 
 @lru_cache(maxsize=KEPT)
@@ -155,7 +160,7 @@ def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], b
     for dtype, members in kinds.items():
         starts, alike = zip(*members, strict=True)
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in alike]
-        tables, alone = _listed(alike, shapes, starts, [_addresses(alike)], [True], (tile_m, tile_k))
+        tables, single = _matrices(alike, shapes, starts, [_addresses(alike)], [True], (tile_m, tile_k))
         for table in tables:
             args = (
                 table.entries,
@@ -171,32 +176,46 @@ def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], b
                 launch.hardware(packed.device),
             )
             triton_direct.run(triton_groups.amax_group_kernel, (table.programs,), args, warps)
-        for index in alone:
+        for index in single:
             found = launch.matrix_amax(alike[index], block_k).view(torch.int32).reshape(-1)
             packed[starts[index] : starts[index] + found.numel()] = found
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-def _listed(
+def _matrices(
     xs: Sequence[Tensor],
-    shapes: Iterable[tuple[int, ...]],
-    places: Iterable[int],
-    columns: Iterable[tuple[int, ...]],
-    wide: Iterable[bool],
+    shapes: Sequence[tuple[int, ...]],
+    places: Sequence[int],
+    addresses: Sequence[tuple[int, ...]],
+    wide: Sequence[bool],
     tile: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
-    """Tables of matrices on one device, and the positions of those that no table holds.
+    """Tables of matrices that are read, and the positions of those that no table holds.
 
-    shapes: the rows and columns that kernels take a matrix for. places: of the amaxes. columns: what begins where, the
-    matrices and each plane; wide: which of them are moved 16 bytes at a time.
+    shapes: the rows and columns that kernels take a matrix for. places: of the amaxes. addresses: what begins where,
+    the matrices and each plane; wide: which of them are moved 16 bytes at a time.
     """
-    device, stream = xs[0].device, 0
+    strided = () if _whole(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
+    fields = [*zip(*shapes, strict=True), tuple(places), *addresses]
+    return listed(xs[0].device, shapes, fields, [False, True, False, *wide], tile, tile, strided)
+
+
+def listed(
+    device: torch.device,
+    covers: Sequence[tuple[int, ...]],
+    fields: Sequence[tuple[int, ...]],
+    wide: Sequence[bool],
+    tile: tuple[int, int],
+    step: tuple[int, int],
+    strided: tuple[int, ...] = (),
+) -> tuple[Sequence[Table], Sequence[int]]:
+    """Tables of matrices on one device, and the positions of those that no table holds; see _tables."""
+    stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():  # a table could be gone when what is launched now runs again
-            return (), range(len(xs))
+            return (), range(len(covers))
         stream = torch.cuda.current_stream(device).cuda_stream
-    strided = () if _whole(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
-    return _tables(device, stream, tile, tuple(shapes), tuple(places), tuple(columns), tuple(wide), strided)
+    return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
 def _whole(tensors: Sequence[Tensor]) -> bool:
@@ -218,32 +237,36 @@ def _tables(
     device: torch.device,
     stream: int,
     tile: tuple[int, int],
-    shapes: tuple[tuple[int, int], ...],
-    places: tuple[int, ...],
-    columns: tuple[tuple[int, ...], ...],
+    step: tuple[int, int],
+    covers: tuple[tuple[int, int], ...],
+    fields: tuple[tuple[int, ...], ...],
     wide: tuple[bool, ...],
     strided: tuple[int, ...],
 ) -> tuple[list[Table], list[int]]:
-    """See _listed. A function of nothing but its arguments, so that what it keeps is never stale.
+    """A function of nothing but its arguments, so that what it keeps is never stale.
 
-    A table for the matrices that a launch can be compiled alike for, or more where they are too many for one. `stream`,
-    the current one, orders the copy of a table before each launch that reads it. strided: positions to leave out.
+    A table for the matrices that a launch can be compiled alike for, or more where they are too many for one; and the
+    positions of those that none holds. `stream`, the current one, orders the copy of a table before each launch that
+    reads it. tile: rows and columns of a program; covers: those that a matrix's programs cover. fields: of a table, of
+    all matrices: rows, columns, places, addresses; wide: which of them are to be multiples of 16, for aligned. step: of
+    what rows and columns are to be multiples, for even. strided: positions to leave out.
     """
-    alone: list[int] = []
+    single: list[int] = []
     kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = defaultdict(list)
-    for index, ((m, k), place, *addresses) in enumerate(zip(shapes, places, *columns, strict=True)):
+    for index, ((rows, columns), field) in enumerate(zip(covers, zip(*fields, strict=True), strict=True)):
+        m, k, *_ = field
         if index in strided or not 0 < m * k <= _MOST:
-            alone.append(index)
+            single.append(index)
             continue
-        aligned = reduce(or_, compress(addresses, wide), k) % 16 == 0
-        even = m % tile[0] == 0 and k % tile[1] == 0
-        kinds[aligned, even].append((cdiv(m, tile[0]) * cdiv(k, tile[1]), m, k, place, *addresses))
+        aligned = reduce(or_, compress(field, wide), 0) % 16 == 0
+        even = m % step[0] == 0 and k % step[1] == 0
+        kinds[aligned, even].append((cdiv(rows, tile[0]) * cdiv(columns, tile[1]), *field))
     tables = [
         Table(*_uploaded(device, rows), aligned, even)
         for (aligned, even), all_rows in kinds.items()
         for rows in _launches(all_rows)
     ]
-    return tables, alone
+    return tables, single
 
 
 def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -1,8 +1,9 @@
 """Tables of matrices, as Triton functions: one launch for many of them. groups.py makes the tables.
 
 A table is int64. It begins with the first program of each matrix, ROWS of 32 bits each, of which those past the last
-matrix are larger than any program. Then come ROWS entries of each field: rows, columns, place of the amax, address of
-x, addresses of planes in the order of a recipe's kernel. Matrices are contiguous.
+matrix are larger than any program. Then come ROWS entries of each field: rows, columns, a place, and addresses in the
+order of a kernel: of x and then of planes, or of planes and then of buffers. The place is where an amax is, or, of what
+is laid out, how many columns tiles cover. Matrices are contiguous.
 """
 
 from __future__ import annotations
@@ -22,16 +23,32 @@ def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.conste
 
     ALIGNED: all addresses, and k, are multiples of 16, so that a thread can move 16 bytes at a time.
     """
+    fields, number, m, k = _found(table, ROWS, 1, 16 if ALIGNED else 1)
+    row, column = tile_at(number, k, TILE_M, TILE_K)
+    return fields, row, column, m, k
+
+
+@triton.jit
+def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """As member_of, where tiles cover more columns than the matrix has. ALIGNED: m too is a multiple of 16."""
+    fields, number, m, k = _found(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
+    row, column = tile_at(number, tl.load(fields + 2 * ROWS).to(tl.int32), TILE_M, TILE_K)
+    return fields, row, column, m, k
+
+
+@triton.jit
+def _found(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
+    """(fields, number of the tile, m, k) of the matrix that this program works for; m and k are multiples of so much.
+
+    What a number is a multiple of is noted where it is loaded: of what a function returns, Triton forgets it.
+    """
     program = tl.program_id(0)
     starts = table.to(tl.pointer_type(tl.int32))
     index = tl.sum((tl.load(starts + tl.arange(0, ROWS)) <= program).to(tl.int32), 0) - 1
     fields = table + ROWS // 2 + index
-    m = tl.load(fields).to(tl.int32)
-    k = tl.load(fields + ROWS).to(tl.int32)
-    if ALIGNED:
-        k = tl.multiple_of(k, 16)
-    row, column = tile_at(program - tl.load(starts + index), k, TILE_M, TILE_K)
-    return fields, row, column, m, k
+    m = tl.multiple_of(tl.load(fields).to(tl.int32), UNIT_M)
+    k = tl.multiple_of(tl.load(fields + ROWS).to(tl.int32), UNIT_K)
+    return fields, program - tl.load(starts + index), m, k
 
 
 @triton.jit
@@ -50,6 +67,14 @@ def matrix_at(fields, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.const
 def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     """The first entry of a plane."""
     return address(fields + (4 + NUMBER) * ROWS, DTYPE, ALIGNED)
+
+
+@triton.jit
+def plane_like(plane, fields, NUMBER: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first entry of what is for this matrix the plane or buffer that `plane` is for another; None where it is."""
+    if plane is None:
+        return None
+    return address(fields + (3 + NUMBER) * ROWS, plane.dtype.element_ty, ALIGNED)
 
 
 @triton.jit

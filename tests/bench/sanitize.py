@@ -29,6 +29,7 @@ for name in sys.argv[1:]:
             kernels.quantize_buffers(x, amax, layout.orientations, *flags)
             kernels.dequantize(planes, m, k, layout.orientations[0], dtype)
             kernels.quantize_group([x] * 3, None if amax is None else [amax] * 3, layout.orientations, outs)
-            calls += 5
+            kernels.lay_out_group([planes] * 3, [(m, k)] * 3, layout.orientations, *flags)
+            calls += 6
 torch.cuda.synchronize()
 print("ran", calls, "calls")

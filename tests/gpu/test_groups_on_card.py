@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import layoutc
 import layoutc.recipes
 from layoutc.runtime import groups, launch
 from layoutc.runtime.optim import requantize_batch_
@@ -89,6 +90,35 @@ def test_a_group_gives_the_bytes_of_one_launch_each(name: str, dtype: torch.dtyp
         check(name, matrices(name, dtype, 14), orientations)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_is_laid_out_as_each_by_itself(name: str) -> None:
+    """Both orders of scales, ragged shapes, and what a captured graph has done, on the values of its replay."""
+    tensors = [recipe(name).quantize(x) for x in matrices(name, torch.bfloat16, 20, special=False)]
+    for swizzled in (False, True) if recipe(name).LAYOUT.swizzled else (False,):
+        expect_same_buffers(tensors, layoutc.buffers_of(tensors, swizzled=swizzled), swizzled)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layoutc.buffers_of(tensors)
+    for tensor in tensors:
+        for plane in tensor.planes().values():
+            plane.copy_(plane.flip(0))
+    graph.replay()
+    expect_same_buffers(tensors, found, False)
+
+
+def expect_same_buffers(tensors: list[Any], found: list[dict[str, Tensor]], swizzled: bool) -> None:
+    for tensor, one in zip(tensors, found, strict=True):
+        expected = tensor.buffers(swizzled=swizzled)
+        assert list(expected) == list(one)
+        for buffer, entries in expected.items():
+            assert same(entries, one[buffer]), (tensor.LAYOUT.name, tuple(tensor.shape), buffer)
+
+
+def test_weights_of_every_recipe_are_laid_out_together() -> None:
+    tensors = [recipe(name).quantize(torch.randn(256, 512, device="cuda")) for name in NAMES for _ in range(3)]
+    expect_same_buffers(tensors, layoutc.buffers_of(tensors), False)
+
+
 @pytest.mark.parametrize("count", [1, 40, 300])
 def test_tables_of_every_size(count: int) -> None:
     xs = [torch.randn(32, 64 + 32 * (index % 5), device="cuda") for index in range(count)]
@@ -157,7 +187,7 @@ def test_tables_follow_streams_and_survive_eviction() -> None:
     """A table is used on the stream that its copy is on; more groups than are kept, launched without waiting."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     results = []
-    for index in range(80):
+    for index in range(groups.KEPT // 2 + 16):
         xs = [torch.full((32, 64), float(index * 10 + one + 1), device="cuda") for one in range(3)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())

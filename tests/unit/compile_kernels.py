@@ -32,6 +32,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
+GROUPS_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
 def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], Tile, str]]:
@@ -47,13 +48,10 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
             tile = kernels.BUFFER_TILES[size, *flags]
             yield f"quantize_buffers {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):
-        yield (
-            "lay_out",
-            kernels.lay_out_kernel,
-            [],
-            (*kernels.LAY_OUT_TILE[:2], 1, kernels.LAY_OUT_TILE[2], None),
-            "bf16",
-        )
+        tile = (*kernels.LAY_OUT_TILE[:2], 1, kernels.LAY_OUT_TILE[2], None)
+        yield "lay_out", kernels.lay_out_kernel, [], tile, "bf16"
+        if layout.name in GROUPS_LAID_OUT:
+            yield "lay_out_group", kernels.lay_out_kernel, [], tile, "bf16"
     for orientation, tile in kernels.DEQUANTIZE_TILES.items():
         flags = [orientation == name for name in layout.orientations]
         yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, (*tile[:2], 1, tile[2], None), "bf16"
@@ -61,6 +59,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
 
 def absent(name: str, layout: Any) -> set[str]:
     """Parameters that are None: buffers where planes are written, and planes that are no buffers where those are."""
+    if name == "lay_out":
+        return {"table"}
     if name.startswith("quantize_buffers"):
         return {plane for plane in layout.stored if plane not in layout.as_stored.values() and plane != "amax"}
     return {f"to_{buffer}" for buffer in layout.buffers(1024, 1024)} if name.startswith("quantize") else set()
@@ -94,6 +94,7 @@ def compiled(
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
     fixed |= {"PIECES": tile[2], "SWIZZLED": True}
     fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": groups.ROWS[-1], "ALIGNED": True}
+    fixed |= {"ROWS": 0, "ALIGNED": False} if "table" in none else {}
     fixed |= constants_
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

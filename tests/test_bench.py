@@ -1,0 +1,156 @@
+"""`layoutc bench`: what is printed, what is measured without a card, and that it times the work it names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from layoutc import bench, bench_clocks, bench_jobs, bench_peers
+from layoutc.cli import main
+from layoutc.runtime import launch
+from layoutc.runtime.init import recipe_class
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a card, whose clock takes few calls."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_clocks, "CALLS", 3)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, args)])
+
+
+def test_without_a_card_hooks_are_timed_and_the_rest_is_said() -> None:
+    result = run("mxfp8", "--shape", "256x256", "--shape", "128x64", "--world", 2)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert bench.NO_CARD in result.stdout
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("  mxfp8")] == [
+        *("forward", "backward", "both"),
+        *("forward", "backward", "both"),
+    ]
+
+
+def test_json_goes_to_stdout_and_counts_what_travels() -> None:
+    """The bytes that the hooks return are those of LAYOUT.gather, filling included."""
+    result = run("mxfp8", "nvfp4", "hybrid_fp8", "--shape", "512x256", "--world", 4, "--json")
+    assert result.exit_code == 0
+    assert bench.NO_CARD in result.stderr
+    found = json.loads(result.stdout)
+    assert (found["device"], found["kernels"], found["peers"], found["copy_bytes_per_us"]) == ("cpu", [], [], {})
+    rows = found["hooks"]
+    assert len(rows) == 9
+    for row in rows:
+        facts = recipe_class(row["recipe"]).LAYOUT.gather(512, 256, 4, row["pass_name"])
+        assert (row["sent"], row["gathered"]) == (facts.bytes_per_rank, facts.nbytes)
+        assert row["of_bf16"] == row["sent"] / (2 * 128 * 256)
+        assert row["pre_us"] > 0 < row["post_us"]
+
+
+def test_a_shape_whose_shards_cut_blocks_sends_what_is_planned() -> None:
+    result = run("nvfp4", "--shape", "144x64", "--world", 8, "--json")
+    assert result.exit_code == 0
+    planned = importlib.import_module("layoutc.recipes.nvfp4").LAYOUT.gather(144, 64, 8).bytes_per_rank
+    assert {row["sent"] for row in json.loads(result.stdout)["hooks"]} == {planned}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("nvfp5",), "no recipe is named 'nvfp5'. Did you mean nvfp4?"),
+        (("zzz",), "no recipe 'zzz' in layoutc.recipes"),
+        (("nvfp4", "--shape", "100x100"), "takes rows in multiples of 16"),
+        (("mxfp8", "--shape", "large"), "is not a shape; write rows x columns"),
+        (("mxfp8", "--world", "1"), "Invalid value for '--world'"),
+    ],
+)
+def test_bad_input_is_refused_before_work(args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_clocks, "host", lambda call: pytest.fail("something was timed"))
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_the_module_runs_without_the_command_line() -> None:
+    """Where pydantic, click, jinja2, yaml and rich can't be imported."""
+    program = (
+        "import sys, runpy\n"
+        "for name in ('pydantic', 'click', 'jinja2', 'yaml', 'rich'): sys.modules[name] = None\n"
+        "from layoutc import bench_clocks; bench_clocks.CALLS = 3\n"
+        "sys.argv = ['bench', *sys.argv[1:]]\n"
+        "runpy.run_module('layoutc.bench', run_name='__main__')\n"
+    )
+
+    def module(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "ignore", "-c", program, *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = module("nvfp4", "--shape", "64x64", "--world", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["pass_name"] for row in json.loads(done.stdout)["hooks"]] == ["forward", "backward", "both"]
+    assert module("nvfp5").returncode == 2
+    assert "Did you mean nvfp4?" in module("nvfp5").stderr
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is torch.Tensor and x.numel() > 0)
+    monkeypatch.setattr(bench_jobs, "GROUPED", 2)
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_rowwise", "fp8_delayed"])
+def test_every_job_of_a_recipe_runs(name: str) -> None:
+    """Under the interpreter; its bytes are those of x and of what is written."""
+    cls = recipe_class(name)
+    m, k = 32, 64
+    jobs: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for job in bench_jobs.kernel_jobs(name, cls, (m, k), dtype, CPU):
+            jobs[job.work, job.dtype] = job
+            if dtype == torch.bfloat16:
+                job.make()()
+    every = "+".join(cls.LAYOUT.orientations)
+    written = sum(facts.nbytes for facts in cls.LAYOUT.written(m, k, cls.LAYOUT.orientations).values())
+    for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
+        assert jobs[f"quantize {every}", dtype].nbytes == m * k * itemsize + written
+    assert {f"dequantize {o}" for o in cls.LAYOUT.orientations} <= {work for work, _ in jobs}
+    grouped = name != "fp8_rowwise"
+    assert (("quantize 2 weights of 16x64, one launch", "bfloat16") in jobs) == grouped
+    if name == "nvfp4":  # codes transposed, scales spread into 128 x 4 twice; read are codes, scales and the amax
+        assert jobs["lay out", "bfloat16"].nbytes == (m * k // 2 + 2 * 128 * 4) + (m * k // 2 + m * k // 256 + 4)
+    assert all(job.nbytes > 0 for job in jobs.values())
+
+
+def test_jobs_of_others_run() -> None:
+    said: list[str] = []
+    jobs = list(bench_peers.other_jobs((64, 64), CPU, said.append))
+    for job in jobs:
+        job.make()()
+    assert [job.nbytes for job in jobs] == [64 * 64 * 2, 64 * 64 * 4, 2 * 64 * 64]
+    assert said, "what is not there is said"
+
+
+def test_shares_are_of_what_a_copy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the bytes in the same time are twice the share; what can't be in a graph has one clock."""
+    monkeypatch.setattr(bench_clocks, "rotated", lambda make, nbytes: 4.0)
+    monkeypatch.setattr(bench_clocks, "flushed", lambda work: 8.0)
+    job = bench_jobs.Job("nvfp4", "quantize", "bfloat16", 1000, lambda: lambda: None)
+    row = bench.timed(job, (8, 8), (500.0, 250.0))
+    assert (row.us, row.share, row.flushed_us, row.flushed_share) == (4.0, 0.5, 8.0, 0.5)
+    row = bench.timed(job._replace(in_graph=False), (8, 8), (500.0, 250.0))
+    assert (row.us, row.share, row.flushed_share) == (None, None, 0.5)

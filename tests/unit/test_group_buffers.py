@@ -1,0 +1,195 @@
+"""Many weights laid out in one launch, under Triton's interpreter: the bytes of one by one, and of the reference."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from numpy_models import recipe, reference
+from quantized_cases import make, same_bits, same_tensors
+from test_groups import NAMES, ragged
+from test_kernels import bits, weight
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layoutc
+from layoutc.runtime import group_buffers, groups, launch
+from layoutc.runtime.errors import MissingOrientation
+from layoutc.runtime.tensor import QuantizedTensor
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+def kernels(name: str) -> ModuleType:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tensors hold what no kernel writes everywhere, so that bytes that are left out show."""
+    monkeypatch.setattr(torch, "empty", lambda shape, *, dtype, device: torch.full(shape, 0x5A, dtype=dtype))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels serve plain CPU tensors, as they do those of a card; how many weights each launch was for."""
+    monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
+    sizes: list[int] = []
+    split = group_buffers.split
+
+    def noted(planes: Any, names: Any, weights: Sequence[Any], *rest: Any) -> Any:
+        sizes.append(len(weights))
+        return split(planes, names, weights, *rest)
+
+    monkeypatch.setattr(group_buffers, "split", noted)
+    return sizes
+
+
+def tensors_of(name: str, count: int) -> list[QuantizedTensor]:
+    return [recipe(name).quantize(weight(m, k, seed)) for seed, (m, k) in enumerate(ragged(name, count))]
+
+
+def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, ...], swizzled: bool) -> None:
+    """Of a group, of one launch each, and of the reference."""
+    flags = (swizzled,) if recipe(name).LAYOUT.swizzled else ()
+    weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
+    together = kernels(name).lay_out_group(weights, shapes, orientations, *flags)
+    for planes, shape, found in zip(weights, shapes, together, strict=True):
+        assert same_tensors(kernels(name).lay_out(planes, *shape, orientations, *flags), found), (name, shape)
+        expected = reference(name).lay_out(planes, *shape, orientations)
+        for orientation in orientations if swizzled else ():
+            expected[f"{orientation}_scale"] = reference(name).gemm_scale(expected, orientation)
+        assert list(expected) == list(found)
+        for buffer, entries in expected.items():
+            assert torch.equal(bits(entries), bits(found[buffer])), (name, shape, buffer)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_gives_the_bytes_of_one_by_one(name: str) -> None:
+    """Ragged shapes, all orientations at once and each by itself, in both orders of scales."""
+    layout = recipe(name).LAYOUT
+    tensors = tensors_of(name, 4)
+    for orientations in dict.fromkeys((layout.orientations, *((one,) for one in layout.orientations))):
+        for swizzled in (False, True) if layout.swizzled else (False,):
+            compare(name, tensors, orientations, swizzled)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
+def test_tables_of_one_weight_and_of_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(name, tensors_of(name, 1), ("rowwise", "columnwise"), False)
+    monkeypatch.setattr(groups, "ROWS", (2, 4))
+    compare(name, tensors_of(name, 11), ("rowwise", "columnwise"), False)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_whole_words_and_single_codes_are_moved_apart() -> None:
+    """Of fp8_current, whose shapes are free: one table for each, and one for what begins between 16 bytes."""
+    shapes = [(32, 64), (48, 16), (20, 12), (5, 7), (3, 9), (4, 8)]
+    tensors = [recipe("fp8_current").quantize(weight(m, k, seed)) for seed, (m, k) in enumerate(shapes)]
+    compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
+    made = group_buffers.new(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
+    planes = ["rowwise_data"], ["columnwise_data"]
+    found = group_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, None, (256, 128, 8), 4)
+    kinds = [(table.aligned, table.even, table.programs) for _, table in found if table is not None]
+    assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
+    assert len(found) == 3
+
+
+def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
+    """Recipes and shapes mixed, in the order given; one launch for those of a recipe."""
+    names = ["mxfp8", "nvfp4", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8", "fp8_block"]
+    tensors = [make(name, 64, 32 * (2 + index), seed=index) for index, name in enumerate(names)]
+    tensors.append(make("mxfp8", 64, 64, orientations="rowwise"))
+    found = layoutc.buffers_of(tensors)
+    assert launches == [3, 2]
+    assert all(same_tensors(tensor.buffers(), one) for tensor, one in zip(tensors, found, strict=True))
+    found = layoutc.buffers_of(tensors[:2] * 2, swizzled=True)
+    for tensor, one in zip(tensors[:2] * 2, found, strict=True):
+        assert same_tensors(tensor.buffers(swizzled=True), one)
+    found = layoutc.buffers_of(tensors, orientations=["rowwise"])
+    for tensor, one in zip(tensors, found, strict=True):
+        assert all(buffer.startswith("rowwise") or buffer == "amax" for buffer in one)
+        assert all(same_bits(buffer, tensor.buffers()[name]) for name, buffer in one.items())
+    assert layoutc.buffers_of([]) == []
+
+
+def test_pieces_empty_weights_and_planes_that_lie_anywhere(launches: list[int]) -> None:
+    """Views of a weight's planes, columns of it that are strided, and planes that begin between words."""
+    whole = make("mxfp8", 128, 128)
+    moved = make("mxfp8", 64, 64)
+    space = {name: torch.empty(plane.numel() + 1, dtype=plane.dtype) for name, plane in moved.planes().items()}
+    odd = {name: space[name][1:].view(plane.shape).copy_(plane) for name, plane in moved.planes().items()}
+    pieces = [whole[:64], whole[:, 32:64], whole[64:96], moved._with_planes(odd), whole[:0]]
+    found = layoutc.buffers_of(pieces)
+    assert launches == [4]
+    assert all(same_tensors(piece.buffers(), one) for piece, one in zip(pieces, found, strict=True))
+
+
+def test_without_kernels_weights_go_one_by_one() -> None:
+    tensors = [make(name, 64, 64, seed=seed) for seed in range(2) for name in ("mxfp8", "nvfp4", "fp8_current")]
+    found = layoutc.buffers_of(tensors)
+    assert all(same_tensors(tensor.buffers(), one) for tensor, one in zip(tensors, found, strict=True))
+
+
+def test_what_is_recorded_goes_through_operators(launches: list[int]) -> None:
+    """A table holds addresses, which nothing that is traced may."""
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    tensors = [make("nvfp4", 64, 64, seed=seed) for seed in range(2)]
+    with Recorder():
+        found = layoutc.buffers_of(tensors)
+    assert names.count("layoutc.lay_out.default") == 2
+    assert launches == []
+    assert all(same_tensors(tensor.buffers(), one) for tensor, one in zip(tensors, found, strict=True))
+
+
+def test_new_buffers_of_one_shape_share_an_allocation(launches: list[int]) -> None:
+    """What is a plane is still that plane."""
+    tensors = [make("nvfp4", 128, 128, seed=seed) for seed in range(3)]
+    found = layoutc.buffers_of(tensors)
+    storages = {one["columnwise_data"].untyped_storage().data_ptr() for one in found}
+    assert len(storages) == 1
+    assert all(one["rowwise_data"] is tensor.rowwise_data for one, tensor in zip(found, tensors, strict=True))
+
+
+def test_a_table_is_made_once_for_the_same_places() -> None:
+    groups._tables.cache_clear()
+    tensors = tensors_of("nvfp4", 3)
+    weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
+    made = group_buffers.new(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
+    names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
+    for _ in range(3):
+        group_buffers.split(*names, weights, made, shapes, None, (128, 256, 8), 8)
+    assert groups._tables.cache_info().misses == 1
+
+
+def test_bad_groups_are_refused_before_work(launches: list[int]) -> None:
+    tensors = [make("mxfp8", 64, 64), make("mxfp8", 64, 64, orientations="rowwise")]
+    with pytest.raises(TypeError, match="buffers_of takes quantized tensors, not Tensor"):
+        layoutc.buffers_of([tensors[0], torch.ones(2, 2)])  # type: ignore[list-item]
+    with pytest.raises(MissingOrientation, match="holds rowwise, not columnwise"):
+        layoutc.buffers_of(tensors, orientations=["columnwise"])
+    with pytest.raises(ValueError, match="has orientations rowwise, columnwise, not sideways"):
+        layoutc.buffers_of(tensors, orientations=["sideways"])
+    with pytest.raises(ValueError, match="fp8_block: swizzled=True"):
+        layoutc.buffers_of([tensors[0], make("fp8_block")], swizzled=True)
+    planes = [tensors[0].planes(), {name: plane.to("meta") for name, plane in tensors[0].planes().items()}]
+    with pytest.raises(ValueError, match="mxfp8: the weights of a group lie on one device"):
+        kernels("mxfp8").lay_out_group(planes, [(64, 64)] * 2, ("rowwise",))
+    assert launches == []
+    assert kernels("mxfp8").lay_out_group([], [], ("rowwise",)) == []
