@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import operators, strict
+from layoutc.runtime import gathered, operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
@@ -175,6 +175,7 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
+    gathered.refuse_write(tensor)
     if not tensor._common and not tensor._transposed and not tensor.is_meta:
         from layoutc.runtime import amax
 
@@ -211,6 +212,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return target.copy_(source.dequantize(target.dtype if target.is_floating_point() else None))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
+    gathered.refuse_write(target)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
         if same and (source._matrix, source._transposed) == (target._matrix, target._transposed):

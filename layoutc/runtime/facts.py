@@ -114,6 +114,11 @@ class Layout:
         return tuple(self.sources)
 
     @cached_property
+    def passes_differ(self) -> bool:
+        """Backward gathers other planes than forward, where a weight is resharded between them."""
+        return self.travels["forward"] != self.travels["backward"]
+
+    @cached_property
     def shared(self) -> frozenset[str]:
         """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)

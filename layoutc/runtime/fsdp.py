@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
+from layoutc.runtime.pieces import GatheredPlanes
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -222,8 +223,11 @@ def finish(
     planes, so those that autograd saved in forward see what backward gathered.
     """
     if out is None:
-        tensor = type(shard)(planes, gathering.shape, dtype, matrix=gathering.matrix, orientations=shard._orientations)
-        tensor._name, tensor._home = shard._name, weakref.ref(shard)
+        home, matrix = weakref.ref(shard), gathering.matrix
+        if shard.LAYOUT.passes_differ and gathering.which != "both":
+            planes = GatheredPlanes(planes, home, matrix)
+        tensor = type(shard)(planes, gathering.shape, dtype, matrix=matrix, orientations=shard._orientations)
+        tensor._name, tensor._home = shard._name, home
         return tensor, ()
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
