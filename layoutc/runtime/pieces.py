@@ -68,10 +68,10 @@ class TracedPlanes(MutableMapping[str, Tensor]):
 
 
 class CutPlanes(MutableMapping[str, Tensor]):
-    """The planes of a piece of a gathered weight, cut anew from the weight's own at each use.
+    """The planes of a piece of GatheredPlanes, cut anew from the weight's own at each use.
 
     Backward gathers other planes into the storage that forward's stood in, so a piece that autograd has saved must look
-    at what the weight holds now.
+    at what the weight holds now. Where both passes gather the same planes, a piece has views of them, as any other.
     """
 
     def __init__(

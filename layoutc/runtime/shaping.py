@@ -32,7 +32,7 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     window = (found.r0, found.r1, found.c0, found.c1)
     planes: MutableMapping[str, Tensor]
-    if tensor._home is not None:
+    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the planes
         planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
     else:
         planes = type(tensor)._cut(tensor._planes, *window)

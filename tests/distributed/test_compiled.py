@@ -14,7 +14,6 @@ from models import RECIPES, adam, my_share, width_for
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
@@ -140,12 +139,12 @@ def test_inductor(two: Ranks, recipe: str) -> None:
 
 
 class Handed(nn.Module):
-    """Pieces that cross the edge of a graph: out of one, and into another; and planes, read in a graph."""
+    """Pieces that cross the edge of a graph: out of one, without a gradient, and into another."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.fused = nn.Linear(width, 2 * width, bias=False)
-        self.cut: Any = lambda weight: weight.chunk(2)[1]
+        self.cut: Any = lambda weight: weight.detach().chunk(2)[1]
         self.apply_: Any = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,13 +184,6 @@ def reads_and_refuses(recipe: str) -> None:
     weight = layer.weight.data
     run = partial(torch.compile, backend="aot_eager", fullgraph=True)
 
-    def planes(w: Any) -> list[Tensor]:
-        return [w.rowwise_data + 0, w.columnwise_data + 0, w.columnwise_scale + 0]
-
-    for found, name in zip(
-        make_fx(planes)(weight)(weight), ("rowwise_data", "columnwise_data", "columnwise_scale"), strict=True
-    ):
-        assert torch.equal(found, expected[name])
     clone = run(lambda w: w.clone())(weight)
     assert clone._home is None
     assert all(torch.equal(clone.planes()[name], plane) for name, plane in expected.items())
@@ -206,5 +198,5 @@ def reads_and_refuses(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", OWN_CODES)
 def test_what_a_graph_reads_of_a_gathered_weight(two: Ranks, recipe: str) -> None:
-    """Planes of both orientations, copies of all that it is; no writes, and nothing of a weight that is freed."""
+    """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""
     two.run(reads_and_refuses, recipe)
