@@ -172,6 +172,14 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     )
 
 
+def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """is_set_to: the same bytes of the same storages under the same shape and strides; never for a plain tensor."""
+    a, b = args[0], args[1]
+    if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
+        return False
+    return all(plane.is_set_to(b._planes[name]) for name, plane in a._planes.items())
+
+
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]

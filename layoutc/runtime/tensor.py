@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime import flattening, gathered, operators
+from layoutc.runtime import flattening, gathered, operators, storage
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout, contiguous_strides
 from layoutc.runtime.flattening import place
@@ -306,6 +306,7 @@ class QuantizedTensor(torch.Tensor):
         return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
 
     _stable_hash_for_caching = flattening.stable_hash
+    untyped_storage = storage.untyped_storage
 
     def __getattr__(self, name: str) -> Tensor:
         # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
