@@ -143,8 +143,10 @@ def _group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "mxfp8", "nvfp4_1d"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, None) for name in ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4_1d")), ("mxfp8", "reduce-overhead")],
+)
 def test_compiled_blocks_under_fully_shard(name: str, mode: str | None) -> None:
     """Backward recomputes from forward's codes, where it holds others in the same memory; CUDA graphs are not taken."""
 
