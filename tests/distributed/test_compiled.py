@@ -54,6 +54,15 @@ class Pieces(nn.Module):
         return F.linear(x, q) + narrow + x @ (v * self.mask).t() + self.fused.weight.dequantize()[: x.shape[0]]
 
 
+def make_uneven(model: nn.Module) -> None:
+    """Blocks whose scales differ along rows and along columns, so that no orientation passes for another."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                rows, columns = layer.weight.shape
+                layer.weight *= torch.logspace(-2, 1, rows, 2.0).unsqueeze(1) * torch.logspace(1, -1, columns, 2.0)
+
+
 def batch(step: int, width: int) -> Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(step))
 
@@ -65,6 +74,7 @@ def train(
     width = 2 * width_for(recipe, 2)
     torch.manual_seed(0)
     blocks = nn.Sequential(make(width), make(width))
+    make_uneven(blocks)
     layoutc.quantize_(blocks, recipe)
     compiled = [] if backend is None else [blocks] if mode == "whole" else list(blocks)
     options = {"backend": backend, "fullgraph": mode != "whole"}
@@ -176,6 +186,7 @@ def reads_and_refuses(recipe: str) -> None:
     width = 2 * width_for(recipe, 2)
     torch.manual_seed(0)
     layer = nn.Linear(width, width, bias=False)
+    make_uneven(layer)
     layoutc.quantize_(layer, recipe)
     expected = {name: plane.clone() for name, plane in layer.weight.planes().items()}
     values = layer.weight.dequantize()

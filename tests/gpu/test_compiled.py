@@ -154,6 +154,10 @@ def test_compiled_blocks_under_fully_shard(name: str, mode: str | None) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         model = torch.nn.Sequential(Block(512), Block(512)).cuda()
+        with torch.no_grad():  # no orientation passes for another
+            for block in model:
+                block.up.weight *= torch.logspace(-2, 2, 512, 2.0, device=block.up.weight.device)
+                block.down.weight *= torch.logspace(-2, 2, 512, 2.0, device=block.up.weight.device)
         layoutc.quantize_(model, name)
         for block in model:
             block.compile(fullgraph=True, mode=mode if sharded else None)
