@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_rank import gather
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import layoutc
-from layoutc.runtime import fsdp
 
 RECIPES = ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4", "nvfp4_1d")
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
@@ -101,23 +101,6 @@ def test_meta_and_freed_weights(recipe: str) -> None:
     assert (w.untyped_storage().data_ptr(), w.untyped_storage().nbytes()) == (0, 0)
     assert ASKS["weak"](w, piece)
     assert not ASKS["weak"](w, other)
-
-
-class Mesh:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-
-def gather(shard: Any, which: Any, memory: list[Tensor], out: Any = None) -> Any:
-    """The hooks, with outputs that are allocated once, as FSDP2 has them."""
-    with fsdp.simulate(which, shard.shape, shard.shape[0]):
-        inputs, metadata = shard.fsdp_pre_all_gather(Mesh())
-        memory[:] = memory or [torch.empty_like(given).flatten() for given in inputs]
-        outputs = [held.copy_(given.flatten()).view(given.shape) for held, given in zip(memory, inputs, strict=True)]
-        made = shard.fsdp_post_all_gather(tuple(outputs), metadata, shard.dtype, out=out)
-    return out if made is None else made[0]
 
 
 def test_gathered_weights(recipe: str) -> None:
