@@ -83,6 +83,7 @@ HANDLERS = {
     aten.record_stream.default: common.record_stream,
     aten.is_pinned.default: common.is_pinned,
     aten.equal.default: common.equal,
+    aten.is_set_to.default: common.is_set_to,
     # products: k contracted reads rowwise values, m contracted reads columnwise ones
     aten.linear.default: common.linear,
     aten.matmul.default: common.product,

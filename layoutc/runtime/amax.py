@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime import launch, operators
+from layoutc.runtime import gathered, launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.halo import Place, check_place, extended
@@ -321,6 +321,7 @@ def _check_out(
     if out.LAYOUT.layout_id != layout.layout_id:
         raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
     check_writable(out)
+    gathered.refuse_write(out)
     if out._common and (alone or out._common - layout.shared):
         raise UnsupportedOperator(
             f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "

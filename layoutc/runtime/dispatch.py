@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import operators, strict
+from layoutc.runtime import gathered, operators, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
@@ -176,12 +176,21 @@ def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
     return tensor._rows, tensor._matrix[1], tensor._halo.before
 
 
+def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """is_set_to: the same bytes of the same storages under the same shape and strides; never for a plain tensor."""
+    a, b = args[0], args[1]
+    if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
+        return False
+    return all(plane.is_set_to(b._planes[name]) for name, plane in a._planes.items())
+
+
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
     from layoutc.runtime import amax, fsdp
 
     tensor: QuantizedTensor = args[0]
     check_writable(tensor)
+    gathered.refuse_write(tensor)
     place = None if tensor.is_meta else fsdp.place(tensor)
     if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
         amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
@@ -220,6 +229,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return target.copy_(source.dequantize(target.dtype if target.is_floating_point() else None))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
+    gathered.refuse_write(target)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
         new = target._made_in() if target._made_in is not None and target._writes[0] == 0 else None

@@ -117,6 +117,11 @@ class Layout:
         return tuple(self.sources)
 
     @cached_property
+    def passes_differ(self) -> bool:
+        """Backward gathers other planes than forward, where a weight is resharded between them."""
+        return self.travels["forward"] != self.travels["backward"]
+
+    @cached_property
     def shared(self) -> frozenset[str]:
         """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
@@ -125,11 +130,6 @@ class Layout:
     def block_rows(self) -> int:
         """Rows that share values of some plane: at multiples of it, rows have planes that are theirs alone."""
         return lcm(*(plane.rows_per_value or 1 for plane in self.stored.values()))
-
-    @cached_property
-    def passes_differ(self) -> bool:
-        """Backward gathers other planes than forward."""
-        return self.travels["forward"] != self.travels["backward"]
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:

@@ -30,6 +30,7 @@ from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.halo import Place, gather_bytes
+from layoutc.runtime.pieces import GatheredPlanes
 from layoutc.runtime.sharding import Cuts
 from layoutc.runtime.tensor import QuantizedTensor
 from layoutc.runtime.transport import Gathering, Route, arrived, route, to_be_freed, wire
@@ -265,11 +266,11 @@ def finish(
         gathering.restore()
     if out is None:
         cls = shard.QUANTIZED if isinstance(shard, CastOnGather) else type(shard)
-        route = gathering.route
+        route, home, known = gathering.route, weakref.ref(shard), find(shard)
+        if shard.LAYOUT.passes_differ and route.which != "both":
+            planes = GatheredPlanes(planes, home, route.matrix)
         tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard._orientations)
-        home: Any = weakref.ref(shard)
         tensor._name, tensor._home = shard._name, home
-        known = find(shard)
         both: tuple[PassName, ...] = ("forward", "backward")
         passes = [_route(known, tensor, one) for one in both] if known and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)

@@ -5,8 +5,8 @@ is opaque to Inductor, which compiled from the reference would give others: its 
 it a `triton_op`: Inductor compiles a kernel that it sees with options of its own, and loses enable_fp_fusion=False, on
 which bytes depend, and maxnreg. Eager calls do not pass through here: an operator costs several microseconds.
 
-The four operators serve all recipes. A recipe goes by a key, the class's full name and its layout id, so that packages
-built twice, or again, never answer for each other.
+The operators serve all recipes. A recipe goes by a key, the class's full name and its layout id, so that packages built
+twice, or again, never answer for each other. Those of `gathered` are for weights that FSDP2 gathers for each pass anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def register(cls: type[QuantizedTensor]) -> str:
     return key
 
 
-def _recipe(key: str) -> type[QuantizedTensor]:
+def recipe_of(key: str) -> type[QuantizedTensor]:
+    """The class that was registered under a key. Raises LayoutError where there is none in this process."""
     found = _recipes.get(key)
     if found is None:
         raise LayoutError(f"no recipe {key} in this process: import its package, as built when the graph was traced")
@@ -113,31 +114,31 @@ def _needed(layout: Layout, orientations: Sequence[str]) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------- what operators run
 def _run_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str]) -> list[Tensor]:
-    cls = _recipe(recipe)
+    cls = recipe_of(recipe)
     planes = cls._quantize_matrix(x, amax, tuple(orientations))
-    return [_own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
+    return [own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return _own(_recipe(recipe)._shared_amax(x), x)
+    return own(recipe_of(recipe)._shared_amax(x), x)
 
 
 def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
-    cls = _recipe(recipe)
+    cls = recipe_of(recipe)
     named = dict(zip(cls.LAYOUT.sources[orientation], planes, strict=True))
-    return _own(cls._matrix_values(named, m, k, orientation, dtype), *planes)
+    return own(cls._matrix_values(named, m, k, orientation, dtype), *planes)
 
 
 def _run_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
-    cls = _recipe(recipe)
+    cls = recipe_of(recipe)
     named = dict(zip(_needed(cls.LAYOUT, orientations), planes, strict=True))
     buffers = cls._lay_out(named, m, k, tuple(orientations), swizzled)
-    return [_own(buffers[name], *planes) for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)]
+    return [own(buffers[name], *planes) for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)]
 
 
-def _own(made: Tensor, *given: Tensor | None) -> Tensor:
+def own(made: Tensor, *given: Tensor | None) -> Tensor:
     """What an operator may return: contiguous, and no alias of what it was given."""
     made = made.contiguous()
     storage = made.untyped_storage().data_ptr()
@@ -151,11 +152,13 @@ def _like(facts: Facts, x: Tensor) -> Tensor:
 
 
 def _fake_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str]) -> list[Tensor]:
-    return [_like(facts, x) for facts in _recipe(recipe).LAYOUT.written(x.shape[0], x.shape[1], orientations).values()]
+    return [
+        _like(facts, x) for facts in recipe_of(recipe).LAYOUT.written(x.shape[0], x.shape[1], orientations).values()
+    ]
 
 
 def _fake_shared_amax(x: Tensor, recipe: str) -> Tensor:
-    return x.new_empty(_recipe(recipe).LAYOUT.amax_shape(x.shape[1]), dtype=torch.float32)
+    return x.new_empty(recipe_of(recipe).LAYOUT.amax_shape(x.shape[1]), dtype=torch.float32)
 
 
 def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
@@ -165,28 +168,36 @@ def _fake_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientat
 def _fake_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
-    facts = _recipe(recipe).LAYOUT.laid_out(m, k, orientations, swizzled)
+    facts = recipe_of(recipe).LAYOUT.laid_out(m, k, orientations, swizzled)
     return [_like(fact, planes[0]) for fact in facts.values()]
 
 
-_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations) -> Tensor[]": (_run_quantize, _fake_quantize),
-    "shared_amax(Tensor x, str recipe) -> Tensor": (_run_shared_amax, _fake_shared_amax),
-    "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor": (
-        _run_dequantize,
-        _fake_dequantize,
-    ),
-    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled) -> Tensor[]": (
-        _run_lay_out,
-        _fake_lay_out,
-    ),
-}
 _library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyped-call]
-for _schema, (_run, _fake) in _OPERATORS.items():
-    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"layoutc::{_name}", _fake, lib=_library)
 
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> None:
+    """An operator of torch.ops.layoutc: what it runs on every device, and what it says without values."""
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"layoutc::{name}", fake, lib=_library)
+
+
+define(
+    "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations) -> Tensor[]",
+    _run_quantize,
+    _fake_quantize,
+)
+define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
+define(
+    "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
+    _run_dequantize,
+    _fake_dequantize,
+)
+define(
+    "lay_out(Tensor[] planes, SymInt m, SymInt k, str recipe, str[] orientations, bool swizzled) -> Tensor[]",
+    _run_lay_out,
+    _fake_lay_out,
+)
 _quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
 _shared_amax: Callable[..., Tensor] = torch.ops.layoutc.shared_amax.default
 _dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize.default

@@ -1,9 +1,12 @@
-"""Pieces of gathered weights: planes that are cut when they are used, not when the piece is made."""
+"""The planes of gathered weights, which each pass replaces, and of pieces of them, which are cut when they are used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+import weakref
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
@@ -12,11 +15,64 @@ from layoutc.runtime.facts import Plane
 Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
 
 
+class GatheredPlanes(dict[str, Tensor]):
+    """The planes that a weight holds in this pass, where each pass gathers others: one dict, which its aliases share.
+
+    FSDP2 gathers backward's planes into the memory that forward's stood in, so a plane that a compiled graph saves in
+    forward holds other bytes in backward. In graphs a weight is its `handle` instead: one byte without a meaning, whose
+    storage says whose it is, whatever Python objects autograd makes for it.
+    """
+
+    def __init__(self, planes: Mapping[str, Tensor], home: Callable[[], Any], matrix: tuple[int, int]) -> None:
+        """`home` gives this rank's shard, or None; `matrix` is (m, k) of the whole weight."""
+        super().__init__(planes)
+        self.home, self.matrix = home, matrix
+        self.handle = next(iter(planes.values())).new_zeros(1, dtype=torch.uint8)
+        storage: Any = self.handle.untyped_storage()
+        storage.layoutc_owner = weakref.ref(self)
+
+
+def owner(handle: Tensor) -> GatheredPlanes | None:
+    """What the weight holds now that a handle stands for; None where it is gone, and for a handle without values."""
+    if type(handle) is not Tensor or handle.is_meta:
+        return None
+    claim: Callable[[], GatheredPlanes | None] | None = getattr(handle.untyped_storage(), "layoutc_owner", None)
+    return claim() if claim is not None else None
+
+
+class TracedPlanes(MutableMapping[str, Tensor]):
+    """What stands for GatheredPlanes in a graph: each plane is a copy that the graph makes when it runs."""
+
+    def __init__(self, handle: Tensor, names: Sequence[str], ask: Callable[[str], Tensor]) -> None:
+        """`ask` records the making of a plane."""
+        self.handle, self.names, self.ask = handle, names, ask
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.ask(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __setitem__(self, name: str, plane: Tensor) -> None:
+        raise LayoutError("a gathered weight has no planes to replace in a compiled graph")
+
+    def __delitem__(self, name: str) -> None:
+        raise LayoutError("a gathered weight has no planes to replace in a compiled graph")
+
+
 class CutPlanes(MutableMapping[str, Tensor]):
-    """The planes of a piece of a gathered weight, cut anew from the weight's own at each use.
+    """The planes of a piece of GatheredPlanes, cut anew from the weight's own at each use.
 
     Backward gathers other planes into the storage that forward's stood in, so a piece that autograd has saved must look
-    at what the weight holds now.
+    at what the weight holds now. Where both passes gather the same planes, a piece has views of them, as any other.
     """
 
     def __init__(
@@ -32,6 +88,7 @@ class CutPlanes(MutableMapping[str, Tensor]):
         r0, c0 = (base.window[0], base.window[2]) if isinstance(base, CutPlanes) else (0, 0)
         self.window: Window = (r0 + window[0], r0 + window[1], c0 + window[2], c0 + window[3])
         self.cut = cut
+        self.handle: Tensor | None = getattr(self.base, "handle", None)
 
     def _now(self) -> dict[str, Tensor]:
         return self.cut(self.base, *self.window)
@@ -44,6 +101,9 @@ class CutPlanes(MutableMapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.base)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.base
 
     def __setitem__(self, name: str, plane: Tensor) -> None:
         raise LayoutError("a piece of a gathered weight has no planes of its own to replace")

@@ -44,7 +44,9 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     window = (found.r0, found.r1, found.c0, found.c1)
     planes: MutableMapping[str, Tensor]
-    if tensor._home is not None:
+    if isinstance(tensor._planes, ScatteredPlanes):  # a view of copies would lose what is written to it
+        raise UnsupportedOperator(f"a cut of {tensor._label()}, rows that are not adjacent: clone it first")
+    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the planes
         planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
     else:
         planes = type(tensor)._cut(tensor._planes, *window)

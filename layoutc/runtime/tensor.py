@@ -9,7 +9,6 @@ says when asked.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import prod
 from types import MappingProxyType
@@ -18,9 +17,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime import operators
+from layoutc.runtime import flattening, gathered, operators, storage
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
+from layoutc.runtime.flattening import place
 from layoutc.runtime.generated import Generated
 from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes, own
 from layoutc.runtime.sharding import NO_HALO, Halo
@@ -45,11 +45,11 @@ class QuantizedTensor(Generated, torch.Tensor):
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
-    _home: weakref.ref[Any] | None  # of a gathered weight: this rank's shard
+    _home: Callable[[], Any] | None  # of a gathered weight: gives this rank's shard
     _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _halo: Halo  # rows of the planes that are not the tensor's own
-    _made_in: weakref.ref[QuantizedTensor] | None  # the new tensor of which this is the first rows
+    _made_in: Callable[[], QuantizedTensor | None] | None  # gives the new tensor of which this is the first rows
     _held: int | None  # of a new tensor that has taken over the planes of another: its size in dim 0
     _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
     _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
@@ -78,12 +78,13 @@ class QuantizedTensor(Generated, torch.Tensor):
         if transposed:  # the last two dims of a contiguous tensor, swapped
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
             strides[-2:] = strides[-1], strides[-2]
+        first = getattr(planes, "handle", None)  # where a graph is traced, to look at a plane would be to record it
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
             strides=strides,
             dtype=dtype,
-            device=next(iter(planes.values())).device,
+            device=(next(iter(planes.values())) if first is None else first).device,
             requires_grad=requires_grad,
         )
         self._planes = planes
@@ -163,10 +164,9 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _plane(self, name: str) -> Tensor:
         """A stored plane by name. Raises MissingOrientation."""
-        found = self._planes.get(name)
-        if found is None:
-            raise MissingOrientation(f"{self._label()} holds {', '.join(self._planes)}, not {name}")
-        return found
+        if (found := self._planes.get(name)) is not None:
+            return found
+        raise MissingOrientation(f"{self._label()} holds {', '.join(self._planes)}, not {name}")
 
     def planes(self) -> dict[str, Tensor]:
         """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
@@ -180,6 +180,8 @@ class QuantizedTensor(Generated, torch.Tensor):
         """
         if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
+        if (handle := gathered.handle(self._planes)) is not None:
+            return gathered.lay_out(type(self), handle, place(self)[1], self.orientations, swizzled)
         return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,8 +206,11 @@ class QuantizedTensor(Generated, torch.Tensor):
         """
         if orientation not in self.LAYOUT.orientations:
             orientation = self.LAYOUT.orientations[0]
-        planes = self._planes if orientation in self.orientations else self._fetch(orientation)
-        matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
+        if (handle := gathered.handle(self._planes)) is not None:
+            matrix = gathered.dequantize(type(self), handle, place(self)[1], orientation, dtype)
+        else:
+            planes = self._planes if orientation in self.orientations else self._fetch(orientation)
+            matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
         if self._halo.rows:
             matrix = matrix[self._halo.before :][: self._rows]
         if not self._transposed:
@@ -229,10 +234,8 @@ class QuantizedTensor(Generated, torch.Tensor):
                 f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
                 f"codes of its own in {self.LAYOUT.name}"
             )
-        if isinstance(self._planes, CutPlanes):
-            planes = fsdp.fetch(shard, orientation, self.device)
-            return self._planes.cut(planes, *self._planes.window)
-        return fsdp.fetch(shard, orientation, self.device)
+        planes = fsdp.fetch(shard, orientation, self.device)
+        return self._planes.cut(planes, *self._planes.window) if isinstance(self._planes, CutPlanes) else planes
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
@@ -274,30 +277,24 @@ class QuantizedTensor(Generated, torch.Tensor):
         self._writes = value._writes
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Names of the planes, and what is not a tensor."""
-        names = tuple(self._planes)
-        form = self._matrix, self._orientations, self._transposed, self.dtype, self.LAYOUT.layout_id, self._halo
-        context = (names, *form)
-        return [f"plane_{name}" for name in names], context
+    def __tensor_flatten__(self) -> tuple[list[str], flattening.Context]:
+        """Names of what it holds, and what is not a tensor."""
+        return flattening.flatten(self)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
+        cls, inner: dict[str, Tensor], context: flattening.Context, outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__; refuses another layout id."""
-        names, matrix, orientations, transposed, dtype, layout_id, halo = context
-        if layout_id != cls.LAYOUT.layout_id:
-            raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {layout_id}")
-        planes = {name: inner[f"plane_{name}"] for name in names}
-        matrix = cls.LAYOUT.matrix_of(planes, matrix)
-        form = {"matrix": matrix, "orientations": orientations, "transposed": transposed, "halo": halo}
-        return cls(planes, outer_size, dtype, **form)
+        return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
+
+    _stable_hash_for_caching = flattening.stable_hash
+    untyped_storage = storage.untyped_storage
 
     def __getattr__(self, name: str) -> Tensor:
-        # Planes are attributes under the names that __tensor_flatten__ gives; reached only when nothing else is found.
-        if name.startswith("plane_") and (plane := self.__dict__.get("_planes", {}).get(name[6:])) is not None:
-            return plane  # type: ignore[no-any-return]
+        # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
+        if (found := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
+            return found
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

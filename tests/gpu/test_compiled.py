@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
+import layoutc
 import layoutc.recipes
 
 pytestmark = [
@@ -113,3 +118,59 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
         x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
         torch.compiler.cudagraph_mark_step_begin()
         assert same(compiled(x), there_and_back(x))
+
+
+class Block(torch.nn.Module):
+    """Two products with a bias and an activation; checkpointed where a graph sees it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, width), torch.nn.Linear(width, width, bias=False)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, width) -> (n, width)."""
+        return x + checkpoint(self.body, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def _group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, None) for name in ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4_1d")), ("mxfp8", "reduce-overhead")],
+)
+def test_compiled_blocks_under_fully_shard(name: str, mode: str | None) -> None:
+    """Backward recomputes from forward's codes, where it holds others in the same memory; CUDA graphs are not taken."""
+
+    def curve(sharded: bool) -> list[float]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(Block(512), Block(512)).cuda()
+        with torch.no_grad():  # no orientation passes for another
+            for block in model:
+                block.up.weight *= torch.logspace(-2, 2, 512, 2.0, device=block.up.weight.device)
+                block.down.weight *= torch.logspace(-2, 2, 512, 2.0, device=block.up.weight.device)
+        layoutc.quantize_(model, name)
+        for block in model:
+            block.compile(fullgraph=True, mode=mode if sharded else None)
+        for module in (*model, model) if sharded else ():
+            fully_shard(module)
+        optimizer, losses = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2), []
+        for step in range(3):
+            x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert curve(True) == curve(False)

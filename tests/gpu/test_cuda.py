@@ -95,6 +95,6 @@ def test_fsdp2_over_nccl_trains_as_one_process_does() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.count("equal to the bit") >= len(RECIPES) * 3, done.stdout
-    assert done.stdout.count("losses") == len(RECIPES) * 4, done.stdout
+    assert done.stdout.count("equal to the bit") >= len(RECIPES) * 3 + 8, done.stdout
+    assert done.stdout.count("losses") == len(RECIPES) * 4 + 8, done.stdout
     print(done.stdout)

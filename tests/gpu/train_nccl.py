@@ -1,4 +1,5 @@
-"""Started by torchrun, one process a GPU: recipes under FSDP2 over NCCL against the same model in one process.
+"""Started by torchrun, one process a GPU: recipes under FSDP2 over NCCL against the same model in one process, eager
+blocks against eager ones, compiled blocks against compiled ones.
 
     torchrun --nproc-per-node 4 tests/gpu/train_nccl.py [all] [RECIPE...]
 
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import layoutc
 
@@ -39,11 +41,15 @@ MODES = (
     "policy",
     "offload",
     "cut_blocks",
+    "cast",
+    "cast cut_blocks",
     "columns",
     "hybrid",
     "trivial",
     "one",
 )
+COMPILED_RECIPES = ("fp8_current", "mxfp8")  # both passes gather the same codes; each has codes of its own
+COMPILED = ("compiled", "compiled kept", "compiled recompute", "compiled recompute inside")
 STEPS = 20
 Curve = list[float]
 
@@ -54,9 +60,23 @@ class Block(nn.Module):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(dim, inner, bias=False), nn.Linear(inner, dim)
+        self.recomputes = False
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x))
+
+
+def uneven(model: nn.Module) -> None:
+    """Weights of many magnitudes, so that blocks have other scales by rows than by columns, and codes differ."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            rows, columns = module.weight.shape
+            with torch.no_grad():
+                module.weight *= torch.exp2(torch.randint(-3, 4, (rows, 1)).float())
+                module.weight *= torch.exp2(torch.randint(-3, 4, (1, columns)).float())
 
 
 def options_of(mode: str) -> dict[str, Any]:
@@ -73,25 +93,35 @@ def options_of(mode: str) -> dict[str, Any]:
         return {"mesh": init_device_mesh("cuda", shape, mesh_dim_names=("copies", "slices"))}
     if mode == "one":
         return {"mesh": init_device_mesh("cuda", (world, 1), mesh_dim_names=("copies", "alone"))["alone"]}
-    return {"reshard_after_forward": mode != "kept"}
+    return {"reshard_after_forward": "kept" not in mode}
 
 
 def sizes_of(recipe: str, mode: str) -> tuple[int, int]:
     """Width and inner width: whole blocks for each rank, or cuts inside blocks and short shards."""
     layout = import_module(f"layoutc.recipes.{recipe}").LAYOUT
-    return (3 * layout.block_rows or 96, 1024 + 128) if mode == "cut_blocks" and layout.block_rows > 1 else (512, 2048)
+    return (
+        (3 * layout.block_rows or 96, 1024 + 128)
+        if mode.endswith("cut_blocks") and layout.block_rows > 1
+        else (512, 2048)
+    )
 
 
 def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int]) -> Curve:
     """The loss curve of one run: alone, or sharded in a mode of FSDP2."""
     torch.manual_seed(0)
     dim, inner = sizes
-    with layoutc.quantized_init(recipe):
-        model = nn.Sequential(*(Block(dim, inner) for _ in range(4)), nn.Linear(dim, dim))
+    model = nn.Sequential(*(Block(dim, inner) for _ in range(4)), nn.Linear(dim, dim))
+    uneven(model)
     model = model.to(device)
-    if mode == "recompute":
+    cast = "cast" in mode
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
+    torch._dynamo.reset()
+    for block in model[:-1] if "compiled" in mode else ():
+        block.recomputes = "inside" in mode
+        block.compile(fullgraph=True)
+    if mode.endswith("recompute"):
         model = nn.Sequential(*(checkpoint_wrapper(block) for block in model))
-    if mode != "alone":
+    if not mode.startswith("alone"):
         options = options_of(mode)
         for block in model:
             fully_shard(block, **options)
@@ -99,8 +129,12 @@ def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int])
     if mode == "keep_backward":
         for block in model:
             block.set_reshard_after_backward(False)
-    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
-    share = 1.0 if mode in ("alone", "one") else float(dist.get_world_size()) * (dist.get_rank() == 0)
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if cast
+        else layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    )
+    share = 1.0 if mode.startswith("alone") or mode == "one" else float(dist.get_world_size()) * (dist.get_rank() == 0)
     curve = []
     with layoutc.strict():
         for step in range(STEPS):
@@ -159,15 +193,18 @@ def main() -> None:
     recipes, modes = named or RECIPES, MODES
     if "all" in sys.argv:
         recipes, modes = import_module("layoutc.recipes").RECIPES, ("resharded", "cut_blocks", "recompute")
-    alone: dict[tuple[str, tuple[int, int]], Curve] = {}
+    alone: dict[tuple[str, str, tuple[int, int]], Curve] = {}
     for recipe in recipes:
-        for mode in modes:
+        for mode in (*modes, *(COMPILED if recipe in COMPILED_RECIPES and modes is MODES else ())):
             if mode == "hybrid" and dist.get_world_size() < 4:
                 continue
             sizes = sizes_of(recipe, mode)
-            if (recipe, sizes) not in alone:
-                alone[recipe, sizes] = losses(recipe, "alone", device, sizes)
-            expected = alone[recipe, sizes]
+            # Inductor rounds otherwise where it fuses, and fuses otherwise where backward recomputes.
+            inside, compiled = " inside" if "inside" in mode else "", " compiled" if "compiled" in mode else ""
+            kind = f"alone{' cast' if 'cast' in mode else ''}{compiled}{inside}"
+            if (recipe, kind, sizes) not in alone:
+                alone[recipe, kind, sizes] = losses(recipe, kind, device, sizes)
+            expected = alone[recipe, kind, sizes]
             with hostile(recipe):
                 sharded = losses(recipe, mode, device, sizes)
             # Offloaded masters are stepped on the CPU, whose AdamW may round in another order.

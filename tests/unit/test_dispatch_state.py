@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_bytes_of_another_layout_are_refused(recipe: str) -> None:
         function(*changed)
     names, context = q.__tensor_flatten__()
     inner = {name: getattr(q, name) for name in names}
-    other = tuple("0123456789ab" if part == q.LAYOUT.layout_id else part for part in context)
+    other = context._replace(layout_id="0123456789ab")
     with pytest.raises(ValueError, match="0123456789ab"):
         type(q).__tensor_unflatten__(inner, other, q.shape, q.stride())
 
@@ -165,6 +166,18 @@ def test_flattening_lists_the_planes_and_unflattening_restores_the_tensor(recipe
     assert (back.shape, back.stride(), back.dtype, back.orientations) == (q.shape, q.stride(), q.dtype, q.orientations)
     assert all(plane is q.planes()[n] for n, plane in back.planes().items())
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(q)
+    assert back._stable_hash_for_caching() == q._stable_hash_for_caching()
+
+
+def test_what_compiles_to_other_code_is_cached_apart(recipe: str) -> None:
+    """By shapes, dtypes and what is held; not by values."""
+    x = torch.randn(128, 128)
+    quantize = importlib.import_module(f"layoutc.recipes.{recipe}").quantize
+    q = quantize(x)
+    others = [q.t(), q.view(64, 256), q.view(2, 64, 128), quantize(x.bfloat16()), quantize(torch.randn(256, 128))]
+    hashes = {tensor._stable_hash_for_caching() for tensor in (q, *others, nn.Parameter(q))}
+    assert len(hashes) == len(others) + 2
+    assert quantize(2 * x)._stable_hash_for_caching() == q._stable_hash_for_caching()
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,0 +1,213 @@
+"""torch.compile of blocks under fully_shard: one graph each, compiled once, and the bits of eager calls."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Ranks
+from models import RECIPES, adam, my_share, width_for
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+
+OWN_CODES = ("mxfp8", "fp8_rowwise", "nvfp4_1d")  # for each orientation; the two last in slots, and under one amax
+STEPS = 3
+
+
+class Block(nn.Module):
+    """A residual layer with a bias; `inside` checkpoints it where a graph sees it."""
+
+    def __init__(self, width: int, inside: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.inside = inside
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> (n, width)."""
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.inside else self.body(x))
+
+
+class Pieces(nn.Module):
+    """A fused weight, of which products and an ordinary operator read pieces, and pieces of pieces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fused = nn.Linear(width, 3 * width, bias=False)
+        self.mask = nn.Parameter(torch.linspace(0.5, 1.5, width * width).view(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> (n, width)."""
+        q, k, v = self.fused.weight.chunk(3)
+        narrow = torch.cat([F.linear(x, half) for half in k.chunk(2)], dim=1)
+        return F.linear(x, q) + narrow + x @ (v * self.mask).t() + self.fused.weight.dequantize()[: x.shape[0]]
+
+
+def make_uneven(model: nn.Module) -> None:
+    """Blocks whose scales differ along rows and along columns, so that no orientation passes for another."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                rows, columns = layer.weight.shape
+                layer.weight *= torch.logspace(-2, 1, rows, 2.0).unsqueeze(1) * torch.logspace(1, -1, columns, 2.0)
+
+
+def batch(step: int, width: int) -> Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    recipe: str, make: Any, mode: str = "", backend: Any = None, *, sharded: bool = True, compile_first: bool = True
+) -> tuple[list[float], list[int]]:
+    """The losses of two micro-batches a step, and the graphs compiled by the end of each step."""
+    width = 2 * width_for(recipe, 2)
+    torch.manual_seed(0)
+    blocks = nn.Sequential(make(width), make(width))
+    make_uneven(blocks)
+    layoutc.quantize_(blocks, recipe)
+    compiled = [] if backend is None else [blocks] if mode == "whole" else list(blocks)
+    options = {"backend": backend, "fullgraph": mode != "whole"}
+    for module in compiled if compile_first else ():
+        module.compile(**options)
+    for module in (*blocks, blocks) if sharded else ():
+        fully_shard(module, reshard_after_forward=mode != "kept")
+    for module in compiled if not compile_first else ():
+        module.compile(**options)
+    model = partial(checkpoint, blocks, use_reentrant=False) if mode == "outside" else blocks
+    optimizer, curve, counts = adam(blocks), [], []
+    for step in range(STEPS):
+        for part in range(2):
+            for block in blocks if sharded and mode == "accumulating" else ():
+                block.set_reshard_after_backward(part == 1)
+            loss = model(batch(2 * step + part, width)).square().mean()
+            (loss * (my_share() if sharded else 1.0)).backward()
+            curve.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(getattr(backend, "frame_count", 0))
+    return curve, counts
+
+
+def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool = True) -> None:
+    expected, _ = train(recipe, make, sharded=False)
+    for mode in modes:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        found, counts = train(recipe, make, mode, counter, compile_first=compile_first)
+        assert found == expected, (mode, found, expected)
+        assert 0 < counts[0] == counts[-1], (mode, counts)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "fp8_rowwise", "nvfp4_1d"])
+def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str) -> None:
+    """51: a graph for each block, no break, nothing compiled again after the first step."""
+    two.run(compiles, recipe, Block, ("resharded", "kept", "accumulating", "outside"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", *OWN_CODES])
+def test_checkpoints_inside_of_a_graph_recompute_what_forward_had(two: Ranks, recipe: str) -> None:
+    """Backward holds other codes in the memory where forward's stood, and the graph reads forward's again."""
+    two.run(compiles, recipe, partial(Block, inside=True), ("resharded", "kept", "accumulating"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", *OWN_CODES])
+def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str) -> None:
+    two.run(compiles, recipe, Pieces, ("resharded", "kept", "accumulating", "outside"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str) -> None:
+    """A whole model is taken apart at FSDP2's hooks."""
+    two.run(compiles, recipe, Block, ("resharded", "whole"), False)
+
+
+def inductor_agrees(recipe: str) -> None:
+    expected, _ = train(recipe, Block, sharded=False)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    found, counts = train(recipe, Block, "resharded", counter)
+    assert found == expected
+    assert 0 < counts[0] == counts[-1]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_inductor(two: Ranks, recipe: str) -> None:
+    """Its partitioner decides what backward recomputes; products and sums of so few terms are those of eager calls."""
+    two.run(inductor_agrees, recipe)
+
+
+class Handed(nn.Module):
+    """Pieces that cross the edge of a graph: out of one, without a gradient, and into another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fused = nn.Linear(width, 2 * width, bias=False)
+        self.cut: Any = lambda weight: weight.detach().chunk(2)[1]
+        self.apply_: Any = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> (n, width)."""
+        weight = self.fused.weight
+        return F.linear(x, self.cut(weight)) + self.apply_(x, weight[: weight.shape[1]])
+
+
+def handed_over(recipe: str) -> None:
+    def make(compiled: bool, width: int) -> Handed:
+        made = Handed(width)
+        if compiled:
+            made.cut, made.apply_ = (torch.compile(f, backend="aot_eager") for f in (made.cut, made.apply_))
+        return made
+
+    expected, _ = train(recipe, partial(make, False), sharded=False)
+    for mode in ("resharded", "accumulating"):
+        torch._dynamo.reset()
+        assert train(recipe, partial(make, True), mode)[0] == expected
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", *OWN_CODES])
+def test_pieces_that_leave_a_graph_are_the_weights_own(two: Ranks, recipe: str) -> None:
+    """What a graph returns is read in backward by eager code, when the weight holds other codes."""
+    two.run(handed_over, recipe)
+
+
+def reads_and_refuses(recipe: str) -> None:
+    width = 2 * width_for(recipe, 2)
+    torch.manual_seed(0)
+    layer = nn.Linear(width, width, bias=False)
+    make_uneven(layer)
+    layoutc.quantize_(layer, recipe)
+    expected = {name: plane.clone() for name, plane in layer.weight.planes().items()}
+    values = layer.weight.dequantize()
+    fully_shard(layer)
+    layer.unshard()
+    weight = layer.weight.data
+    run = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+    clone = run(lambda w: w.clone())(weight)
+    assert clone._home is None
+    assert all(torch.equal(clone.planes()[name], plane) for name, plane in expected.items())
+    with pytest.raises(Exception, match="gathered anew for each pass: a compiled graph can't write into it"):
+        run(lambda w: w.copy_(torch.zeros(width, width)))(weight)
+    read = run(lambda w: w.dequantize())
+    assert torch.equal(read(weight), values)
+    layer.reshard()
+    with pytest.raises(LayoutError, match="of a weight that FSDP2 has resharded"):
+        read(weight)
+
+
+@pytest.mark.parametrize("recipe", OWN_CODES)
+def test_what_a_graph_reads_of_a_gathered_weight(two: Ranks, recipe: str) -> None:
+    """Planes of both orientations, in a copy; no writes, and nothing of a weight that is freed."""
+    two.run(reads_and_refuses, recipe)

@@ -1,0 +1,159 @@
+"""What tensors say to code that asks whether they share memory, and what such code then does."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from one_rank import gather
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import layoutc
+
+RECIPES = ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4", "nvfp4_1d")
+pytestmark = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def weight(recipe: str, seed: int = 0, rows: int = 256, **options: Any) -> Any:
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+    return importlib.import_module(f"layoutc.recipes.{recipe}").quantize(x, **options)
+
+
+ASKS: dict[str, Callable[[Tensor, Tensor], bool]] = {
+    "storage": lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr(),
+    "typed": lambda a, b: a.storage().data_ptr() == b.storage().data_ptr(),
+    "cdata": lambda a, b: a.untyped_storage()._cdata == b.untyped_storage()._cdata,
+    "weak": lambda a, b: StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()),
+    "bytes": lambda a, b: storage_id(a) == storage_id(b),
+}
+
+
+def storage_id(tensor: Tensor) -> tuple[str, int, int]:
+    """As writers of flat files tell tensors apart: device, address, bytes."""
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.parametrize("how", ASKS)
+def test_views_share_memory_and_other_weights_do_not(recipe: str, how: str) -> None:
+    w, shares = weight(recipe), ASKS[how]
+    views = [w.detach(), w.view(-1), w.t(), w[:128], w.data, nn.Parameter(w), *w.chunk(2), w.detach().chunk(2)[1]]
+    assert all(shares(w, view) for view in views)
+    others = [weight(recipe, 1), w.clone(), copy.deepcopy(w), torch.empty_like(w), w.new_zeros(w.shape), w.dequantize()]
+    assert not any(shares(w, other) for other in others)
+
+
+def test_weights_under_one_amax_do_not_share_memory(recipe: str) -> None:
+    """What they do share is no plane of codes."""
+    if "amax" not in weight(recipe).planes():
+        pytest.skip("has no amax")
+    amax = torch.tensor([3.0])
+    a, b = weight(recipe, amax=amax), weight(recipe, 1, amax=amax)
+    joined = torch.cat([a[:128], a[128:]])
+    assert not any(ASKS["storage"](a, other) for other in (b, joined))
+
+
+def test_bytes_are_those_that_can_be_read(recipe: str) -> None:
+    """A storage has as many as stand at its address; a tensor's own address is that of a wrapper."""
+    w = weight(recipe)
+    codes = next(plane for name, plane in w.planes().items() if name not in w.LAYOUT.shared)
+    storage = w.untyped_storage()
+    assert (storage.data_ptr(), storage.nbytes()) == (codes.data_ptr(), codes.nbytes)
+    assert torch.equal(torch.tensor([], dtype=torch.uint8).set_(storage), codes.flatten().view(torch.uint8))
+    assert w.data_ptr() == w[128:].data_ptr() == 0
+    assert w.nbytes == w.numel() * w.element_size()
+    assert w.storage().nbytes() == storage.nbytes()
+
+
+def test_is_set_to(recipe: str) -> None:
+    w = weight(recipe)
+    with layoutc.strict():
+        assert w.is_set_to(w.detach())
+        assert w[:128].is_set_to(w[:128])
+        assert not any(w.is_set_to(other) for other in (w.clone(), w[:128], w.t(), w.view(-1), torch.zeros(256, 256)))
+        assert not torch.zeros(256, 256).is_set_to(w)
+
+
+def test_meta_and_freed_weights(recipe: str) -> None:
+    """No address and, where freed, no bytes, as of plain tensors; the storages are still told apart."""
+    with torch.device("meta"):
+        layers = [nn.Linear(256, 256) for _ in range(2)]
+        for layer in layers:
+            layoutc.quantize_(layer, recipe)
+    a, b = (layer.weight for layer in layers)
+    assert a.untyped_storage().data_ptr() == 0
+    assert ASKS["weak"](a, a[:128])
+    assert not ASKS["weak"](a, b)
+    w, other = weight(recipe), weight(recipe, 1)
+    piece = w[:128]
+    for tensor in (w, other):
+        for plane in tensor.planes().values():
+            plane.untyped_storage().resize_(0)
+    assert (w.untyped_storage().data_ptr(), w.untyped_storage().nbytes()) == (0, 0)
+    assert ASKS["weak"](w, piece)
+    assert not ASKS["weak"](w, other)
+
+
+def test_gathered_weights(recipe: str) -> None:
+    """A piece and an alias share the weight's memory in every pass; the shard does not."""
+    shard, memory = weight(recipe), list[Tensor]()
+    whole = gather(shard, "forward", memory)
+    piece, alias = whole[128:], whole.detach()
+    for which in ("forward", "backward", "forward"):
+        gather(shard, which, memory, whole)
+        for how, shares in ASKS.items():
+            assert shares(whole, alias), how
+            assert shares(whole, piece), how
+            assert not shares(whole, shard), how
+
+
+def files(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_checkpoint_holds_each_byte_once(recipe: str, staged: bool, tmp_path: Path) -> None:
+    """Whole weights, and narrow views of large ones, saved as they are and from a copy that a stager made."""
+    whole = weight(recipe, rows=4096)
+    state = {"weight": weight(recipe), "view": whole[256:512]}
+    saved = StateDictStager().stage(state) if staged else state
+    dcp.save(saved, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    held = sum(plane.nbytes for tensor in state.values() for plane in tensor.planes().values())
+    assert held < files(tmp_path) < held + 24_000
+    target = {"weight": weight(recipe, 5), "view": weight(recipe, 6)}
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor)
+
+
+def test_casting_and_moving_a_model_keeps_what_is_shared(recipe: str) -> None:
+    """nn.Module.to and state dicts, tied weights included."""
+    model = nn.ModuleList([nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)])
+    model[1].weight = model[0].weight
+    layoutc.quantize_(model, recipe)
+    model.to("cpu").to(torch.bfloat16)
+    assert ASKS["storage"](model[0].weight, model[1].weight)
+    state = model.state_dict()
+    assert ASKS["storage"](state["0.weight"], model[0].weight)
+    assert not ASKS["storage"](copy.deepcopy(model)[0].weight, model[0].weight)
+
+
+def test_a_graph_takes_a_weight_and_its_views(recipe: str) -> None:
+    """torch.compile tells its inputs apart by their storages, wrappers' and planes'."""
+    w, x = weight(recipe), torch.randn(4, 256)
+    compiled = torch.compile(
+        lambda x, a, b, c: x @ a.t() + x @ b + (x @ c.t()).sum(), backend="aot_eager", fullgraph=True
+    )
+    inputs = (w, w.detach(), w[128:])
+    torch._dynamo.reset()
+    expected = x @ w.t() + x @ w + (x @ w[128:].t()).sum()
+    assert torch.equal(compiled(x, *inputs), expected)
