@@ -122,7 +122,7 @@ def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
         sent = [[_bytes(piece._planes[name]) for piece in pieces[0]]] if pieces else pieces
         works.append(func([_bytes(plane, into=True)], sent, *rest, **kwargs)[1])
     output._is_new = True  # DTensor cuts off the filling of a short shard: what is left is whole
-    return _done([output], works)
+    return _done(func, args, kwargs, [output], works)
 
 
 def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -130,15 +130,30 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (tensor,), *rest = args
     _check_straight(func, tensor)
     works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
-    return _done([tensor], works)
+    return _done(func, args, kwargs, [tensor], works)
 
 
-def _done(tensors: list[QuantizedTensor], works: Sequence[Any]) -> tuple[list[QuantizedTensor], Any]:
-    """What a collective in place returns: who waits for the last of several works has waited for all."""
-    for work in works[:-1]:
-        work.wait()
+def _done(
+    func: Any, args: Args, kwargs: Kwargs, tensors: list[QuantizedTensor], works: Sequence[Any]
+) -> tuple[list[QuantizedTensor], Any]:
+    """What a collective in place returns: who waits for the last of several works has waited for all.
+
+    On a card, a collective that is not asynchronous runs on the caller's stream, and its work is a null pointer in a
+    Python object, which crashes when it is asked to wait.
+    """
+    if tensors[0].device.type == "cpu" or _argument(func, args, kwargs, "async_op", True):
+        for work in works[:-1]:
+            work.wait()
     written(tensors)
     return tensors, works[-1]
+
+
+def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
+    """An argument of an operator by its name, wherever it is passed."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, default)
+    return default
 
 
 # --------------------------------------------------------------------------------------------------- filling, and order

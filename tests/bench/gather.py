@@ -58,7 +58,7 @@ def interleaved(cls: Any) -> Callable[[], None]:
     def post_interleaved(self: Any, outputs: Any, gathering: Any, dtype: Any, *, out: Any = None) -> Any:
         (payload,) = outputs
         parts = payload.view(-1, sum(gathering.widths)).split(gathering.widths, 1)
-        shapes = [(shape[0] * gathering.world, *shape[1:]) for shape in gathering.shapes]
+        shapes = [(shape[0] * gathering.route.world, *shape[1:]) for shape in gathering.shapes]
         planes = tuple(part.contiguous().view(shape) for part, shape in zip(parts, shapes, strict=True))
         return post(self, planes, gathering, dtype, out=out)
 

@@ -50,10 +50,20 @@ def width_for(recipe: str, world: int) -> int:
     return max(64, world * recipe_module(recipe).LAYOUT.shard_rows)
 
 
+def make_uneven(model: nn.Module) -> None:
+    """Blocks whose scales differ along rows and along columns, so that no orientation passes for another."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                rows, columns = layer.weight.shape
+                layer.weight *= torch.logspace(-2, 1, rows, 2.0).unsqueeze(1) * torch.logspace(1, -1, columns, 2.0)
+
+
 def build(recipe: str, width: int, inner: int | None = None, seed: int = 0) -> Model:
     """The same quantized model on every rank."""
     torch.manual_seed(seed)
     model = Model(width, inner)
+    make_uneven(model)
     layoutc.quantize_(model, recipe)
     return model
 

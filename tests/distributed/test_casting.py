@@ -21,6 +21,7 @@ from models import (
     batch,
     counted,
     gathers,
+    make_uneven,
     my_share,
     raw,
     recipe_module,
@@ -57,7 +58,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def build_plain(width: int, inner: int | None = None) -> Model:
     """The same model in fp32 on every rank."""
     torch.manual_seed(0)
-    return Model(width, inner)
+    model = Model(width, inner)
+    make_uneven(model)
+    return model
 
 
 def build_cast(recipe: str, width: int, inner: int | None = None) -> Model:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import Ranks
-from models import RECIPES, adam, my_share, width_for
+from models import RECIPES, adam, make_uneven, my_share, width_for
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
@@ -52,15 +52,6 @@ class Pieces(nn.Module):
         q, k, v = self.fused.weight.chunk(3)
         narrow = torch.cat([F.linear(x, half) for half in k.chunk(2)], dim=1)
         return F.linear(x, q) + narrow + x @ (v * self.mask).t() + self.fused.weight.dequantize()[: x.shape[0]]
-
-
-def make_uneven(model: nn.Module) -> None:
-    """Blocks whose scales differ along rows and along columns, so that no orientation passes for another."""
-    with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                rows, columns = layer.weight.shape
-                layer.weight *= torch.logspace(-2, 1, rows, 2.0).unsqueeze(1) * torch.logspace(1, -1, columns, 2.0)
 
 
 def batch(step: int, width: int) -> Tensor:
