@@ -160,7 +160,8 @@ def hostile(recipe: str) -> Iterator[None]:
     def poisoned(self: FSDPParam) -> None:
         allocate(self)
         for tensor in self.all_gather_outputs:
-            tensor.view(torch.uint8).fill_(0xA5)
+            with torch.autograd._unsafe_preserve_version_counter(tensor):  # as FSDP2 itself fills them
+                tensor.view(torch.uint8).fill_(0xA5)
 
     def delayed(hook: Callable[..., Any]) -> Callable[..., Any]:
         def pre_hook(self: Any, mesh: Any) -> Any:
