@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layoutc.runtime import operators
+from layoutc.runtime import flattening, operators
 from layoutc.runtime.agreed import Agreed
 from layoutc.runtime.amax import as_matrix
 from layoutc.runtime.facts import Layout
@@ -223,11 +223,17 @@ class CastOnGather(torch.Tensor):
         self._views, self._transposed, self._name = views, transposed, name
         return self
 
+    def _stable_hash_for_caching(self) -> str:
+        """See flattening.stable_hash: graphs of casts to other recipes are others, though all tensors look alike."""
+        return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.
 
         So what is saved of a state dict needs nothing but torch to load, whoever has made it.
         """
+        if (key := flattening.for_cache(self)) is not None:
+            return key
         values = self._plain
         if values.numel() * values.element_size() != values.untyped_storage().nbytes():
             values = values.clone()

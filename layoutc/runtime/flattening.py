@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.runtime import gathered
+from layoutc.runtime import gathered, operators
 from layoutc.runtime.pieces import CutPlanes, Window, owner
 from layoutc.runtime.sharding import Halo
 
@@ -100,8 +100,24 @@ def _nowhere() -> None:
 
 def stable_hash(tensor: QuantizedTensor) -> str:
     """The same in every process for what compiles to the same code; anything that differs changes it."""
-    names, context = flatten(tensor)
+    return digest(tensor.KEY, tensor)
+
+
+def digest(key: str, tensor: torch.Tensor) -> str:
+    """A hash of what a wrapper is, `key` says which, and of all that its graph could depend on but values."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(tensor, name) for name in names]
     facts = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in inner]
-    outer = tensor.KEY, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad
+    outer = key, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad
     return hashlib.blake2b(repr((outer, context, facts)).encode(), digest_size=16).hexdigest()
+
+
+def for_cache(tensor: torch.Tensor) -> tuple[type[str], tuple[str]] | None:
+    """How a tensor without values is reduced: to its hash. None for one with values.
+
+    Such tensors are pickled to make the keys of compiled graphs, before torch 2.13 by that alone.
+    """
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    if not any(operators.is_fake(getattr(tensor, name)) for name in names):
+        return None
+    return str, (tensor._stable_hash_for_caching(),)  # type: ignore[attr-defined]

@@ -47,7 +47,12 @@ def traced(x: Tensor) -> bool:
     """True where calls are recorded, by torch.compile, torch.export, make_fx or another dispatch mode."""
     if torch.compiler.is_compiling():
         return True
-    return isinstance(x, (FakeTensor, FunctionalTensor)) or torch._C._len_torch_dispatch_stack() > 0
+    return is_fake(x) or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_fake(x: Tensor) -> bool:
+    """True for the tensors without values with which torch traces."""
+    return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 # ---------------------------------------------------------------------------------------------- what the runtime calls

@@ -299,6 +299,8 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Planes, compacted: a view of a larger storage is saved as its own bytes alone."""
+        if (key := flattening.for_cache(self)) is not None:
+            return key
         planes = {name: own(plane) for name, plane in self._planes.items()}
         state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
         of_parameter = self.requires_grad, isinstance(self, nn.Parameter)

@@ -371,3 +371,16 @@ def test_compiled_models_compute_what_eager_ones_do() -> None:
             with torch.no_grad():
                 model[0].weight.mul_(2)
         assert isinstance(model[0].weight.data.quantize(), QuantizedTensor)
+
+
+def test_casts_to_other_recipes_compile_apart() -> None:
+    """To torch all casts of a weight look alike; so do tensors without values, by which graphs are found again."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, mode = torch.randn(64, 64), FakeTensorMode()
+    casts: list[Any] = [module_of(recipe).CastTensor(x) for recipe in ("mxfp8", "nvfp4", "fp8_current")]
+    assert len({cast._stable_hash_for_caching() for cast in casts}) == 3
+    fakes = [mode.from_tensor(cast) for cast in casts]
+    reduced = [fake.__reduce_ex__(2) for fake in (*fakes, *(mode.from_tensor(c.quantize()) for c in casts))]
+    assert all(kind is str for kind, _ in reduced)
+    assert len({key for _, (key,) in reduced}) == 6
