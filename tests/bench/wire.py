@@ -233,6 +233,8 @@ def report(rows: list[Row], shape: tuple[int, int], world: int) -> None:
             ]
             peers += [REFUSED[key] for key in (recipe, f"{recipe} cast") if key in REFUSED and not number]
             print(f"{recipe:<17} {phase:<9} {figures}  {'; '.join(peers)}".rstrip())
+    for name, _, source in dict.fromkeys(PEERS.values()):
+        print(f"{name}: from {source}")
     print("\nwhat quantizing one weight sends, in bytes that each rank receives (cut: cuts inside blocks)")
     print(f"{'recipe':<17} {'amax, a step':>13} {'cut, a step':>13} {'B/element':>10} {'cast: amax, a gather':>21}")
     for recipe in RECIPES:
