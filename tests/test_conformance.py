@@ -50,6 +50,7 @@ def test_shipped_recipes_pass(path: Path) -> None:
     assert sum(outcome.status == "pass" for outcome in outcomes) >= 30
     assert {outcome.message for outcome in outcomes if outcome.status == "skip"} <= {
         "the spec has no swizzle",
+        "no rows share values",
         "the scale follows the current amax",
         "shards can be cut at any row",
         "the recipe has no kernels: the reference serves it on every device",
