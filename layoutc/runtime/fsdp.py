@@ -160,6 +160,15 @@ def holds(parameter: Tensor) -> bool:
     return any(param.sharded_param is parameter for param, _ in _parameters())
 
 
+def sharded_parameters() -> dict[int, Tensor]:
+    """By the id of each parameter that fully_shard has gathered: the sharded parameter that it was made of."""
+    found = {}
+    for param, _ in _parameters():
+        if (gathered := getattr(param, "_unsharded_param", None)) is not None:
+            found[id(gathered)] = param.sharded_param
+    return found
+
+
 def parameter_name(shard: Shard) -> str | None:
     """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
     known = find(shard)
