@@ -43,10 +43,11 @@ class Agreed:
         layout, cls = tensor.LAYOUT, tensor.QUANTIZED
         if not layout.shares_amax:
             return None, {}
-        if operators.traced(matrix):
-            return self._traced(tensor, matrix)
         from layoutc.runtime import fsdp
 
+        # FSDP2 gathers outside of graphs, so a dispatch mode there (a counter of flops, a debugger) traces nothing.
+        if operators.traced(matrix) and fsdp.find(tensor) is None:
+            return self._traced(tensor, matrix)
         if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or fsdp.find(tensor) is not None):
             return self._held(tensor)
         groups, _ = fsdp.amax_groups(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
@@ -399,3 +401,20 @@ def follows_a_weight_that_one_rank_wrote(recipe: str) -> None:
 def test_ranks_agree_on_an_amax_that_one_of_them_has_changed(two: Ranks, recipe: str) -> None:
     """One rank's write moves the scale, and a history, of all."""
     two.run(follows_a_weight_that_one_rank_wrote, recipe)
+
+
+def counts_flops(recipe: str) -> None:
+    """Steps under a dispatch mode of the user's, against steps without."""
+    curves = []
+    for watched in (False, True):
+        model = shard(build_cast(recipe, width := width_for(recipe, dist.get_world_size())))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        with FlopCounterMode(display=False) if watched else nullcontext():
+            curves.append([step_of(model, optimizer, step, width, my_share()) for step in range(4)])
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
+    """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""
+    two.run(counts_flops, recipe)

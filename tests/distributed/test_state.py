@@ -39,9 +39,9 @@ import layoutc
 from layoutc.runtime.errors import LayoutError
 
 
-def starts_on_meta(recipe: str, how: str) -> None:
-    """Meta model, sharded, made real, filled, trained."""
-    width = width_for(recipe, dist.get_world_size())
+def starts_on_meta(recipe: str, how: str, blocks: int = 0) -> None:
+    """Meta model, sharded, made real, filled, trained; weights of whole blocks for each rank, or of so many in all."""
+    width = blocks * recipe_module(recipe).LAYOUT.block_rows or width_for(recipe, dist.get_world_size())
     reference = build(recipe, width)
     source = shard(build(recipe, width))
     with torch.device("meta"):
@@ -74,6 +74,13 @@ def starts_on_meta(recipe: str, how: str) -> None:
 def test_a_model_from_the_meta_device_keeps_its_class(two: Ranks, recipe: str, how: str) -> None:
     """30, 40: meta, fully_shard, to_empty, values copied; then it trains as one process."""
     two.run(starts_on_meta, recipe, how)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("how", ["local", "dtensor"])
+def test_shards_that_cut_blocks_start_on_the_meta_device(two: Ranks, recipe: str, how: str) -> None:
+    """28, 40: a shard of a meta tensor knows where in a block it begins."""
+    two.run(starts_on_meta, recipe, how, 3)
 
 
 def is_gathered_before_the_first_forward(recipe: str) -> None:
@@ -193,9 +200,9 @@ def test_plain_values_reach_ranks_without_rows(four: Ranks, recipe: str) -> None
     four.run(takes_plain_values, recipe, "copy", (3, 5))
 
 
-def is_checkpointed(recipe: str, folder: str) -> None:
+def is_checkpointed(recipe: str, folder: str, blocks: int = 0) -> None:
     """Train, save, load into another model, compare, train on."""
-    width = width_for(recipe, dist.get_world_size())
+    width = blocks * recipe_module(recipe).LAYOUT.block_rows or width_for(recipe, dist.get_world_size())
     model = shard(build(recipe, width))
     optimizer = adam(model)
     for step in range(3):
@@ -213,7 +220,8 @@ def is_checkpointed(recipe: str, folder: str) -> None:
         assert isinstance(a, DTensor)
         assert isinstance(b, DTensor)
         if a.dim() == 2:
-            assert_same_tensors(local(a).planes(), local(b).planes())
+            own = [{name: one._entries(name) for name in one.planes()} for one in (local(a), local(b))]
+            assert_same_tensors(*own)
             assert type(local(b)) is recipe_module(recipe).Tensor
         else:
             assert_same_tensors({name: a._local_tensor}, {name: b._local_tensor})
@@ -241,6 +249,12 @@ def is_checkpointed(recipe: str, folder: str) -> None:
 def test_a_checkpoint_restores_bytes_masters_and_the_next_steps(two: Ranks, recipe: str, tmp_path: Path) -> None:
     """42, 43, 45: sync save and load on the same ranks, through get_state_dict and set_state_dict."""
     two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
+def test_a_checkpoint_of_shards_that_cut_blocks_restores_them(two: Ranks, recipe: str, tmp_path: Path) -> None:
+    """28, 42: the shard's own rows, and the scales of all blocks that it has rows of."""
+    two.run(is_checkpointed, recipe, str(tmp_path / "checkpoint"), 3)
 
 
 def is_gathered_whole(recipe: str) -> None:

@@ -1,0 +1,59 @@
+"""What holds memory: all storages that live, and those of planes that FSDP2 has gathered."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import Tensor, nn
+
+from layoutc.runtime import fsdp
+from layoutc.runtime.casting import CastOnGather
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that some tensor in this process holds; wrappers have none of their own."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for found in gc.get_objects():
+        if type(found) in (Tensor, nn.Parameter):
+            storage = found.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a gather of a parameter of `model` has filled, by name: FSDP2's outputs, planes of gathered
+    weights, and those that were joined.
+
+    Left out is what a rank holds at all times: planes that cover all rows, and, in a group of one rank, its shard.
+    """
+    found: dict[str, Tensor] = {}
+    modules = set(model.modules())
+    for param, _ in fsdp._parameters():
+        if param._module_info.module not in modules or not hasattr(param, "_unsharded_param"):
+            continue
+        name = param._param_fqn or "a weight"
+        tensors = {f"output {number}": output for number, output in enumerate(param.all_gather_outputs)}
+        weight: Any = param._unsharded_param
+        if isinstance(weight, QuantizedTensor):
+            tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
+            shard = param.sharded_param._local_tensor
+            known = fsdp.find(shard)
+            assert known is not None, name
+            tensors |= {f"joined {plane}": tensor for plane, tensor in known.joined.items()}
+            own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
+            held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
+            tensors = {n: t for n, t in tensors.items() if t.untyped_storage().data_ptr() not in held or not t.numel()}
+        found |= {f"{name}: {kind}": tensor for kind, tensor in tensors.items()}
+    return found
+
+
+def assert_freed(model: nn.Module, when: str) -> int:
+    """Fails where some gathered tensor still has memory; returns how many were looked at."""
+    tensors = gathered(model)
+    kept = {name: size for name, tensor in tensors.items() if (size := tensor.untyped_storage().nbytes())}
+    assert not kept, f"after {when} these still hold bytes: {kept}"
+    return len(tensors)
