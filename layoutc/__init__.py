@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from layoutc.runtime.agreed import precompute_amaxes
+    from layoutc.runtime.agreement import check_ranks
     from layoutc.runtime.group_buffers import buffers_of
     from layoutc.runtime.init import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.optim import MasterWeights
@@ -20,6 +21,7 @@ _RUNTIME = {
     "MasterWeights": "layoutc.runtime.optim",
     "buffers_of": "layoutc.runtime.group_buffers",
     "cast_on_gather_": "layoutc.runtime.init",
+    "check_ranks": "layoutc.runtime.agreement",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "precompute_amaxes": "layoutc.runtime.agreed",
     "quantize_": "layoutc.runtime.init",
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "buffers_of",
     "cast_on_gather_",
+    "check_ranks",
     "implicit_dequantizes",
     "precompute_amaxes",
     "quantize_",

@@ -160,6 +160,25 @@ def holds(parameter: Tensor) -> bool:
     return any(param.sharded_param is parameter for param, _ in _parameters())
 
 
+def trains_instead(name: str, shape: tuple[int, ...]) -> bool:
+    """True where fully_shard has made a parameter of a weight of this name and shape, and that has a gradient."""
+    return any(
+        getattr(getattr(param.sharded_param, "_local_tensor", None), "_name", None) == name
+        and tuple(param._orig_size) == shape
+        and param.sharded_param.grad is not None
+        for param, _ in _parameters()
+    )
+
+
+def sharded_parameters() -> dict[int, Tensor]:
+    """By the id of each parameter that fully_shard has gathered: the sharded parameter that it was made of."""
+    found = {}
+    for param, _ in _parameters():
+        if (gathered := getattr(param, "_unsharded_param", None)) is not None:
+            found[id(gathered)] = param.sharded_param
+    return found
+
+
 def parameter_name(shard: Shard) -> str | None:
     """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
     known = find(shard)
@@ -182,7 +201,10 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         found = _route(known, shard)
     missing = [name for name in layout.travels[found.which] if name not in shard._planes]
     if missing:
-        raise MissingOrientation(f"{shard._label()} lacks {', '.join(missing)}, which the {found.which} pass gathers")
+        raise MissingOrientation(
+            f"{parameter_name(shard) or 'a weight'} of shape {found.shape} in {layout.name} lacks "
+            f"{', '.join(missing)}, which the {found.which} pass gathers; quantize it with all orientations"
+        )
     gathering = Gathering(found)
     if layout.shared:
         # Copies: a weight that is still gathered when the shard is requantized keeps the scale of its codes.

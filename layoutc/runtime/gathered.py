@@ -29,8 +29,26 @@ def handle(planes: Mapping[str, Tensor]) -> Tensor | None:
     return found if found is not None and operators.traced(found) else None
 
 
+def check_held(tensor: QuantizedTensor) -> None:
+    """Raises LayoutError where FSDP2 has freed what a gathered weight held: to read that would end the process."""
+    if tensor._home is None:
+        return
+    planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)  # of a piece: the whole weight's
+    for plane in planes.values():
+        if plane.numel() and not operators.traced(plane) and not plane.untyped_storage().nbytes():
+            raise LayoutError(
+                f"{tensor._label()} was gathered, and FSDP2 has resharded it since; read it in the forward of the "
+                "module that fully_shard was given, between its unshard() and reshard(), or read the sharded parameter"
+            )
+
+
 def refuse_write(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError where a graph would write into a weight whose planes each pass replaces."""
+    """Raises LayoutError for a gathered weight, which lives as long as the pass: what is written would be lost."""
+    if handle(tensor._planes) is None and tensor._shard() is not None:
+        raise LayoutError(
+            f"{tensor._label()} is gathered, and the next gather would undo what is written into it; write into the "
+            "sharded parameter, on all ranks: before forward, or after reshard()"
+        )
     if handle(tensor._planes) is not None:
         raise LayoutError(
             f"{tensor._label()} is gathered anew for each pass: a compiled graph can't write into it; write into the "

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from layoutc.runtime import groups, launch, operators
+from layoutc.runtime import gathered, groups, launch, operators
 from layoutc.runtime.amax import chosen_orientations
 from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.facts import Facts, Layout, cdiv
@@ -31,6 +31,7 @@ def buffers_of(
         if not isinstance(tensor, QuantizedTensor):
             raise TypeError(f"buffers_of takes quantized tensors, not {type(tensor).__name__}")
         tensor.LAYOUT.check_swizzled(swizzled)
+        gathered.check_held(tensor)
         empty = 0 in tensor._matrix
         kinds[type(tensor), tensor.device, empty, _asked(tensor, orientations)].append(index)
     found: list[dict[str, Tensor]] = [{} for _ in tensors]

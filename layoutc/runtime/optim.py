@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import amax, fsdp, meshes
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
 from layoutc.runtime.halo import Place
@@ -35,6 +36,9 @@ class MasterWeights(torch.optim.Optimizer):
     `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
     master.
+
+    A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
+    are others, or with a quantized weight that has become plain since (model.half() after fully_shard).
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
@@ -46,6 +50,7 @@ class MasterWeights(torch.optim.Optimizer):
             members = [members] if isinstance(members, Tensor) else list(members)
             group["params"] = [m[1] if isinstance(m, tuple) else m for m in members]  # named_parameters()
         self._masters: dict[Tensor, Tensor] = {p: _master(p) for group in groups for p in group["params"]}
+        self._recipes: dict[Tensor, tuple[str, str]] = _recipes(self._masters)
         self._written: dict[Tensor, Any] = {p: _stamp(p) for p in self._masters}
         self._loaded = False
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
@@ -59,6 +64,7 @@ class MasterWeights(torch.optim.Optimizer):
         if len(self.inner.param_groups) < len(self.param_groups):
             self._masters.update({p: _master(p) for p in added["params"]})
             self._written.update({p: _stamp(p) for p in added["params"]})
+            self._recipes.update(_recipes(added["params"]))
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
 
     @torch.no_grad()
@@ -73,6 +79,7 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._push_options()
+        self._check_parameters()
         self._refresh_masters()
         for param, master in self._masters.items():
             if master is not param:
@@ -140,6 +147,23 @@ class MasterWeights(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
 
+    def _check_parameters(self) -> None:
+        """Raises LayoutError for parameters that are not what they were when masters were made. Alike on all ranks."""
+        for param, (name, recipe) in self._recipes.items():
+            if not isinstance(_local(param), QuantizedTensor):
+                raise LayoutError(
+                    f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
+                    f"plain {param.dtype} now: model.half() and model.to(dtype) dequantize sharded weights; convert "
+                    "the model before quantize_, or give fully_shard a MixedPrecisionPolicy"
+                )
+        if all(param.grad is None for param in self._masters):
+            for param, (name, _) in self._recipes.items():
+                if not isinstance(param, DTensor) and fsdp.trains_instead(name, tuple(param.shape)):
+                    raise LayoutError(
+                        f"MasterWeights holds {name} of shape {tuple(param.shape)} as it was before fully_shard, which "
+                        "has made new parameters: create it after fully_shard"
+                    )
+
     def _refresh_masters(self) -> None:
         """Masters for parameters that have begun to train, and of weights that somebody else has written."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -180,6 +204,14 @@ class MasterWeights(torch.optim.Optimizer):
             *weights, places = zip(*batch, strict=True)
             requantize_batch_(list(zip(*weights, strict=True)), groups[key], places)
         self._written = {param: _stamp(param) for param in self._masters}
+
+
+def _recipes(params: Iterable[Tensor]) -> dict[Tensor, tuple[str, str]]:
+    """Name and recipe of each quantized parameter."""
+    held = ((param, _local(param)) for param in params)
+    return {
+        p: (local._name or "a weight", local.LAYOUT.name) for p, local in held if isinstance(local, QuantizedTensor)
+    }
 
 
 def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:

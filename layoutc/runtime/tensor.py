@@ -139,6 +139,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A new dict with `function` applied to every plane."""
+        gathered.check_held(self)
         return {name: function(plane) for name, plane in self._planes.items()}
 
     # ------------------------------------------------------------------------------------------------------- what it is
@@ -157,6 +158,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _entries(self, name: str) -> Tensor:
         """The entries of a plane that the tensor's own rows have part in, as a view."""
+        gathered.check_held(self)
         rows, plane = self.LAYOUT.stored[name].rows_per_value, self._planes[name]
         if rows is None or not self._halo.rows:
             return plane
@@ -182,6 +184,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
         if (handle := gathered.handle(self._planes)) is not None:
             return gathered.lay_out(type(self), handle, place(self)[1], self.orientations, swizzled)
+        gathered.check_held(self)
         return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -209,6 +212,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         if (handle := gathered.handle(self._planes)) is not None:
             matrix = gathered.dequantize(type(self), handle, place(self)[1], orientation, dtype)
         else:
+            gathered.check_held(self)
             planes = self._planes if orientation in self.orientations else self._fetch(orientation)
             matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
         if self._halo.rows:

@@ -1,0 +1,166 @@
+"""check_ranks: models that are alike pass, and what one rank has otherwise is named on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from models import RECIPES, Model, adam, build, counted, local, my_share, shard, train_step, width_for
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import layoutc
+from layoutc.runtime import agreement
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+def options_for(meshed: str | None) -> tuple[dict[str, Any], int]:
+    """Options of fully_shard, and over how many ranks it shards."""
+    world = dist.get_world_size()
+    if meshed is None:
+        return {}, world
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "slices"))
+    return {"mesh": mesh}, world // 2
+
+
+def agrees(recipe: str, meshed: str | None) -> None:
+    """Before training and after three steps, sharded and gathered, quantized and cast, with two collectives a time."""
+    options, ranks = options_for(meshed)
+    width = width_for(recipe, ranks)
+    quantized = shard(build(recipe, width, width + 32 if recipe == "mxfp8" and ranks == 4 else None), **options)
+    torch.manual_seed(0)
+    cast = Model(width)
+    layoutc.cast_on_gather_(cast, recipe)
+    shard(cast, **options)
+    trained: tuple[tuple[Model, Any], ...] = (
+        (quantized, adam(quantized)),
+        (cast, torch.optim.AdamW(cast.parameters(), lr=1e-2)),
+    )
+    for model, optimizer in trained:
+        for step in range(4):
+            with counted("gather_bytes", lambda *_: 1, agreement) as gathered:
+                assert layoutc.check_ranks(model) == 5
+            assert len(gathered) == 2
+            if step < 3:
+                train_step(model, optimizer, step, width, my_share())
+        with torch.no_grad():
+            model(torch.zeros(2, width))
+        assert isinstance(model.head.weight, QuantizedTensor), "the root stays gathered"
+        assert layoutc.check_ranks(model) == 5
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trained_models_agree(two: Ranks, four: Ranks, recipe: str) -> None:
+    two.run(agrees, recipe, None)
+    four.run(agrees, recipe, None)
+    four.run(agrees, recipe, "hybrid")
+
+
+def said(model: nn.Module) -> str:
+    """What check_ranks raises; afterwards the group works."""
+    try:
+        layoutc.check_ranks(model)
+    except LayoutError as error:
+        dist.barrier()
+        return str(error)
+    return "nothing was raised"
+
+
+def perturbs(change: str, meshed: str | None) -> str:
+    """One rank, the last, has something else than the others."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    recipe = {"amax": "nvfp4", "history": "fp8_delayed", "cast amax": "fp8_current"}.get(change, "mxfp8")
+    options, ranks = options_for(meshed)
+    width, inner = width_for(recipe, ranks), None
+    if change == "cut block":
+        width, inner = 64, 96
+    if last and change == "recipe":
+        recipe = "mxfp8_2d"
+    if last and change == "shape":
+        inner = 2 * width
+    torch.manual_seed(0)
+    model = Model(width, inner)
+    if change == "one more":
+        model.register_parameter("more", nn.Parameter(torch.ones(8)) if last else None)
+    if change == "order" and last:
+        model._modules["layers"] = model._modules.pop("layers")
+    (layoutc.cast_on_gather_ if change == "cast amax" else layoutc.quantize_)(model, recipe)
+    if last and change == "orientation":
+        weight = model.layers[0].weight
+        for plane in ("columnwise_data", "columnwise_scale"):
+            del weight._planes[plane]
+    if change == "dtype" and last:
+        model.layers[0].bias = nn.Parameter(model.layers[0].bias.to(torch.bfloat16))
+    shard(model, **options)
+    if change == "cast amax":
+        layoutc.precompute_amaxes(model)
+        if last:
+            model.layers[0].weight._local_tensor._agreed.amax += 1  # type: ignore[union-attr, operator]
+    for change_of, plane in (("amax", "amax"), ("history", "amax"), ("replica", "rowwise_data")):
+        if last and change == change_of:
+            local(model.layers[0].weight)._planes[plane].view(torch.uint8).flatten()[-1] ^= 1
+    if last and change == "cut block":
+        local(model.layers[0].weight)._planes["columnwise_scale"][0, 0] ^= 1
+    return said(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "meshed", "expected"),
+    [
+        ("recipe", None, ["layers.0.weight: recipe: mxfp8, layout", "mxfp8_2d, layout", "on rank 1"]),
+        ("shape", None, ["layers.0.weight: shape: (64, 64) on rank 0; (128, 64) on rank 1"]),
+        ("orientation", None, ["layers.0.weight: orientations: rowwise+columnwise on rank 0; rowwise on rank 1"]),
+        ("dtype", None, ["layers.0.bias: dtype: torch.float32 on rank 0; torch.bfloat16 on rank 1"]),
+        ("one more", None, ["more: rank 1 alone, of the ranks that share it: shape (8,)"]),
+        ("order", None, ["the order of parameters: parameter 0: layers.0.weight on rank 0; head.weight on rank 1"]),
+        ("amax", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
+        ("history", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
+        ("cast amax", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
+        ("cut block", None, ["layers.0.weight: columnwise_scale of rows 32 to 64: ", "on rank 0", "on rank 1"]),
+        ("replica", "hybrid", ["layers.0.weight: bytes of rowwise_data: ", "on rank 1; ", "on rank 3"]),
+        ("recipe", "hybrid", ["layers.0.weight: recipe: mxfp8, layout", "on ranks 0, 1, 2; mxfp8_2d", "on rank 3"]),
+    ],
+)
+def test_what_differs_is_named_on_all_ranks(
+    two: Ranks, four: Ranks, change: str, meshed: str | None, expected: list[str]
+) -> None:
+    messages = (four if meshed else two).run(perturbs, change, meshed)
+    assert len(set(messages)) == 1
+    for words in expected:
+        assert words in messages[0], messages[0]
+
+
+def agrees_in_two_dims(recipe: str) -> None:
+    """Tensor parallelism under fully_shard: amaxes are shared over both dims, or over the columns' own ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    layoutc.quantize_(model, recipe)
+    fully_shard(model, mesh=mesh["dp"])
+    assert layoutc.check_ranks(model) == 2
+    if dist.get_rank() == 3:
+        param = model[1].weight
+        assert isinstance(param, DTensor)
+        planes = local(param)._planes
+        name = next(name for name in planes if name in local(param).LAYOUT.shared)
+        planes[name].view(torch.uint8).flatten()[-1] ^= 1
+    message = said(model)
+    assert "1.weight: " in message, message
+    assert "0.weight" not in message
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_shards_in_two_dims_agree(four: Ranks, recipe: str) -> None:
+    four.run(agrees_in_two_dims, recipe)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert layoutc.check_ranks(build("mxfp8", 64)) == 0
