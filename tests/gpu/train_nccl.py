@@ -147,6 +147,8 @@ def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int])
                 for block in model:
                     block.reshard()
             curve.append(loss.item())
+    if not mode.startswith("alone"):
+        assert layoutc.check_ranks(model) == len(list(model.parameters()))
     return curve
 
 
