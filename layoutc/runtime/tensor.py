@@ -246,7 +246,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
-        nbytes = sum(plane.nbytes for plane in self._planes.values())
+        nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
         held = "+".join(self.orientations) or "nothing"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
