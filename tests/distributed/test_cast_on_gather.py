@@ -231,7 +231,7 @@ def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimiz
     two.run(trains, recipe, optimizer, False, None, None, False, None, STEPS if recipe == "mxfp8" else 6)
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
     """Sharded over 4, and over 2 in 2 copies."""

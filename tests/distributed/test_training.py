@@ -106,8 +106,13 @@ def trains_as_one_process(
     assert layoutc.implicit_dequantizes() == dequantized
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("keeps", "nested"), [(False, True), (True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(
+    ("recipe", "keeps", "nested"),
+    [
+        *((recipe, keeps, True) for recipe in RECIPES for keeps in (False, True)),
+        *((recipe, keeps, False) for recipe in ("fp8_delayed", "mxfp8") for keeps in (False, True)),
+    ],
+)
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps: bool, nested: bool) -> None:
     """21, 22, 25, 26, 30a, 38, 41: 20 steps of AdamW; gather bytes as planned, one amax all-reduce a step."""
     two.run(trains_as_one_process, recipe, keeps, nested, None, None)

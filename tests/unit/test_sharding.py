@@ -36,7 +36,7 @@ def cuts_of(size: int, inner: int, world: int) -> Cuts:
 
 CUTS = st.builds(cuts_of, st.integers(1, 150), st.sampled_from([1, 1, 1, 3, 16, 24]), st.integers(1, 40))
 BLOCK = st.one_of(st.integers(1, 20), st.sampled_from([32, 64, 128, 4096]))
-EXAMPLES = settings(max_examples=400, deadline=None)
+EXAMPLES = settings(max_examples=150, deadline=None)
 
 
 @given(CUTS)
