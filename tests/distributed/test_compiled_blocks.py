@@ -59,14 +59,21 @@ def batch(step: int, width: int) -> Tensor:
 
 
 def train(
-    recipe: str, make: Any, mode: str = "", backend: Any = None, *, sharded: bool = True, compile_first: bool = True
+    recipe: str,
+    make: Any,
+    mode: str = "",
+    backend: Any = None,
+    *,
+    sharded: bool = True,
+    compile_first: bool = True,
+    cast: bool = False,
 ) -> tuple[list[float], list[int]]:
     """The losses of two micro-batches a step, and the graphs compiled by the end of each step."""
     width = 2 * width_for(recipe, 2)
     torch.manual_seed(0)
     blocks = nn.Sequential(make(width), make(width))
     make_uneven(blocks)
-    layoutc.quantize_(blocks, recipe)
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(blocks, recipe)
     compiled = [] if backend is None else [blocks] if mode == "whole" else list(blocks)
     options = {"backend": backend, "fullgraph": mode != "whole"}
     for module in compiled if compile_first else ():
@@ -76,7 +83,8 @@ def train(
     for module in compiled if not compile_first else ():
         module.compile(**options)
     model = partial(checkpoint, blocks, use_reentrant=False) if mode == "outside" else blocks
-    optimizer, curve, counts = adam(blocks), [], []
+    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2) if cast else adam(blocks)
+    curve, counts = [], []
     for step in range(STEPS):
         for part in range(2):
             for block in blocks if sharded and mode == "accumulating" else ():
@@ -90,12 +98,12 @@ def train(
     return curve, counts
 
 
-def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool = True) -> None:
-    expected, _ = train(recipe, make, sharded=False)
+def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool = True, cast: bool = False) -> None:
+    expected, _ = train(recipe, make, sharded=False, cast=cast)
     for mode in modes:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
-        found, counts = train(recipe, make, mode, counter, compile_first=compile_first)
+        found, counts = train(recipe, make, mode, counter, compile_first=compile_first, cast=cast)
         assert found == expected, (mode, found, expected)
         assert 0 < counts[0] == counts[-1], (mode, counts)
 
@@ -121,6 +129,12 @@ def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str) -> None:
 def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str) -> None:
     """A whole model is taken apart at FSDP2's hooks."""
     two.run(compiles, recipe, Block, ("resharded", "whole"), False)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_blocks_with_casts_compile(two: Ranks, recipe: str) -> None:
+    """What is gathered is the quantized weight, whatever the parameter is."""
+    two.run(compiles, recipe, Block, ("resharded", "kept"), True, True)
 
 
 def inductor_agrees(recipe: str) -> None:
