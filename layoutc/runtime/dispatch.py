@@ -235,6 +235,8 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         new = target._made_in() if target._made_in is not None and target._writes[0] == 0 else None
         if same and new is not None and source._halo.rows:
             return _take_over(target, new, source)
+        if same and source._halo[:2] != target._halo[:2]:
+            _check_same_cut(func, target)
         if same and (_phase(source), source._transposed) == (_phase(target), target._transposed):
             return _copy_planes(target, source)
         strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target._label())
@@ -245,6 +247,21 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
     amax.requantize_(target, source.to(target.device))
     return target
+
+
+def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
+    """Raises LayoutError for a shard that cuts blocks and a source that is cut elsewhere, before any rank waits.
+
+    Its bytes don't fit, and requantizing is collective, which ranks whose shards end with blocks would not know of.
+    """
+    from layoutc.runtime import fsdp
+
+    place = fsdp.place(target)
+    if place is not None and place.joins(target.LAYOUT):
+        raise LayoutError(
+            f"{func}: {target._label()} is a shard whose cuts go through blocks, and the source is not cut as it is; "
+            "copy the same rows of the whole quantized weight, or plain values on all ranks"
+        )
 
 
 def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:

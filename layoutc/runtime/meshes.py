@@ -75,7 +75,9 @@ def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
                 check_alignment(layout, shape, cdiv(size, world), world=world, name=name)
             else:
                 _check_columns(layout, weight, size, world, name)
-        sizes[dim] = sorted({_chunk(size, world, rank) for size in sizes[dim] for rank in range(world)} - {0})
+        each = [Cuts(size, cdiv(size, world), world) for size in sizes[dim]]
+        bounds = [cuts.bounds(rank) for cuts in each for rank in range(world)]
+        sizes[dim] = sorted({stop - start for start, stop in bounds} - {0})
 
 
 def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name: str) -> None:
@@ -96,11 +98,6 @@ def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
         f"{name}: shape {tuple(weight.shape)} in {layout.name} is not sharded by columns: one scale covers a whole "
         "row, and a rank sees a part of it; shard dim 0, or take a recipe with blocks of columns"
     )
-
-
-def _chunk(size: int, world: int, rank: int) -> int:
-    each = cdiv(size, world)
-    return max(0, min(each, size - rank * each))
 
 
 def check_alignment(

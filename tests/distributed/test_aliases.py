@@ -119,6 +119,27 @@ def stays_gathered(recipe: str) -> None:
     assert torch.equal(model.weight.data.dequantize(), before)
 
 
+def takes_rows_that_are_cut_elsewhere(recipe: str) -> str:
+    """A shard that cuts blocks, and rows that were quantized by themselves."""
+    module = recipe_module(recipe)
+    model = nn.Linear(64, 3 * module.LAYOUT.block_rows, bias=False)
+    layoutc.quantize_(model, recipe)
+    fully_shard(model)
+    local: Any = model.weight._local_tensor  # type: ignore[union-attr]
+    start = module.LAYOUT.block_rows // 4
+    other = module.quantize(torch.randn(6 * module.LAYOUT.block_rows, 64))[start : start + local.shape[0]]
+    with pytest.raises(LayoutError) as caught, torch.no_grad():
+        local.copy_(other)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_shard_that_cuts_blocks_takes_no_rows_that_are_cut_elsewhere(two: Ranks, recipe: str) -> None:
+    messages = two.run(takes_rows_that_are_cut_elsewhere, recipe)
+    assert all("whose cuts go through blocks" in message for message in messages), messages
+
+
 def fully_sharded_locals(model: Any) -> list[Tensor]:
     state = model._get_fsdp_state()
     return [param.sharded_param._local_tensor for param in state._fsdp_param_group.fsdp_params]
