@@ -60,7 +60,7 @@ class Agreed:
 
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
-        planes = (tensor._source or tensor)._planes
+        planes = (tensor if tensor._source is None else tensor._source)._planes
         now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
         # Other planes are those of a shard that FSDP2 has moved, on some ranks alone: the values are the same.
         if self.seen is not None and self.seen[0] == now[0] and self.seen != now:

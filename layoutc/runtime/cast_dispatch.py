@@ -76,7 +76,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         from layoutc.runtime import fsdp
 
         if fsdp.remember_copy(moved, tensor):
-            moved._agreed, moved._source = tensor._agreed, tensor._source or tensor
+            moved._agreed = tensor._agreed
+            moved._source = tensor if tensor._source is None else tensor._source
     return moved
 
 
