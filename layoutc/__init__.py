@@ -26,6 +26,7 @@ _RUNTIME = {
     "precompute_amaxes": "layoutc.runtime.agreed",
     "quantize_": "layoutc.runtime.init",
     "quantized_init": "layoutc.runtime.init",
+    "restore_tensor": "layoutc.runtime.stored",
     "strict": "layoutc.runtime.strict",
 }
 

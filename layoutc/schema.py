@@ -14,6 +14,8 @@ from layoutc import source as yaml_source
 from layoutc.diagnostics import Diagnostic, Label, Span, has_errors, tidy
 from layoutc.rules import RULES
 
+LANGUAGE = 1  # version of the spec language
+
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Value = float | int | bool | str

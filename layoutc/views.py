@@ -10,9 +10,10 @@ from layoutc.hook_views import gather_lines, gather_view, hook_view
 from layoutc.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
 from layoutc.numerics_views import numerics_view, swizzle_view
 from layoutc.plan import Plan
+from layoutc.schema import LANGUAGE
 from layoutc.sizes import Sizes, in_bytes, start_of
 
-RUNTIME_INTERFACE = 3
+RUNTIME_INTERFACE = 4
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 View = dict[str, Any]
 
@@ -33,6 +34,7 @@ def recipe_view(plan: Plan, sha256: str) -> View:
         "interface": RUNTIME_INTERFACE,
         "spec_sha256": sha256,
         "layout_id": plan.layout_id,
+        "language": LANGUAGE,
         "multiple_m": layout.multiple_m,
         "multiple_k": layout.multiple_k,
         "multiples_text": _multiples(layout),

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(3, "e3m4_block")
+require(4, "e3m4_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -56,6 +56,7 @@ LAYOUT = Layout(
     summary="An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks",
     spec_sha256="a97da4bcd35a62f9ff5fe40239c40288bf2f841c3a81705801ab9d1402703c6d",
     layout_id="660206a00b6b",
+    language=1,
     shard_rows=64,
     shard_reason="one rowwise scale covers 64 rows",
     column_multiple=64,

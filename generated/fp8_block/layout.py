@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(3, "fp8_block")
+require(4, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -56,6 +56,7 @@ LAYOUT = Layout(
     summary="E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each",
     spec_sha256="3f2558c947ba1a934a7b9db366db3e73ac6d52feea0bccc81ef7ee03ac73a4f8",
     layout_id="09c0d85eeed1",
+    language=1,
     shard_rows=128,
     shard_reason="one rowwise scale covers 128 rows",
     column_multiple=128,

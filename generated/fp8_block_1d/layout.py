@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(3, "fp8_block_1d")
+require(4, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM",
     spec_sha256="24d14ae0c62e65afe67e8823555e9739226570134c7fe22295221a14e76b27ba",
     layout_id="f52fff5e711b",
+    language=1,
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",
     column_multiple=128,

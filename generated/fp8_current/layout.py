@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "fp8_current")
+require(4, "fp8_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -54,6 +54,7 @@ LAYOUT = Layout(
     summary="E4M3 weights under one FP32 scale, taken from the weight's own amax",
     spec_sha256="d44adc6509985a4450d4ad786117436ccb2380c81701018ca66af4a954bafed4",
     layout_id="d7ab66564343",
+    language=1,
     shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "fp8_delayed")
+require(4, "fp8_delayed")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -58,6 +58,7 @@ LAYOUT = Layout(
     summary="E4M3 weights under one FP32 scale, taken from a history of amaxes",
     spec_sha256="3933fffe7aa0b6fca7704ea19a42a091d6959dbcd490211c94d810d246c3cc5b",
     layout_id="586794434920",
+    language=1,
     shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "fp8_e5m2_current")
+require(4, "fp8_e5m2_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -54,6 +54,7 @@ LAYOUT = Layout(
     summary="E5M2 weights under one FP32 scale, taken from the weight's own amax",
     spec_sha256="ace5d7e889b098380a813668e5431c868befa9dd7059b66be2d64a8257f6a870",
     layout_id="c94341523903",
+    language=1,
     shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

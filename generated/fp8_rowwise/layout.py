@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "fp8_rowwise")
+require(4, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -59,6 +59,7 @@ LAYOUT = Layout(
     summary="E4M3 weights with one FP32 scale for each row , columnwise for each column",
     spec_sha256="f00fe5e0e4396bde6396309081aefb9236d349abe15c7a43a74809019dbe2322",
     layout_id="a93daaa57939",
+    language=1,
     shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

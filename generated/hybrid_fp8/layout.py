@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(3, "hybrid_fp8")
+require(4, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward",
     spec_sha256="66c436c42a2a9c9016bbceb705dd3894e6fc132ab3af86e3cbc380bd729c0a84",
     layout_id="0b08b1a6e75c",
+    language=1,
     shard_rows=128,
     shard_reason="one columnwise scale covers 128 rows",
     column_multiple=128,

@@ -38,7 +38,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "int4_group32")
+require(4, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -70,6 +70,7 @@ LAYOUT = Layout(
     summary="4-bit integers with a scale and a zero point for each group of 32 along the contraction",
     spec_sha256="d7608b22ac1bf6d63b6aa1cb09e4376ae216902bc2423b54d388e38bc2b1b7f0",
     layout_id="eed7e24efa04",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(3, "int8_block")
+require(4, "int8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -56,6 +56,7 @@ LAYOUT = Layout(
     summary="8-bit integers in 128x128 blocks, one FP32 scale each",
     spec_sha256="4a7043230fa9780c3b55cc04650aa09cdb357bf9280cf33cc66f5919f279eb42",
     layout_id="6a1c9fe359d5",
+    language=1,
     shard_rows=128,
     shard_reason="one rowwise scale covers 128 rows",
     column_multiple=128,

@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(3, "int8_rowwise")
+require(4, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -59,6 +59,7 @@ LAYOUT = Layout(
     summary="8-bit integers with one FP32 scale for each row, columnwise for each column",
     spec_sha256="ea2c90e29b414193456577bd64679243e18ddc863b431ecca41ccdc9cd7bfb33",
     layout_id="92ee72710e09",
+    language=1,
     shard_rows=1,
     shard_reason="no scale covers more than one row of a shard, and rows are whole bytes",
     column_multiple=1,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxfp4")
+require(4, "mxfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
     spec_sha256="5daa56a3a3497af473b8049c69a5da299ab36b92b4633a5cf0ab16743dc125b9",
     layout_id="7cebb33b721f",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxfp6_e2m3")
+require(4, "mxfp6_e2m3")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up",
     spec_sha256="fe99ba82f3809cdac351d65bc92ff61462e1437e169e87e3867187e705e1240f",
     layout_id="f607c1085dea",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxfp6_e3m2")
+require(4, "mxfp6_e3m2")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up",
     spec_sha256="04d322abd3d40aa4241d27c04ea706b08e556ad5d730e9b6ccf785544da416da",
     layout_id="d791500fa02f",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxfp8")
+require(4, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
     spec_sha256="3dbd707da78eec3233086bfc401f877408bb3c91a5ba2f2b5d06bfa8cce39041",
     layout_id="6f13e8dd84ca",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxfp8_2d")
+require(4, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -56,6 +56,7 @@ LAYOUT = Layout(
     summary="E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes",
     spec_sha256="2220af925669bb1388eb133834c2ae1a8d88479e1f8cbece3690b95881fb1c91",
     layout_id="a2506c481ea6",
+    language=1,
     shard_rows=32,
     shard_reason="one rowwise scale covers 32 rows",
     column_multiple=32,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "mxint8")
+require(4, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -62,6 +62,7 @@ LAYOUT = Layout(
     summary="8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents",
     spec_sha256="2faf70dcb7c7d8f626a2da367f4ac25271074e441a09a7970ff34ff749dba08d",
     layout_id="a56a04718815",
+    language=1,
     shard_rows=32,
     shard_reason="one columnwise scale covers 32 rows",
     column_multiple=32,

@@ -33,7 +33,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "nvfp4")
+require(4, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -61,6 +61,7 @@ LAYOUT = Layout(
     summary="E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax",
     spec_sha256="aabf87b248283364d56f7a25d9e077b8aa69f42e40be8d35c9e63efb786c2c95",
     layout_id="7356aee3b36b",
+    language=1,
     shard_rows=16,
     shard_reason="one rowwise scale covers 16 rows",
     column_multiple=16,

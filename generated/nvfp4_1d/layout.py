@@ -35,7 +35,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "nvfp4_1d")
+require(4, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -65,6 +65,7 @@ LAYOUT = Layout(
     summary="E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax",
     spec_sha256="24a5862da4a4536d82021e69696eadc7bc18143eb706982667d91e3880e91ff9",
     layout_id="d267bb47f560",
+    language=1,
     shard_rows=16,
     shard_reason="one columnwise scale covers 16 rows",
     column_multiple=16,

@@ -33,7 +33,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(3, "nvfp4_4over6")
+require(4, "nvfp4_4over6")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -61,6 +61,7 @@ LAYOUT = Layout(
     summary="nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept",
     spec_sha256="cee8a8b3a6877638b508bc34988fc5a77f5815fd32bcf9048f65ac9a9e07c65b",
     layout_id="0191528237e2",
+    language=1,
     shard_rows=16,
     shard_reason="one rowwise scale covers 16 rows",
     column_multiple=16,

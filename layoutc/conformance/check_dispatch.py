@@ -139,23 +139,27 @@ def writes(subject: Subject) -> None:
 def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, values: Tensor | None) -> None:
     """Copies `source`, which means `values`, into a cut of the base. The rest of the base keeps its values.
 
-    A recipe whose scales reach beyond the cut may refuse instead, and then nothing has changed.
+    A recipe whose scales reach beyond the cut may refuse instead, or refuse to be read until the rest has come as well;
+    then no byte has changed.
     """
     expected, reaches = base.dequantize(), _reaches(subject)
+    before = {name: plane.clone() for name, plane in base.planes().items()}
     outside = torch.ones_like(expected, dtype=torch.bool)
     cut(outside).fill_(False)
     try:
         with layoutc.strict():
             cut(base).copy_(source)
+        now = base.dequantize()
     except LayoutError as error:
         expect(reaches, f"{what}: refused, though no scale reaches beyond a cut: {error}")
+        for name, plane in base.planes().items():
+            expect_same(subject, f"{what}: {name} after a refusal", plane, before[name], shape=tuple(base.shape))
+        return
+    if values is not None:
+        cut(expected).copy_(values)
     else:
-        if values is not None:
-            cut(expected).copy_(values)
-        else:
-            expected = torch.where(outside, expected, base.dequantize())
-    shape = tuple(base.shape)
-    expect_same(subject, f"{what}: the base after a write", base.dequantize(), expected, shape=shape)
+        expected = torch.where(outside, expected, now)
+    expect_same(subject, f"{what}: the base after a write", now, expected, shape=tuple(base.shape))
 
 
 def _reaches(subject: Subject) -> bool:

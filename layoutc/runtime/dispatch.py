@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import gathered, operators, strict
+from layoutc.runtime import gathered, operators, partial, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
@@ -221,7 +221,8 @@ def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
 
-    Same recipe: planes, byte for byte. Plain into quantized: quantizes, with the amax shared over shards where FSDP2
+    Same recipe: planes, byte for byte. A piece whose scales also cover other rows, and differ, is kept until those rows
+    have come as well (`partial`). Plain into quantized: quantizes, with the amax shared over shards where FSDP2
     holds the tensor. Quantized into plain: dequantizes. Another recipe: through fp32.
     """
     target, source = args[0], args[1]
@@ -232,7 +233,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     gathered.refuse_write(target)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
-        new = target._made_in() if target._made_in is not None and target._writes[0] == 0 else None
+        new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
         if same and new is not None and source._halo.rows:
             return _take_over(target, new, source)
         if same and source._halo[:2] != target._halo[:2]:
@@ -273,11 +274,23 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
     for name, (into, plane) in pairs.items():
         if into.shape != plane.shape:
             raise LayoutError(f"copy_: {name} is {tuple(into.shape)} in the target, {tuple(plane.shape)} in the source")
-    _check_common(target, pairs)
-    for into, plane in pairs.values():
-        into.copy_(plane)
-    written([target])
+    if target._common and target._part is None and any(not torch.equal(*pairs[name]) for name in target._common):
+        raise LayoutError(
+            f"copy_: {target._label()} is a part of a weight whose {', '.join(sorted(target._common))} cover more than "
+            "the part, and the source has others; copy into the whole weight"
+        )
+    if needs := partial.needs_of(target, source):
+        for piece in partial.hold(target, source, needs):
+            _write_planes(piece.target, piece.source)
+        return target
+    _write_planes(target, source)
     return target
+
+
+def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    for name in target._planes:
+        target._entries(name).copy_(source._entries(name))
+    written([target])
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
@@ -296,20 +309,6 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
     new._held = target.shape[0]
     written([target])
     return target
-
-
-def _check_common(target: QuantizedTensor, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """A part may take the planes of a tensor that shares the same scale, not overwrite what the rest means."""
-    tied = target._halo.tied_before, target._halo.tied_after
-    ends = [end for end, is_tied in zip((slice(None, 1), slice(-1, None)), tied, strict=True) if is_tied]
-    for name, (into, plane) in pairs.items():
-        cut = ends if (target.LAYOUT.stored[name].rows_per_value or 1) > 1 else []
-        parts = [slice(None)] if name in target._common else cut
-        if not all(torch.equal(into[part], plane[part]) for part in parts):
-            raise LayoutError(
-                f"copy_: {target._label()} is a part of a weight whose {name} covers more than the part, and the "
-                "source has another; copy into the whole weight"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------- products

@@ -22,3 +22,7 @@ class ImplicitDequantize(LayoutError):
 
 class MissingOrientation(LayoutError):
     """An orientation that the tensor does not hold and that does not follow from what it holds."""
+
+
+class DamagedError(LayoutError, ValueError):
+    """Bytes of a file that are not those that were written."""

@@ -89,6 +89,7 @@ class Layout:
     summary: str
     spec_sha256: str
     layout_id: str
+    language: int  # version of the spec language
     shard_rows: int  # at its multiples, cuts between shards cost nothing
     shard_reason: str
     column_multiple: int

@@ -30,6 +30,7 @@ from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.halo import Place, gather_bytes
+from layoutc.runtime.partial import check_whole
 from layoutc.runtime.pieces import GatheredPlanes
 from layoutc.runtime.sharding import Cuts
 from layoutc.runtime.tensor import QuantizedTensor
@@ -205,6 +206,8 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
             f"{parameter_name(shard) or 'a weight'} of shape {found.shape} in {layout.name} lacks "
             f"{', '.join(missing)}, which the {found.which} pass gathers; quantize it with all orientations"
         )
+    if shard._writes.waiting:
+        check_whole(shard)
     gathering = Gathering(found)
     if layout.shared:
         # Copies: a weight that is still gathered when the shard is requantized keeps the scale of its codes.

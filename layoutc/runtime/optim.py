@@ -275,7 +275,11 @@ def _stamp(param: Tensor) -> Any:
     """Changes whenever the parameter is written, or what holds its bytes is replaced."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, QuantizedTensor):
-        return id(local._writes), local._writes[0], *((id(plane), plane._version) for plane in local._planes.values())
+        return (
+            id(local._writes),
+            local._writes.count,
+            *((id(plane), plane._version) for plane in local._planes.values()),
+        )
     return id(local), local._version, param._version
 
 

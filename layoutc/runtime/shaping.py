@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layoutc.runtime.dispatch import Args, Kwargs, fallback
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.partial import part_of
 from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor
@@ -52,6 +53,7 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
         planes = type(tensor)._cut(tensor._planes, *window)
     piece = tensor._with_planes(planes, found.shape, matrix=found.matrix, halo=found.halo)
     piece._home, piece._writes = tensor._home, tensor._writes
+    piece._part = part_of(tensor, found.r0, found.c0)
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
     if tensor._is_new:

@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime import flattening, gathered, operators, storage
+from layoutc.runtime import flattening, gathered, operators, storage, stored
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
 from layoutc.runtime.flattening import place
 from layoutc.runtime.generated import Generated
-from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes, own
+from layoutc.runtime.partial import Part, Writes, check_readable, chunk_protocol
+from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
 from layoutc.runtime.sharding import NO_HALO, Halo
 
 Handler = Callable[..., Any]
@@ -46,7 +47,8 @@ class QuantizedTensor(Generated, torch.Tensor):
     _transposed: bool
     _name: str | None
     _home: Callable[[], Any] | None  # of a gathered weight: gives this rank's shard
-    _writes: list[int]  # one counter, shared by aliases and pieces: version counters don't see writes below autograd
+    _writes: Writes  # shared by aliases and pieces: version counters don't see writes below autograd
+    _part: Part | None  # of a piece: where it lies in the tensor that it is a piece of
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _halo: Halo  # rows of the planes that are not the tensor's own
     _made_in: Callable[[], QuantizedTensor | None] | None  # gives the new tensor of which this is the first rows
@@ -92,7 +94,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         self._orientations = orientations or cls.LAYOUT.orientations
         self._transposed = transposed
         self._name = self._home = None
-        self._writes = [0]
+        self._writes, self._part = Writes(), None
         self._common, self._is_new, self._peers = frozenset(), False, None
         self._halo, self._made_in, self._held = halo, None, None
         return self
@@ -109,7 +111,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             transposed=self._transposed if transposed is None else transposed,
             halo=self._halo,
         )
-        other._name, other._home, other._writes = self._name, self._home, self._writes
+        other._name, other._home, other._writes, other._part = self._name, self._home, self._writes, self._part
         other._common, other._is_new, other._peers = self._common, self._is_new, self._peers
         other._made_in, other._held = self._made_in, self._held
         return other
@@ -139,7 +141,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A new dict with `function` applied to every plane."""
-        gathered.check_held(self)
+        check_readable(self)
         return {name: function(plane) for name, plane in self._planes.items()}
 
     # ------------------------------------------------------------------------------------------------------- what it is
@@ -184,7 +186,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
         if (handle := gathered.handle(self._planes)) is not None:
             return gathered.lay_out(type(self), handle, place(self)[1], self.orientations, swizzled)
-        gathered.check_held(self)
+        check_readable(self)
         return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -212,7 +214,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         if (handle := gathered.handle(self._planes)) is not None:
             matrix = gathered.dequantize(type(self), handle, place(self)[1], orientation, dtype)
         else:
-            gathered.check_held(self)
+            check_readable(self)
             planes = self._planes if orientation in self.orientations else self._fetch(orientation)
             matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
         if self._halo.rows:
@@ -295,20 +297,19 @@ class QuantizedTensor(Generated, torch.Tensor):
     _stable_hash_for_caching = flattening.stable_hash
     untyped_storage = storage.untyped_storage
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
         # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
         if (found := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
             return found
+        if name in ("__create_chunk_list__", "__get_tensor_shard__") and (asked := chunk_protocol(self, name)):
+            return asked
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Planes, compacted: a view of a larger storage is saved as its own bytes alone."""
+        """What `stored` writes of it: plain tensors and plain metadata."""
         if (key := flattening.for_cache(self)) is not None:
             return key
-        planes = {name: own(plane) for name, plane in self._planes.items()}
-        state = (planes, tuple(self.shape), self.dtype, self._matrix, self._orientations, self._transposed)
-        of_parameter = self.requires_grad, isinstance(self, nn.Parameter)
-        return rebuild, (type(self), *state, *of_parameter, self.LAYOUT.layout_id, tuple(self._halo))
+        return stored.restore_tensor, (stored.state_of(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
@@ -359,37 +360,14 @@ def check_writable(tensor: QuantizedTensor) -> None:
 def written(tensors: Sequence[QuantizedTensor]) -> None:
     """Says that planes of tensors have been written, to whoever made something of what they held."""
     for tensor in tensors:
-        tensor._writes[0] += 1
+        tensor._writes.count += 1
+        if tensor._part is None:
+            tensor._writes.waiting.clear()
     torch.autograd.graph.increment_version(tensors)
-
-
-def rebuild(
-    cls: type[QuantizedTensor],
-    planes: dict[str, Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    matrix: tuple[int, int],
-    orientations: tuple[str, ...],
-    transposed: bool,
-    requires_grad: bool,
-    is_parameter: bool,
-    layout_id: str,
-    halo: tuple[int, int, bool, bool] = NO_HALO,
-) -> QuantizedTensor:
-    """What pickle and torch.load call. Raises ValueError when the class has another layout by now."""
-    if layout_id != cls.LAYOUT.layout_id:
-        raise ValueError(
-            f"{cls.LAYOUT.name}: the file holds layout {layout_id}, but the installed recipe is {cls.LAYOUT.layout_id}"
-        )
-    form = {"matrix": matrix, "orientations": orientations, "transposed": transposed, "halo": Halo(*halo)}
-    tensor = cls(planes, shape, dtype, **form)  # type: ignore[arg-type]
-    if is_parameter:
-        return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     """Decorator for generated classes: known to torch.load(weights_only=True) and to the operators."""
-    torch.serialization.add_safe_globals([cls, rebuild])
+    stored.register(cls)
     cls.KEY = operators.register(cls)
     return cls

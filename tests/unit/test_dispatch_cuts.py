@@ -138,7 +138,7 @@ def test_the_base_written_is_seen_by_pieces(recipe: str) -> None:
 def test_new_values_in_a_piece_leave_the_rest_of_the_base_as_it_was(recipe: str, write: str) -> None:
     """34, 39: what all rows share is not overwritten for one piece: the rest keeps its values, or it is refused."""
     base = make(recipe)
-    piece, before = base[:128], base.dequantize()
+    piece, before, bytes_before = base[:128], base.dequantize(), snapshot(base)
     writes: dict[str, Callable[[], object]] = {
         "copy_plain": lambda: piece.copy_(torch.full((128, 256), 1e-3)),
         "copy_quantized": lambda: piece.copy_(make(recipe, 128, 256, seed=3)),
@@ -146,16 +146,17 @@ def test_new_values_in_a_piece_leave_the_rest_of_the_base_as_it_was(recipe: str,
         "add_": lambda: piece.add_(1000.0),
         "out": lambda: module(recipe).quantize(torch.full((128, 256), 1e-3), out=piece),
     }
-    refused = ""
+    refused, now = "", before
     try:
         writes[write]()
+        now = base.dequantize()
     except LayoutError as error:
         refused = str(error)
     if refused:
         assert recipe in SHARED, "only a recipe whose blocks share something may refuse"
         assert recipe in refused
-        assert same_bits(base.dequantize(), before), "a refusal changes nothing"
-    assert same_bits(base.dequantize()[128:], before[128:])
+        assert all(same_bits(plane, bytes_before[name]) for name, plane in base.planes().items()), "nothing has changed"
+    assert same_bits(now[128:], before[128:])
 
 
 @each_recipe
@@ -201,9 +202,12 @@ def test_a_cut_inside_a_block_of_rows_reads_exactly_and_shares_the_bytes(recipe:
 
 @pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_part_of_a_block_is_not_written(recipe: str) -> None:
-    """32: its scale means the rest of the block too. The same scale may be written again."""
+    """32: its scale means the rest of the block too. The same scale may be written again.
+
+    Quantized bytes with another scale wait for the rest of the block, and the weight can't be read meanwhile.
+    """
     q, half = make(recipe), module(recipe).LAYOUT.block_rows // 2
-    before, other = snapshot(q), module(recipe).quantize(8.0 * torch.randn(256, 256))
+    before, whole, other = snapshot(q), q.clone(), module(recipe).quantize(8.0 * torch.randn(256, 256))
     cuts: list[Cut] = [lambda x: x[half:], lambda x: x[: 3 * half], lambda x: x[1:2]]
     for cut in cuts:
         piece = cut(q)
@@ -211,10 +215,13 @@ def test_a_part_of_a_block_is_not_written(recipe: str) -> None:
             piece.copy_(torch.zeros(piece.shape))
         with pytest.raises(UnsupportedOperator, match="quantize the whole weight"):
             piece.zero_()
-        with pytest.raises(LayoutError, match="covers more than the part"):
-            piece.copy_(cut(other))
         with pytest.raises(LayoutError, match="cut inside a block"):
             piece.buffers()
+        piece.copy_(cut(other))
+        for read in (q.dequantize, piece.dequantize, q.clone, lambda: pickle.dumps(q)):
+            with pytest.raises(LayoutError, match="whose scales also cover rows"):
+                read()
+        q.copy_(whole)
         piece.copy_(piece.clone())
         assert all(same_bits(plane, before[name]) for name, plane in q.planes().items())
 

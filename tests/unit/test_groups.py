@@ -212,11 +212,11 @@ def take_steps(names: list[str], count: int, steps: int, sizes: list[int]) -> No
     others = [copy.deepcopy(target) for target in targets]
     for step in range(steps):
         values = [weight(*target.shape, 90 + step + index) for index, target in enumerate(targets)]
-        writes = [target._writes[0] for target in targets]
+        writes = [target._writes.count for target in targets]
         sizes.clear()
         requantize_batch_(list(zip(targets, values, strict=True)), [])
         assert sizes == [count] * len([name for name in names if name in GROUPED])
-        assert [target._writes[0] for target in targets] == [count + 1 for count in writes]
+        assert [target._writes.count for target in targets] == [count + 1 for count in writes]
         one_by_one(list(zip(others, values, strict=True)))
         for target, other in zip(targets, others, strict=True):
             for name, plane in other.planes().items():

@@ -1,0 +1,203 @@
+"""A quantized tensor in a file: plain tensors and plain metadata, from which the class of the same layout is found.
+
+torch.save, pickle and torch.distributed.checkpoint all go through here. What is written is what the tensor's own rows
+need: codes of no other row, scales once, and a CRC-32 of every plane. The file names no class; the one global in it is
+`layoutc.restore_tensor`, a function that stays where it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.facts import Layout, cdiv
+from layoutc.runtime.partial import check_readable
+from layoutc.runtime.pieces import own
+from layoutc.runtime.sharding import Halo
+
+if TYPE_CHECKING:
+    from layoutc.runtime.tensor import QuantizedTensor
+
+FORMAT = 1  # of what `describe` and `state_of` write
+_classes: dict[str, type[QuantizedTensor]] = {}  # by layout id
+
+
+def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Everything that a tensor is, in plain values: numbers, strings, tuples, dicts, and plain tensors."""
+    check_readable(tensor)
+    planes = {name: own(tensor._entries(name)) for name in tensor._planes}
+    return {
+        "format": FORMAT,
+        **describe(tensor.LAYOUT),
+        "shape": tuple(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "matrix": tensor._matrix,
+        "halo": tuple(tensor._halo[:2]),
+        "orientations": tensor._orientations,
+        "transposed": tensor._transposed,
+        "requires_grad": tensor.requires_grad,
+        "parameter": isinstance(tensor, nn.Parameter),
+        "crc32": {name: crc32(plane) for name, plane in planes.items() if not plane.is_meta},
+        "planes": planes,
+    }
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """A layout in plain values: its id, which decides, and facts by which a reader can say what differs."""
+    return {
+        "recipe": layout.name,
+        "layout_id": layout.layout_id,
+        "language": layout.language,
+        "spec_sha256": layout.spec_sha256,
+        "facts": {
+            "blocks": dict(layout.blocks),
+            "planes": {
+                name: (plane.rows_per_value, plane.columns_per_value, str(layout.dtypes[name]).removeprefix("torch."))
+                for name, plane in layout.stored.items()
+            },
+        },
+    }
+
+
+def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
+    """What pickle and torch.load call. state: what `state_of` gave.
+
+    Raises DamagedError where bytes are not those that were written, LayoutError where no installed recipe has their
+    layout, or this version does not know the form.
+    """
+    if state["format"] != FORMAT:
+        raise LayoutError(f"the file holds tensors in form {state['format']}; this version of layoutc reads {FORMAT}")
+    planes: dict[str, Tensor] = state["planes"]
+    shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
+    for name, plane in planes.items():
+        if not plane.is_meta and crc32(plane) != state["crc32"].get(name):
+            raise DamagedError(
+                f"{name} of a weight of shape {shape} in {state['recipe']}: the bytes are not those that were "
+                "written (CRC-32 differs); read another copy of the file"
+            )
+    cls = class_of(state)
+    _check_planes(cls.LAYOUT, planes, matrix, halo, shape)
+    tensor = cls(
+        _with_halo(cls.LAYOUT, planes, matrix, halo) if halo.rows else planes,
+        shape,
+        getattr(torch, state["dtype"]),
+        matrix=matrix,
+        orientations=tuple(state["orientations"]),
+        transposed=state["transposed"],
+        halo=halo,
+    )
+    if state["parameter"]:
+        return nn.Parameter(tensor, state["requires_grad"])  # type: ignore[return-value]
+    return tensor.requires_grad_(state["requires_grad"])  # type: ignore[return-value]
+
+
+# The name in files, which outlives the place of this code.
+restore_tensor.__module__ = "layoutc"
+
+
+def _check_planes(
+    layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo, shape: tuple[int, ...]
+) -> None:
+    """Raises DamagedError where planes are not those of the shape."""
+    facts = layout.planes(matrix[0], matrix[1])
+    for name, plane in planes.items():
+        expected = facts[name].shape if name in facts else None
+        rows = layout.stored[name].rows_per_value if expected else None
+        if expected and rows is not None and halo.rows:
+            entries = cdiv(matrix[0] - halo.after, rows) - halo.before // rows
+            expected = (entries, *expected[1:])
+        if expected != tuple(plane.shape) or facts[name].dtype != plane.dtype:
+            raise DamagedError(
+                f"{name} of a weight of shape {shape} in {layout.name} should be {expected}, but the file has "
+                f"{tuple(plane.shape)} {plane.dtype}"
+            )
+
+
+def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:
+    """Planes of whole blocks, zeros where the file has nothing, since those rows are other ranks'."""
+    found = {}
+    for name, facts in layout.planes(matrix[0], matrix[1]).items():
+        if name not in planes:
+            continue
+        rows = layout.stored[name].rows_per_value
+        if rows is None:
+            found[name] = planes[name]
+            continue
+        whole = found[name] = planes[name].new_zeros(facts.shape)
+        whole[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
+    return found
+
+
+def crc32(plane: Tensor) -> int:
+    """CRC-32 of a plane's bytes in row-major order, as zlib computes it."""
+    flat = plane.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(memoryview(flat.numpy())) if flat.numel() else 0  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------- layouts and classes
+def register(cls: type[QuantizedTensor]) -> None:
+    """Makes a generated class the one that tensors of its layout are restored as; the first of a layout stays it."""
+    torch.serialization.add_safe_globals([restore_tensor])
+    _classes.setdefault(cls.LAYOUT.layout_id, cls)
+
+
+def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
+    """The class of a stored layout, given what `describe` wrote of it: of an imported recipe, else an installed one.
+
+    Raises LayoutError that says how the installed recipe of that name differs.
+    """
+    if (known := _classes.get(stored["layout_id"])) is not None:
+        return known
+    recipes = importlib.import_module("layoutc.recipes")
+    name = stored["recipe"]
+    if name in recipes.RECIPES:
+        getattr(recipes, name)
+    for point in entry_points(group="layoutc.recipes"):
+        if point.name == name:
+            point.load()
+    if (known := _classes.get(stored["layout_id"])) is not None:
+        return known
+    raise LayoutError(
+        f"the file holds {name} of layout {stored['layout_id']} (spec language {stored['language']}, spec "
+        f"{stored['spec_sha256'][:12]}), which no installed recipe has; {_differences(name, stored)}. Import the "
+        "package that was generated from that spec"
+    )
+
+
+def _differences(name: str, stored: Mapping[str, Any]) -> str:
+    """How the installed recipe of a name differs from a stored layout, in words."""
+    here = next((cls.LAYOUT for cls in _classes.values() if cls.LAYOUT.name == name), None)
+    if here is None:
+        return f"no recipe {name} is installed"
+    return f"the installed {name} is layout {here.layout_id}: {difference(stored, describe(here))}"
+
+
+def difference(stored: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What differs between two layouts as `describe` writes them, in words."""
+    found = []
+    for what in ("recipe", "language"):
+        if stored[what] != here[what]:
+            found.append(f"{what} {stored[what]} in the file, {here[what]} here")
+    for kind in ("blocks", "planes"):
+        ours, theirs = here["facts"][kind], stored["facts"][kind]
+        for key in dict.fromkeys([*theirs, *ours]):
+            a, b = (_plain(side.get(key)) for side in (theirs, ours))
+            if a != b:
+                found.append(f"{kind.removesuffix('s')} {key} {a or 'absent'} in the file, {b or 'absent'} here")
+    if not found and stored["layout_id"] != here["layout_id"]:
+        found.append("arithmetic or order of bytes; blocks and planes are the same (see `layoutc breaking`)")
+    return "; ".join(found) or "nothing"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        rows, columns, dtype = value
+        return f"{dtype}, one for {rows or 'all'} rows and {columns or 'all'} columns"
+    return value
