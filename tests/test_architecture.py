@@ -16,6 +16,7 @@ SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 # What trains and what measures stands on the runtime, and on nothing of the compiler.
 ABOVE = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path.name.startswith(("bench", "demo")))
 COMPILER = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path not in ABOVE)
+CHECKPOINT = sorted((ROOT / "layoutc" / "checkpoint").glob("*.py"))
 RUNTIME = sorted((ROOT / "layoutc" / "runtime").glob("*.py"))
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # What only a card needs, imported when there is one.
@@ -58,6 +59,14 @@ def test_the_runtime_imports_torch_and_itself_alone(path: Path) -> None:
     assert all(name.startswith(("layoutc.runtime", "layoutc")) for name in imported(path) if "layoutc" in name)
     compiler = {f"layoutc.{other.stem}" for other in COMPILER}
     assert not compiler & imported(path)
+
+
+@pytest.mark.parametrize("path", CHECKPOINT, ids=lambda path: path.name)
+def test_checkpoints_stand_on_the_runtime_alone(path: Path) -> None:
+    """safetensors is asked for where it is used."""
+    assert not roots(path) - set(sys.stdlib_module_names) - {"torch", "layoutc", "safetensors"}
+    within = ("layoutc.runtime", "layoutc.checkpoint", "layoutc.recipes")
+    assert all(name.startswith(within) for name in imported(path) if name.startswith("layoutc."))
 
 
 @pytest.mark.parametrize("path", GENERATED, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -106,7 +115,7 @@ def test_private_parts_of_fsdp2_are_read_in_one_file() -> None:
             assert not re.search(r"_fully_shard|_composable_state|_training_state|_fsdp_param", text), path
 
 
-@pytest.mark.parametrize("path", [*COMPILER, *ABOVE, *RUNTIME], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*COMPILER, *ABOVE, *RUNTIME, *CHECKPOINT], ids=lambda path: path.name)
 def test_modules_stay_under_400_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
