@@ -1,0 +1,289 @@
+"""Parts of a torch.distributed.checkpoint folder, read without trusting it: its metadata, and what each item is.
+
+torch reads `.metadata` with plain pickle, which runs whatever a file says. Here it may only make what such metadata is
+made of, and it is checked before it is used. What an item holds is told from its zip's directory and its pickle, of a
+few KB each; no tensor data is read for that.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from layoutc.checkpoint import unpickling, zips
+from layoutc.checkpoint.stored_metadata import metadata_of
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.stored import FORMAT
+
+METADATA = ".metadata"
+_PICKLE_BYTES = 2**26  # the largest pickle of an item: those of tensors have a few KB
+
+
+class Plain(NamedTuple):
+    """A tensor of which only this is known."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+def read_metadata(folder: Path) -> dcp.Metadata:
+    """The metadata of a checkpoint folder, of plain classes of torch, checked: every tensor is covered by its chunks
+    once, every chunk has an item, and every item a file of this folder.
+
+    Raises LayoutError where there is none, since the save has not ended, or the folder is no checkpoint of this kind;
+    DamagedError where it is not what torch.distributed.checkpoint writes. Runs nothing that the file says.
+    """
+    path = folder / METADATA
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise LayoutError(_missing(folder)) from None
+    except OSError as error:
+        raise LayoutError(f"{path} can't be read: {error.strerror}") from error
+    return metadata_of(data, str(path))
+
+
+def _missing(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    if any(folder.glob("__*.metadata")):
+        return (
+            f"{folder} has metadata of each rank (dcp.save with use_collectives=False), which layoutc does not read: "
+            "save with collectives"
+        )
+    if any(folder.glob("*.distcp")) or any(folder.glob("*.metadata.tmp")):
+        return (
+            f"{folder} has no {METADATA}, which is written last: the save that made it did not end. Its weights are "
+            "not all there; use an earlier checkpoint, and delete this one"
+        )
+    return f"{folder} is no checkpoint: it has no {METADATA}"
+
+
+def check_files(folder: Path, metadata: dcp.Metadata) -> None:
+    """Raises DamagedError where a file of a checkpoint is missing, or shorter than what its items need."""
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, least in needed.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise DamagedError(f"{folder / name} is missing, and {METADATA} names it; copy the whole folder") from None
+        if size < least:
+            raise DamagedError(f"{folder / name} has {size:,} bytes, and its items end at {least:,}: it was cut off")
+
+
+# --------------------------------------------------------------------------------------------------------------- items
+def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
+    """What an item is, without its data: the state of a quantized tensor (layoutc.runtime.stored.state_of; planes as
+    `Plain`), {"dtype", "shape"} of a plain tensor, {"value": name of its type} of any other plain value.
+
+    None for an item that was transformed on its way to the file (compressed, say), which can't be looked into.
+    Raises DamagedError where the item is no torch.save zip, or names something that is in neither kind of tensor.
+    """
+    if info.transform_descriptors:
+        return None
+    where = where_of(folder, info)
+    with _Window(folder, info) as read:
+        found = zips.directory(read, info.length, where)
+        pickles = [r for r in found.records if r.name.count("/") == 1 and r.name.endswith("/data.pkl")]
+        if len(pickles) != 1 or pickles[0].size > _PICKLE_BYTES:
+            raise DamagedError(f"{where} is not a whole torch.save zip: it has no data.pkl of a fit size")
+        first = zips.place_of(read, pickles[0], where)
+        data = bytes(read(first, pickles[0].size))
+    if zlib.crc32(data) != pickles[0].crc32:
+        raise DamagedError(f"{where}: the bytes of data.pkl are not those that were written (CRC-32 differs)")
+    return _header(data, where)
+
+
+def check_item(data: memoryview | bytes, where: str) -> None:
+    """Checks that bytes are a whole torch.save zip as it was written: every record's CRC-32, no byte too many or too
+    few. Raises DamagedError that names `where` and the record. At the speed of zlib.crc32; copies nothing."""
+    zips.check(memoryview(data).cast("B"), where)
+
+
+def directory_crc(data: memoryview | bytes, where: str = "an item") -> int:
+    """The CRC-32 of an item's directory, which has the names, sizes and CRC-32 of all its records: its fingerprint.
+
+    Raises DamagedError where the item has none.
+    """
+    view = memoryview(data).cast("B")
+    return zips.directory(lambda offset, length: view[offset : offset + length], len(view), where).crc32
+
+
+def directory_crc_of(folder: Path, info: _StorageInfo) -> int:
+    """The same of an item in a file, of which only the tail is read."""
+    with _Window(folder, info) as read:
+        return zips.directory(read, info.length, where_of(folder, info)).crc32
+
+
+def where_of(folder: Path, info: _StorageInfo) -> str:
+    """How messages name an item."""
+    return f"{folder / info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,}"
+
+
+class _Window:
+    """The bytes of an item, in its file; a context that closes the file and gives a function that reads."""
+
+    def __init__(self, folder: Path, info: _StorageInfo) -> None:
+        self._info = info
+        path = folder / info.relative_path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DamagedError(f"{path} can't be read, and {METADATA} names it: {error.strerror}") from error
+
+    def __enter__(self) -> zips.Read:
+        return self._read
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def _read(self, offset: int, length: int) -> bytes:
+        length = min(length, self._info.length - offset)
+        if offset < 0 or length <= 0:
+            return b""
+        self._file.seek(self._info.offset + offset)
+        found = b""
+        while len(found) < length and (more := self._file.read(length - len(found))):
+            found += more
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------- item pickles
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    elements: int
+
+
+class _State(NamedTuple):
+    """What restore_tensor was given."""
+
+    state: Any
+
+
+def _header(data: bytes, where: str) -> dict[str, Any]:
+    storages = {("torch", name): (name, dtype) for name, dtype in _STORAGES.items()}
+    untyped = ("torch.storage", "UntypedStorage")
+
+    def storage(pid: Any) -> _Storage:
+        kind, (_, dtype), _, _, elements = pid
+        if kind != "storage" or not _is_size(elements):
+            raise DamagedError(f"{where} has a persistent id that names no storage")
+        return _Storage(dtype, elements)
+
+    def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, *rest: Any) -> Plain:
+        return _plain(storage, shape, storage.dtype, where)
+
+    def typed_tensor(
+        storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+    ) -> Plain:
+        return _plain(storage, shape, dtype, where)
+
+    names: dict[tuple[str, str], Any] = {
+        **storages,
+        untyped: (untyped[1], torch.uint8),
+        ("torch._utils", "_rebuild_tensor_v2"): tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
+        ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
+        ("layoutc", "restore_tensor"): lambda state: _State(state),
+        ("collections", "OrderedDict"): lambda: {},
+    }
+    value = unpickling.read(data, names, where, dtypes=True, persistent=storage)
+    if isinstance(value, _State):
+        return _checked(value.state, where)
+    if isinstance(value, Plain):
+        return {"dtype": value.dtype, "shape": value.shape}
+    return {"value": type(value).__name__}
+
+
+def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or not _is_shape(shape):
+        raise DamagedError(f"{where} holds a tensor whose storage, shape or dtype is none")
+    return Plain(dtype, tuple(shape))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_size, value))
+
+
+def _is_planes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(n, str) and isinstance(p, Plain) for n, p in value.items())
+
+
+def _is_facts(value: Any) -> bool:
+    """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
+    if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
+        return False
+    blocks, planes = value["blocks"], value["planes"]
+    if not isinstance(blocks, dict) or not isinstance(planes, dict):
+        return False
+    return all(isinstance(text, str) for pair in blocks.items() for text in pair) and all(
+        isinstance(name, str)
+        and isinstance(plane, tuple | list)
+        and len(plane) == 3
+        and all(one is None or (isinstance(one, int | float) and one > 0) for one in plane[:2])
+        and isinstance(plane[2], str)
+        for name, plane in planes.items()
+    )
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "recipe": lambda value: isinstance(value, str),
+    "layout_id": lambda value: isinstance(value, str),
+    "language": _is_size,
+    "spec_sha256": lambda value: isinstance(value, str),
+    "facts": _is_facts,
+    "shape": _is_shape,
+    "dtype": lambda value: isinstance(value, str) and isinstance(vars(torch).get(value), torch.dtype),
+    "matrix": lambda value: _is_shape(value) and len(value) == 2,
+    "halo": lambda value: _is_shape(value) and len(value) == 2,
+    "orientations": lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
+    "transposed": lambda value: isinstance(value, bool),
+    "requires_grad": lambda value: isinstance(value, bool),
+    "parameter": lambda value: isinstance(value, bool),
+    "crc32": lambda value: isinstance(value, dict) and all(_is_size(one) for one in value.values()),
+    "planes": _is_planes,
+}
+
+
+def _checked(state: Any, where: str) -> dict[str, Any]:
+    """A state of which every part has the type that `state_of` gives it."""
+    if not isinstance(state, dict):
+        raise DamagedError(f"{where} holds a quantized tensor without a state")
+    if (form := state.get("format")) != FORMAT:
+        raise LayoutError(f"{where} holds a tensor in form {form!r}; this version of layoutc reads {FORMAT}")
+    for name, fits in _STATE.items():
+        if name not in state or not fits(state[name]):
+            raise DamagedError(f"{where} holds a quantized tensor whose {name} is not what layoutc writes")
+    if math.prod(state["shape"]) != (state["matrix"][0] - sum(state["halo"])) * state["matrix"][1]:
+        raise DamagedError(f"{where} holds a quantized tensor whose shape and matrix have other numbers of elements")
+    return state

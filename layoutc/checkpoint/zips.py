@@ -1,0 +1,190 @@
+"""The zip that torch.save writes, read strictly: records stored as they are, one after another, with nothing between.
+
+Each item of a torch.distributed.checkpoint file is one. Its directory, at the end, has every record's name, size and
+CRC-32, so that a reader learns from the tail alone what the item holds, and from the bytes whether it is still that.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from layoutc.runtime.errors import DamagedError
+
+Read = Callable[[int, int], "bytes | memoryview"]  # (offset, length) -> that many bytes of the zip, or fewer at its end
+
+_END = struct.Struct("<4s4H2IH")  # PK56: disks, records twice, directory's size and start, comment
+_WIDE_END = struct.Struct("<4sQ2H2I4Q")  # PK66: the same in 64 bits
+_LOCATOR = struct.Struct("<4sIQI")  # PK67: where PK66 is
+_ENTRY = struct.Struct("<4s6H3I5H2I")  # PK12: a record, in the directory
+_LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same, before the record's bytes
+_SIZES, _WIDE_SIZES = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")  # PK78: CRC-32 and sizes, after its bytes
+_TAIL = _END.size + _LOCATOR.size + _WIDE_END.size
+_FULL = 0xFFFFFFFF  # the value is in the extra field for 64 bits
+_SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that a record may have
+
+
+class Record(NamedTuple):
+    """A record of a zip: where it begins and ends (header included), its size and CRC-32, what its header repeats."""
+
+    name: str
+    start: int
+    end: int
+    size: int
+    crc32: int
+    repeated: tuple[int, ...]
+
+
+class Directory(NamedTuple):
+    """All records in the order of their bytes, and the CRC-32 of the directory that lists them."""
+
+    records: tuple[Record, ...]
+    crc32: int
+
+
+def directory(read: Read, length: int, where: str) -> Directory:
+    """The directory of a zip of `length` bytes, of which only the tail is read.
+
+    Raises DamagedError where the bytes are no such zip.
+    """
+    start, end, count = _place(bytes(read(max(length - _TAIL, 0), _TAIL)), length, where)
+    data = bytes(read(start, end - start))
+    if len(data) != end - start:
+        raise _damaged(where, "it ends too early")
+    found, at, alike = [], 0, set()
+    for _ in range(count):
+        record, size, unread = _entry(data[at:], where)
+        found.append(record)
+        alike.add(unread)
+        at += size
+    if at != len(data) or len(alike) > 1:
+        raise _damaged(where, "its directory is not as torch.save writes it")
+    found.sort(key=lambda record: record.start)
+    starts = [record.start for record in found] + [start]
+    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or len({r.name for r in found}) != len(found):
+        raise _damaged(where, "its records overlap, have holes between them, or share a name")
+    return Directory(tuple(r._replace(end=e) for r, e in zip(found, starts[1:], strict=True)), zlib.crc32(data))
+
+
+def place_of(read: Read, record: Record, where: str) -> int:
+    """Where a record's bytes begin, given that what is written before them is right.
+
+    Raises DamagedError where it is not.
+    """
+    head = bytes(read(record.start, _LOCAL.size))
+    if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
+        raise _damaged(where, f"{record.name} has no header")
+    *repeated, crc32, packed, size, names, extras = _LOCAL.unpack(head)[1:]
+    first: int = record.start + _LOCAL.size + names + extras
+    if first + record.size > record.end:
+        raise _damaged(where, f"{record.name} is longer than the place for it")
+    rest = bytes(read(record.start + _LOCAL.size, names + extras))
+    later = bool(record.repeated[1] & _SIZES_FOLLOW) and (crc32, packed, size) == (0, 0, 0)
+    alike = (crc32, packed, size) == (record.crc32, record.size, record.size) or later or _FULL in (packed, size)
+    if tuple(repeated) != record.repeated or rest[:names] != record.name.encode() or not alike:
+        raise _damaged(where, f"the header of {record.name} is not what the directory says")
+    wide = _extra(rest[names:], f"{where}: {record.name}")
+    if wide and wide not in (struct.pack("<2Q", record.size, record.size), bytes(16), wide_of(record)):
+        raise _damaged(where, f"the header of {record.name} is not what the directory says")
+    return first
+
+
+def wide_of(record: Record) -> bytes:
+    """The 64-bit sizes and place of a record, as its header repeats them."""
+    return struct.pack("<3Q", record.size, record.size, record.start)
+
+
+def check(data: memoryview, where: str) -> Directory:
+    """Checks every byte of a zip against its directory, at the speed of CRC-32; returns the directory.
+
+    Raises DamagedError that names the record. Not looked at: who made the zip, which readers ignore.
+    """
+
+    def read(offset: int, length: int) -> memoryview:
+        return data[offset : offset + length]
+
+    found = directory(read, len(data), where)
+    for record in found.records:
+        first = place_of(read, record, where)
+        last = first + record.size
+        if zlib.crc32(data[first:last]) != record.crc32:
+            raise _damaged(where, f"the bytes of {record.name} are not those that were written (CRC-32 differs)")
+        if bytes(data[last : record.end]) not in _after(record):
+            raise _damaged(where, f"what follows {record.name} is not its sizes and CRC-32")
+    return found
+
+
+def _after(record: Record) -> tuple[bytes, ...]:
+    if not record.repeated[1] & _SIZES_FOLLOW:
+        return (b"",)
+    wide = _WIDE_SIZES.pack(b"PK\7\x08", record.crc32, record.size, record.size)
+    if record.size >= _FULL:
+        return (wide,)
+    return (_SIZES.pack(b"PK\7\x08", record.crc32, record.size, record.size), wide)
+
+
+def _place(tail: bytes, length: int, where: str) -> tuple[int, int, int]:
+    """The directory's start, end, and number of records."""
+    if length < _END.size or len(tail) != min(length, _TAIL) or tail[-_END.size :][:4] != b"PK\5\6":
+        raise _damaged(where, "it does not end as a zip does")
+    *disks, here, count, size, start, comment = _END.unpack(tail[-_END.size :])[1:]
+    end = length - _END.size
+    locator = tail[-_END.size - _LOCATOR.size : -_END.size]
+    if locator[:4] == b"PK\6\7" and len(tail) == _TAIL:
+        _, disk, wide_at, total = _LOCATOR.unpack(locator)
+        name, rest, _, needs, *disks64, here64, count64, size64, start64 = _WIDE_END.unpack(tail[: _WIDE_END.size])
+        end = length - _TAIL
+        narrow = [min(count64, 0xFFFF), min(size64, _FULL), min(start64, _FULL)]
+        if (name, rest, needs, disk, wide_at, total) != (b"PK\6\6", _WIDE_END.size - 12, 45, 0, end, 1) or (
+            [*disks64, here64, count, size, start] != [0, 0, count64, *narrow] or here != count
+        ):
+            raise _damaged(where, "its end is not as torch.save writes it")
+        count, size, start = count64, size64, start64
+    if any(disks) or comment or start + size != end or not 0 < count * _ENTRY.size <= size:
+        raise _damaged(where, "its end is not as torch.save writes it")
+    return start, end, count
+
+
+def _entry(data: bytes, where: str) -> tuple[Record, int, tuple[int, ...]]:
+    """A record of the directory, the size of its entry, and the fields that no reader looks at."""
+    if len(data) < _ENTRY.size or data[:4] != b"PK\1\2":
+        raise _damaged(where, "its directory is not as torch.save writes it")
+    made, *repeated, crc32, packed, size, names, extras, comment, disk, inner, outer, start = _ENTRY.unpack(
+        data[: _ENTRY.size]
+    )[1:]
+    ends = _ENTRY.size + names + extras
+    try:
+        name = data[_ENTRY.size : _ENTRY.size + names].decode()
+    except UnicodeDecodeError:
+        raise _damaged(where, "a record's name is not text") from None
+    wide = _extra(data[_ENTRY.size + names : ends], f"{where}: {name!r}")
+    fields = []
+    for value in (size, packed, start):
+        if value == _FULL and len(wide) >= 8:
+            (value,), wide = struct.unpack("<Q", wide[:8]), wide[8:]
+        fields.append(value)
+    size, packed, start = fields
+    if repeated[1] & ~(_SIZES_FOLLOW | _UTF8) or repeated[2] or packed != size:
+        raise _damaged(where, f"{name!r} is compressed or encrypted, which torch.save never writes")
+    if ends > len(data) or comment or disk or wide or not name:
+        raise _damaged(where, "its directory is not as torch.save writes it")
+    return Record(name, start, 0, size, crc32, tuple(repeated)), ends, (made, repeated[0], inner, outer)
+
+
+def _extra(data: bytes, where: str) -> bytes:
+    """The 64-bit values among the extra fields of a record; the other field that may be there is padding."""
+    wide = b""
+    while data:
+        kind, size = data[:2], int.from_bytes(data[2:4], "little")
+        value, data = data[4 : 4 + size], data[4 + size :]
+        if len(value) != size or (kind != b"\1\0" and (kind != b"FB" or value.strip(b"Z"))):
+            raise DamagedError(f"{where} has an extra field that torch.save never writes")
+        wide = value if kind == b"\1\0" else wide
+    return wide
+
+
+def _damaged(where: str, what: str) -> DamagedError:
+    return DamagedError(f"{where} is not a whole torch.save zip: {what}. Read another copy of the file")
