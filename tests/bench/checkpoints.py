@@ -121,11 +121,8 @@ def measure(recipe: str, folder: Path) -> Row:
         for _ in range(REPEATS + (stager is not None)):  # the first save allocates what the others use again
             clean()
             futures: list[Any] = []
-            target = folder / "timed"
-            begin = partial(
-                lambda f, s: f.append(checkpoint.async_save(state, target, async_stager=s)), futures, stager
-            )
-            blocking.append(timed(begin))
+            begin = partial(checkpoint.async_save, state, folder / "timed", async_stager=stager)
+            blocking.append(timed(partial(lambda f, b: f.append(b()), futures, begin)))
             whole.append(blocking[-1] + timed(futures[0].result))
         row[name], row[f"{name}, done"] = (statistics.median(times[-REPEATS:]) for times in (blocking, whole))
         if stager is not None:
