@@ -65,7 +65,7 @@ def test_the_runtime_imports_torch_and_itself_alone(path: Path) -> None:
 def test_checkpoints_stand_on_the_runtime_alone(path: Path) -> None:
     """safetensors is asked for where it is used."""
     assert not roots(path) - set(sys.stdlib_module_names) - {"torch", "layoutc", "safetensors"}
-    within = ("layoutc.runtime", "layoutc.checkpoint", "layoutc.recipes")
+    within = ("layoutc.runtime", "layoutc.checkpoint", "layoutc.recipes", "layoutc.__version__")
     assert all(name.startswith(within) for name in imported(path) if name.startswith("layoutc."))
 
 

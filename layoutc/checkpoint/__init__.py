@@ -3,3 +3,7 @@
 It stands on torch.distributed.checkpoint, whose own functions work too; what is added is that a folder is complete or
 not there, that every byte is checked before anything of a live model is written, and that precisions may differ.
 """
+
+from layoutc.checkpoint.loading import load as load
+from layoutc.checkpoint.saving import async_save as async_save
+from layoutc.checkpoint.saving import save as save

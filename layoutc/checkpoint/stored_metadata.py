@@ -31,7 +31,13 @@ _FIELDS: dict[tuple[str, str], dict[str, bool]] = {
     (_METADATA, "TensorProperties"): {},
     (_METADATA, "MetadataIndex"): {"fqn": True, "offset": False, "index": False},
     (_METADATA, "StorageMeta"): {"checkpoint_id": False, "save_id": False, "load_id": False, "modules": False},
-    (_FILES, "_StorageInfo"): {"relative_path": True, "offset": True, "length": True, "transform_descriptors": False},
+    (_FILES, "_StorageInfo"): {
+        "relative_path": True,
+        "offset": True,
+        "length": True,
+        "transform_descriptors": False,
+        "crc32": False,  # of the item's directory, which layoutc.checkpoint.save adds
+    },
     (_FILES, "_StoragePrefix"): {"prefix": True},
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -72,7 +78,7 @@ def _names() -> dict[tuple[str, str], Any]:
 
 
 def _index_of(fqn: str, offset: torch.Size | None = None, index: int | None = None) -> dcp.MetadataIndex:
-    return dcp.MetadataIndex(fqn, offset, index)  # type: ignore[no-untyped-call]
+    return dcp.MetadataIndex(fqn, offset, index)
 
 
 class _Maker:
@@ -197,7 +203,12 @@ class _Maker:
             self._fail(f"an item of {name} has no place in its file")
         if transforms is not None and not _texts(transforms):
             self._fail(f"an item of {name} has transforms that are none")
-        return _StorageInfo(path, found["offset"], found["length"], transforms)
+        info: Any = _StorageInfo(path, found["offset"], found["length"], transforms)
+        if (crc32 := found.get("crc32")) is not None:
+            if type(crc32) is not int:
+                self._fail(f"an item of {name} has the CRC-32 {crc32!r}")
+            info.crc32 = crc32
+        return info  # type: ignore[no-any-return]
 
     def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
         """Every chunk has one item, and every item is of a chunk."""

@@ -100,6 +100,7 @@ def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
 
 # The name in files, which outlives the place of this code.
 restore_tensor.__module__ = "layoutc"
+torch.serialization.add_safe_globals([restore_tensor])
 
 
 def _check_planes(
@@ -144,7 +145,6 @@ def crc32(plane: Tensor) -> int:
 # -------------------------------------------------------------------------------------------------- layouts and classes
 def register(cls: type[QuantizedTensor]) -> None:
     """Makes a generated class the one that tensors of its layout are restored as; the first of a layout stays it."""
-    torch.serialization.add_safe_globals([restore_tensor])
     _classes.setdefault(cls.LAYOUT.layout_id, cls)
 
 

@@ -1,0 +1,142 @@
+"""What a load makes, on the host, of the pieces that a checkpoint has of one tensor; and how it gets into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime import stored
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.partial import check_whole
+from layoutc.runtime.tensor import QuantizedTensor
+
+
+@dataclass
+class Destination:
+    """A tensor that this rank holds, and its new value, which pieces of the checkpoint are put into."""
+
+    name: str
+    live: Tensor  # this rank's shard
+    convert: bool  # other precisions and recipes are welcome
+    value: Tensor | None = None
+    missing: int = 0  # elements
+
+    def __post_init__(self) -> None:
+        self.missing = self.live.numel()
+
+    @property
+    def requantizes(self) -> bool:
+        """True for plain values that go into a quantized weight, for which ranks share amaxes."""
+        return isinstance(self.live, QuantizedTensor) and not isinstance(self.value, QuantizedTensor)
+
+    def take(self, source: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Puts in a piece: source has the shape `lengths` and goes to `offsets` of the shard.
+
+        Raises LayoutError for a precision or layout that is not the shard's and may not be converted, and for pieces
+        that were not quantized together.
+        """
+        self._check_kind(source)
+        self.missing -= prod(lengths)
+        same = self._is_same(source)
+        if tuple(lengths) == tuple(self.live.shape) and (same or not isinstance(source, QuantizedTensor)):
+            self.value = source
+            return
+        if self.value is None:
+            self.value = self._empty(source, same)
+        if isinstance(self.value, QuantizedTensor) and not same:
+            raise DamagedError(f"{self.name}: some pieces of it are quantized in another way than others")
+        into = self.value
+        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            if (offset, length) != (0, into.shape[dim]):
+                into = into.narrow(dim, offset, length)
+        into.copy_(source)
+
+    def check_complete(self) -> None:
+        """Raises LayoutError where the checkpoint has not all of it."""
+        if self.missing:
+            raise DamagedError(f"{self.name}: the checkpoint lacks {self.missing} of {self.live.numel()} elements")
+        if isinstance(self.value, QuantizedTensor):
+            check_whole(self.value)
+
+    def commit(self) -> None:
+        """Writes the new value. Everything that can be wrong has been looked for by now."""
+        if self.value is not None:
+            self.live.copy_(self.value)
+
+    def _is_same(self, source: Tensor) -> bool:
+        return (
+            isinstance(source, QuantizedTensor)
+            and isinstance(self.live, QuantizedTensor)
+            and source.LAYOUT.layout_id == self.live.LAYOUT.layout_id
+        )
+
+    def _empty(self, source: Tensor, same: bool) -> Tensor:
+        """Host memory for the new value: of the shard's class for its own bytes, else plain."""
+        live = self.live
+        if same and isinstance(live, QuantizedTensor):
+            planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live._planes.items()}
+            value = live._with_planes(planes)
+            value._is_new = False
+            return value
+        if isinstance(source, QuantizedTensor):
+            dtype = torch.float32 if isinstance(live, QuantizedTensor) else live.dtype
+        else:
+            dtype = source.dtype
+        return torch.empty(live.shape, dtype=dtype)
+
+    def _check_kind(self, source: Tensor) -> None:
+        live, theirs, ours = self.live, _layout(source), _layout(self.live)
+        if theirs is None and ours is None:
+            return
+        if isinstance(source, QuantizedTensor) and isinstance(live, QuantizedTensor):
+            if theirs == ours:
+                lacking = [name for name in live._planes if name not in source._planes]
+                if lacking:
+                    raise LayoutError(
+                        f"{self.name}: the checkpoint lacks its {', '.join(lacking)}, which the model holds"
+                    )
+                return
+            what = stored.difference(stored.describe(source.LAYOUT), stored.describe(live.LAYOUT))
+            if not self.convert:
+                raise LayoutError(
+                    f"{self.name} has layout {theirs} in the checkpoint and {ours} in the model: {what}; convert=True "
+                    "dequantizes and quantizes anew"
+                )
+            return
+        plain = live if isinstance(source, QuantizedTensor) else source
+        if not plain.is_floating_point():
+            raise LayoutError(f"{self.name}: {_kind(source)} in the checkpoint can't become {_kind(live)}")
+        if not self.convert:
+            how = "dequantizes it" if isinstance(source, QuantizedTensor) else "quantizes it"
+            raise LayoutError(
+                f"{self.name} is {_kind(source)} in the checkpoint and {_kind(live)} in the model; convert=True {how}"
+            )
+
+
+def requantize(live: QuantizedTensor, found: Sequence[Destination]) -> None:
+    """Quantizes a shard's new values. Collective where it is a shard; a rank without rows brings none."""
+    values = [one.value for one in found if one.value is not None and one.value.shape == live.shape]
+    plain = values[0] if values else torch.zeros(live.shape)
+    live.copy_(plain.dequantize(torch.float32) if isinstance(plain, QuantizedTensor) else plain)
+
+
+def local_of(value: object) -> Tensor | None:
+    """What this rank holds of an entry of a state dict; None for plain values."""
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    return value if isinstance(value, Tensor) else None
+
+
+def _layout(tensor: Tensor) -> str | None:
+    return tensor.LAYOUT.layout_id if isinstance(tensor, QuantizedTensor) else None
+
+
+def _kind(tensor: Tensor) -> str:
+    if isinstance(tensor, QuantizedTensor):
+        return f"{tensor.LAYOUT.name} (layout {tensor.LAYOUT.layout_id})"
+    return str(tensor.dtype).removeprefix("torch.")

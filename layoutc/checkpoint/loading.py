@@ -1,0 +1,245 @@
+"""Loading: every byte is read, checked and put together on the host before the first one of a live model is written.
+
+So a load that fails has changed nothing, on any rank. Torch's own load reads into the model as it goes along.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from layoutc.checkpoint.agreement import agree
+from layoutc.checkpoint.assembly import Destination, local_of, requantize
+from layoutc.checkpoint.reading import check_item, directory_crc, read_metadata
+from layoutc.checkpoint.saving import FORMAT, MANIFEST, previous
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.tensor import QuantizedTensor
+
+READERS = 4  # threads that read and check items
+T = TypeVar("T")
+
+
+@dataclass
+class Loaded:
+    """What a rank has read: the new value of each tensor that it holds, and of each plain value."""
+
+    tensors: dict[MetadataIndex, Destination] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def load(
+    state_dict: dict[str, Any],
+    folder: str | os.PathLike[str],
+    *,
+    convert: bool = False,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Loads a folder that `save` or torch.distributed.checkpoint has written into the tensors of a state dict.
+
+    state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way. convert: let
+    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks), plain weights take quantized
+    ones (dequantized), and one recipe another's; else LayoutError says what differs. strict: refuse checkpoints with
+    entries, under the outer keys of the state dict, that it does not have.
+
+    Collective. Raises on all ranks alike, and before anything of a live model is written: DamagedError for files that
+    are torn, changed, missing or swapped, or hold anything but tensors and plain values (none of which is run);
+    LayoutError for entries, shapes, layouts and cuts that don't fit. The new values stand in host memory meanwhile.
+    """
+    path, group = Path(folder), process_group
+    states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}
+    planner, metadata, path = _together(lambda: _planned(states, path, strict, group), group)
+    loaded = _together(lambda: _read(planner, metadata, path, convert), group)
+    told = agree(None, group, [found.name for found in loaded.tensors.values() if found.requantizes])
+    collective = {name for names in told for name in names}
+    with torch.no_grad():
+        for found in loaded.tensors.values():
+            if found.name not in collective:
+                found.commit()
+        for name, value in planner.state_dict.items():  # in one order on all ranks, since quantizing is collective
+            live = local_of(value)
+            if name in collective and isinstance(live, QuantizedTensor):
+                requantize(live, [found for found in loaded.tensors.values() if found.name == name])
+    for name, value in loaded.values.items():
+        planner.put(name, value)
+    for key, live in state_dict.items():
+        if isinstance(live, Stateful):
+            live.load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, which says what is read; plain values come from `put`, never from a pickle that runs code."""
+
+    reads: Sequence[ReadItem] = ()  # what this rank reads
+
+    def put(self, name: str, value: Any) -> None:
+        """Sets a plain value in the state dict."""
+        set_element(self.original_state_dict, self.mappings[name], value)
+
+
+def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `work` gives, if it succeeds on every rank. Raises on all otherwise."""
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    agree(error, group)
+    return result  # type: ignore[return-value]
+
+
+def _planned(
+    states: dict[str, Any], folder: Path, strict: bool, group: dist.ProcessGroup | None
+) -> tuple[_Planner, Metadata, Path]:
+    """What this rank is to read, from where. Raises LayoutError where the checkpoint does not fit the state dict."""
+    if not folder.exists() and previous(folder).exists():
+        warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
+        folder = previous(folder)
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    _check_manifest(folder, every_file=is_first)
+    metadata, planner = read_metadata(folder), _Planner()
+    planner.set_up_planner(states, metadata, is_first)
+    planner.reads = planner.create_local_plan().items
+    if strict:
+        _check_unexpected(states, planner, metadata)
+    return planner, metadata, folder
+
+
+def _check_manifest(folder: Path, every_file: bool) -> None:
+    """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return
+    try:
+        manifest = json.loads(path.read_bytes())
+        form, expected, files = manifest["format"], manifest["metadata"], manifest["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path} is no manifest of a checkpoint: {error}") from error
+    if form != FORMAT:
+        raise LayoutError(f"{path} has form {form}; this version of layoutc reads {FORMAT}")
+    held = (folder / ".metadata").read_bytes() if (folder / ".metadata").exists() else b""
+    if {"bytes": len(held), "crc32": zlib.crc32(held)} != expected:
+        raise DamagedError(f"{folder / '.metadata'} is not what was saved: its CRC-32 or size differs from {MANIFEST}")
+    for name, size in files if every_file else ():
+        file = folder / str(name)
+        if not file.is_file():
+            raise DamagedError(f"{file} is missing")
+        if file.stat().st_size != size:
+            raise DamagedError(f"{file} has {file.stat().st_size} bytes, not the {size} that were saved")
+
+
+def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metadata) -> None:
+    """Raises LayoutError for entries under keys of the state dict that it does not have."""
+    nested = {key for key, value in states.items() if isinstance(value, dict | list | tuple)}
+    paths = metadata.planner_data or {}
+    extra = [
+        name
+        for name in metadata.state_dict_metadata
+        if name not in planner.state_dict and (not nested or str(paths.get(name, (name,))[0]) in nested)
+    ]
+    if extra:
+        more = ", ..." if len(extra) > 3 else ""
+        raise LayoutError(
+            f"the checkpoint has {', '.join(extra[:3])}{more}, which the state dict has not ({len(extra)} entries); "
+            "strict=False leaves them unread"
+        )
+
+
+def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) -> Loaded:
+    """Reads what the plan says, each stored item once, checks it and puts it together."""
+    loaded, wanted = Loaded(), defaultdict(list)
+    for item in planner.reads:
+        wanted[item.storage_index].append(item)
+        if item.type != LoadItemType.BYTE_IO and item.dest_index not in loaded.tensors:
+            live = planner.lookup_tensor(item.dest_index).detach()
+            loaded.tensors[item.dest_index] = Destination(item.dest_index.fqn, live, convert)
+    places = metadata.storage_data
+    missing = [index.fqn for index in wanted if index not in places]
+    if missing:
+        raise DamagedError(f"{folder / '.metadata'} does not say where {missing[0]} is stored")
+    order = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(partial(_item, folder), order, (places[index] for index in order))
+        for index, value in zip(order, found, strict=True):
+            for item in wanted[index]:
+                _take(loaded, item, value, metadata)
+    for destination in loaded.tensors.values():
+        destination.check_complete()
+    return loaded
+
+
+def _item(folder: Path, index: MetadataIndex, info: Any) -> Any:
+    """A stored item, checked, as torch.load gives it. Raises DamagedError."""
+    path = folder / info.relative_path
+    where = f"{path} at {info.offset} ({index.fqn})"
+    if info.transform_descriptors:
+        raise LayoutError(
+            f"{where} was written through {', '.join(info.transform_descriptors)}, which is not read here"
+        )
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing ({index.fqn} is stored there)") from error
+    if len(data) != info.length:
+        raise DamagedError(f"{where} ends after {len(data)} of {info.length} bytes")
+    check_item(memoryview(data), where)
+    written = getattr(info, "crc32", None)
+    if written is not None and directory_crc(memoryview(data)) != written:
+        raise DamagedError(f"{where} is another item than was saved there")
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
+        raise DamagedError(f"{where} holds more than tensors and plain values; nothing was run: {told}") from error
+    except LayoutError as error:
+        raise type(error)(f"{index.fqn}: {error}") from error
+    except Exception as error:
+        raise DamagedError(f"{where} can't be read: {error}") from error
+
+
+def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> None:
+    """Puts an item, or a part of it, where it goes."""
+    name = item.dest_index.fqn
+    if item.type == LoadItemType.BYTE_IO:
+        loaded.values[name] = value
+        return
+    chunks: Any = metadata.state_dict_metadata[name]
+    chunk = next((c for c in chunks.chunks if c.offsets == item.storage_index.offset), None)
+    if not isinstance(value, Tensor) or chunk is None or value.shape != chunk.sizes:
+        held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise DamagedError(f"{name}: {held} is stored where a piece of shape {chunk and tuple(chunk.sizes)} belongs")
+    whole = value.numel()
+    try:
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            if (offset, length) != (0, value.shape[dim]):
+                value = value.narrow(dim, offset, length)
+        # A copy, where the rest of what was read would stay in memory for it.
+        value = value.clone() if 5 * value.numel() < 4 * whole else value
+        loaded.tensors[item.dest_index].take(value, item.dest_offsets, item.lengths)
+    except LayoutError as error:
+        raise error if str(error).startswith(name) else type(error)(f"{name}: {error}") from error

@@ -1,0 +1,125 @@
+"""A program that saves one checkpoint after another and is killed at random points; prints what it found as JSON.
+
+Each child is a fork, so that torch is imported once. The parent, which no save runs in, then looks at every folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layoutc import checkpoint
+from layoutc.recipes import mxfp8, nvfp4
+from layoutc.runtime.errors import LayoutError
+
+SHAPE = (256, 256)
+
+
+def state(step: int) -> dict[str, Any]:
+    """What the checkpoint of a step holds."""
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(SHAPE, generator=generator)
+    return {"model": {"a": mxfp8.quantize(values), "b": nvfp4.quantize(2 * values)}, "master": values, "step": step}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Byte for byte."""
+    pairs = [(a["master"], b["master"]), *zip(a["model"].values(), b["model"].values(), strict=True)]
+    return a["step"] == b["step"] and all(torch.equal(x, y) for x, y in pairs)
+
+
+def save_forever(folder: Path, first: int, overwrite: bool, pipe: int) -> None:
+    """Saves step after step, asynchronously, and changes the model while it does; tells of each that is done."""
+    live = state(first)
+    for step in range(first, first + 1000):
+        new = state(step)
+        live["step"] = step
+        live["master"].copy_(new["master"])
+        for name, weight in live["model"].items():
+            weight.copy_(new["model"][name])
+        target = folder / ("latest" if overwrite else f"step_{step}")
+        future = checkpoint.async_save(live, target, overwrite=overwrite)
+        live["master"].zero_()
+        for weight in live["model"].values():
+            weight.zero_()
+        future.result()
+        os.write(pipe, f"{step}\n".encode())
+
+
+def killed_run(folder: Path, first: int, overwrite: bool, after: float) -> list[int]:
+    """Steps that a child reported as saved before it was killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        try:
+            save_forever(folder, first, overwrite, write)
+        finally:
+            os._exit(3)
+    os.close(write)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as told:
+        return [int(line) for line in told.read().split()]
+
+
+def look(folder: Path, saved: list[int], overwrite: bool) -> dict[str, int]:
+    """Loads everything; how many folders were whole and how many torn ones were refused."""
+    whole = torn = 0
+    for path in sorted(folder.iterdir()):
+        target = state(10**6)
+        if path.name.endswith(".incomplete") and not (path / "layoutc.json").exists():
+            before = state(10**6)
+            try:
+                checkpoint.load(target, path)
+            except LayoutError:
+                torn += 1
+                assert same(target, before), "a refused load has changed the model"
+                continue
+            raise AssertionError(f"{path} was loaded, though its save did not end")
+        if not path.name.startswith("."):
+            checkpoint.load(target, path)
+            assert same(target, state(target["step"])), f"{path} holds other bytes than were saved"
+            whole += 1
+    if overwrite and saved:
+        target = state(10**6)
+        checkpoint.load(target, folder / "latest")
+        assert target["step"] >= saved[-1], "an older checkpoint came back"
+        assert same(target, state(target["step"]))
+    elif saved:
+        assert all((folder / f"step_{step}").is_dir() for step in saved), "a saved folder is gone"
+    return {"whole": whole, "torn": torn}
+
+
+def main(folder: Path, times: int, overwrite: bool) -> None:
+    """Kills `times` children at random points."""
+    torch.set_num_threads(1)
+    dice, found = random.Random(times), {"whole": 0, "torn": 0, "reported": 0}
+    start = time.monotonic()
+    checkpoint.save(state(0), folder / "warm")
+    one = time.monotonic() - start
+    (run := folder / "run").mkdir()
+    first = 1
+    for _ in range(times):
+        saved = killed_run(run, first, overwrite, dice.uniform(0, 4 * one))
+        told = look(run, saved, overwrite)
+        first += len(saved) + 1
+        found = {
+            "whole": told["whole"],
+            "torn": found["torn"] + told["torn"],
+            "reported": found["reported"] + len(saved),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "overwrite")
