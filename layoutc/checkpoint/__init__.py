@@ -3,3 +3,8 @@
 It stands on torch.distributed.checkpoint, whose own functions work too; what is added is that a folder is complete or
 not there, that every byte is checked before anything of a live model is written, and that precisions may differ.
 """
+
+from layoutc.checkpoint.safetensors_export import export_safetensors
+from layoutc.checkpoint.safetensors_load import load_safetensors
+
+__all__ = ["export_safetensors", "load_safetensors"]
