@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.gathering import gathered_whole
 from layoutc.checkpoint.safetensors_files import DTYPES, INDEX, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors_load import Rename, file_name
 from layoutc.checkpoint.verdicts import Problem, agree, noted, rank_of
@@ -25,7 +26,6 @@ from layoutc.runtime import gathered, meshes, partial, stored
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
-from layoutc.runtime.plain_state import with_local
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -204,7 +204,7 @@ def _write_file(
     tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
     for item in items:
-        whole = _gathered(item.value)
+        whole = gathered_whole(item.value)
         if writes and not problems:
             with noted(problems):
                 made = dict(_made(item, whole, dtype))
@@ -220,18 +220,6 @@ def _write_file(
             library().save_file(tensors, path, metadata=metadata)
             path.chmod(mode)
             _sync(path)
-
-
-def _gathered(value: Tensor) -> Tensor:
-    """The whole of a DTensor, on a device that its group's backend knows; another tensor is whole. Collective."""
-    if not isinstance(value, DTensor):
-        return value.plain if isinstance(value, CastOnGather) else value
-    mesh, local = value.device_mesh, value._local_tensor
-    found: Any = with_local(value, local.plain) if isinstance(local, CastOnGather) else value
-    if local.device.type != mesh.device_type:  # offloaded
-        found = found.to(mesh.device_type)
-    whole: Tensor = found.full_tensor()
-    return whole
 
 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
