@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.agreed import precompute_amaxes
     from layoutc.runtime.agreement import check_ranks
     from layoutc.runtime.group_buffers import buffers_of
@@ -23,6 +24,7 @@ _RUNTIME = {
     "cast_on_gather_": "layoutc.runtime.init",
     "check_ranks": "layoutc.runtime.agreement",
     "implicit_dequantizes": "layoutc.runtime.strict",
+    "inspect": "layoutc.checkpoint.inspection",
     "precompute_amaxes": "layoutc.runtime.agreed",
     "quantize_": "layoutc.runtime.init",
     "quantized_init": "layoutc.runtime.init",
@@ -37,6 +39,7 @@ __all__ = [
     "cast_on_gather_",
     "check_ranks",
     "implicit_dequantizes",
+    "inspect",
     "precompute_amaxes",
     "quantize_",
     "quantized_init",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from layoutc.describe import Description
     from layoutc.plan import Plan
     from layoutc.proofs import Proof
+    from layoutc.tables import Table
 
 WIDTH = 120  # of a picture that no terminal limits
 MAP_BYTES = 2**20  # the largest index map that --json writes
@@ -36,7 +37,7 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 
 @click.command()
-@click.argument("recipe", metavar="RECIPE|SPEC")
+@click.argument("recipe", metavar="[RECIPE|SPEC]", required=False)
 @specs_option("Where RECIPE is looked up.")
 @click.option(
     "--shape",
@@ -47,10 +48,29 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Instead of a spec: what a folder of a saved model holds.",
+)
+@click.option("--thorough", is_flag=True, help="With --checkpoint: read the header of every piece of a tensor.")
+@click.pass_context
 def show(
-    recipe: str, folder: Path, shape: tuple[int, int] | None, world: int, picture: str | None, as_json: bool
+    ctx: click.Context,
+    recipe: str | None,
+    folder: Path,
+    shape: tuple[int, int] | None,
+    world: int,
+    picture: str | None,
+    as_json: bool,
+    checkpoint: Path | None,
+    thorough: bool,
 ) -> None:
     """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
+
+    Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote: entries,
+    layouts, bytes. No weights are loaded, and nothing in the folder is trusted.
 
     \b
     layoutc show mxfp8                                        the recipe of specs/mxfp8.yaml
@@ -58,7 +78,16 @@ def show(
     layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show mxfp8 --json | jq .passes                    for a machine
+    layoutc show --checkpoint runs/step-1000                  a saved model
     """
+    if checkpoint is not None:
+        given = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
+        if recipe is not None or given:
+            raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
+        _show_checkpoint(checkpoint, thorough, as_json)
+        return
+    if recipe is None or thorough:
+        raise click.UsageError("--thorough needs --checkpoint" if recipe else "name a RECIPE, or a --checkpoint")
     from layoutc import describe
 
     path = _spec_of(recipe, folder)
@@ -80,6 +109,39 @@ def show(
         _show_text(plan, facts, picture)
 
 
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
+    try:
+        from layoutc.checkpoint import inspection
+    except ImportError as error:
+        raise click.UsageError(f"`layoutc show --checkpoint` needs torch: {error}") from error
+    from layoutc import show_checkpoint
+    from layoutc.describe import as_data
+
+    try:
+        facts = inspection.inspect(folder, thorough)
+    except (inspection.LayoutError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(as_data(facts)))
+    else:
+        _print(show_checkpoint.tables(facts))
+
+
+def _print(drawn: list[Table]) -> None:
+    """rich on a terminal; where the output is read by something else, text that is the same everywhere."""
+    from layoutc import tables
+
+    if sys.stdout.isatty():
+        tables.print_rich(drawn)
+    else:
+        click.echo(tables.plain(drawn), nl=False)
+
+
 def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
     from layoutc import maps
     from layoutc.describe import as_data
@@ -98,18 +160,15 @@ def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
 
 
 def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
-    """rich on a terminal; where the output is read by something else, text that is the same everywhere."""
-    from layoutc import show, tables
+    from layoutc import show
 
-    drawn, width = show.tables(facts), WIDTH
-    if sys.stdout.isatty():
-        import shutil
-
-        tables.print_rich(drawn)
-        width = shutil.get_terminal_size().columns
-    else:
-        click.echo(tables.plain(drawn), nl=False)
+    _print(show.tables(facts))
     if picture is not None:
+        width = WIDTH
+        if sys.stdout.isatty():
+            import shutil
+
+            width = shutil.get_terminal_size().columns
         click.echo(
             "".join("\n" + text for text in show.pictures(plan.layout, picture, facts.m, facts.k, width)), nl=False
         )

@@ -94,6 +94,8 @@ def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
     where = where_of(folder, info)
     with _Window(folder, info) as read:
         found = zips.directory(read, info.length, where)
+        if getattr(info, "crc32", found.crc32) != found.crc32:
+            raise DamagedError(f"{where} is not the item that was saved (the CRC-32 of its directory differs)")
         pickles = [r for r in found.records if r.name.count("/") == 1 and r.name.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].size > _PICKLE_BYTES:
             raise DamagedError(f"{where} is not a whole torch.save zip: it has no data.pkl of a fit size")
@@ -239,7 +241,7 @@ def _is_planes(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(n, str) and isinstance(p, Plain) for n, p in value.items())
 
 
-def _is_facts(value: Any) -> bool:
+def is_facts(value: Any) -> bool:
     """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
     if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
         return False
@@ -261,7 +263,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "layout_id": lambda value: isinstance(value, str),
     "language": _is_size,
     "spec_sha256": lambda value: isinstance(value, str),
-    "facts": _is_facts,
+    "facts": is_facts,
     "shape": _is_shape,
     "dtype": lambda value: isinstance(value, str) and isinstance(vars(torch).get(value), torch.dtype),
     "matrix": lambda value: _is_shape(value) and len(value) == 2,

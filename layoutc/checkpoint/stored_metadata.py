@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -119,6 +119,7 @@ class _Maker:
                 self._fail(f"two items are the same piece of {index.fqn}")
             items[index] = self._info(info, index.fqn)
         self._check_items(made, items)
+        self._check_places(items)
         version = found.get("version")
         if version is not None and type(version) is not str:
             self._fail(f"its version is {version!r}")
@@ -221,6 +222,13 @@ class _Maker:
             have = "is stored, and no entry has it" if index in items else "is nowhere stored"
             self._fail(f"{index.fqn}{f' at {tuple(index.offset)}' if index.offset else ''} {have}")
 
+    def _check_places(self, items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
+        """No byte of a file is in two items."""
+        placed = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items.items())
+        for (file, at, length, name), (other_file, other_at, _, other) in pairwise(placed):
+            if file == other_file and at + length > other_at:
+                self._fail(f"{name} and {other} share bytes of {file}")
+
     def _planner_data(self, value: Any) -> Any:
         """The path of each entry in the state dict: names, and places in lists."""
         if value is None:
@@ -230,6 +238,9 @@ class _Maker:
             for name, path in value.items()
         ):
             self._fail("its planner data are not the paths of entries, which DefaultSavePlanner writes")
+        for name, path in value.items():
+            if name != ".".join(map(str, path)):
+                self._fail(f"{name} is not the name of {path!r}")
         return value
 
     def _storage_meta(self, value: Any) -> dcp.StorageMeta:

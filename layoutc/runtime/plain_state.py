@@ -22,7 +22,7 @@ def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -
     found = state.get(f"{prefix}weight")
     tensor = find_cast(found) if isinstance(found, Tensor) and not isinstance(found, nn.Parameter) else None
     if tensor is not None:
-        state[f"{prefix}weight"] = _with_local(found, tensor.plain)
+        state[f"{prefix}weight"] = with_local(found, tensor.plain)
 
 
 def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -37,10 +37,10 @@ def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
     tensor._agreed.forget()
     local = getattr(found, "_local_tensor", found)
     if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
-        state[f"{prefix}weight"] = _with_local(found, tensor._fresh(local.detach()))
+        state[f"{prefix}weight"] = with_local(found, tensor._fresh(local.detach()))
 
 
-def _with_local(tensor: Any, local: Tensor) -> Tensor:
+def with_local(tensor: Any, local: Tensor) -> Tensor:
     """`local` in the place of a DTensor's shard; itself where the tensor is none."""
     if not isinstance(tensor, DTensor):
         return local

@@ -1,0 +1,142 @@
+"""What is in a checkpoint folder: every entry, how it is stored, what it costs, and whether it can be read here.
+
+No weights are loaded: shapes and places come from `.metadata`, layouts from the few KB before each item's data.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from layoutc.checkpoint import loading, reading
+from layoutc.checkpoint.entries import VALUE, EntryFacts, entry_of
+from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.errors import LayoutError as LayoutError
+
+
+@dataclass(frozen=True)
+class TotalFacts:
+    """All entries of a kind together."""
+
+    kind: str
+    entries: int
+    elements: int
+    stored_bytes: int
+    bytes_per_element: float | None
+    bf16_bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint: its entries in the order in which they are stored, and totals, largest first."""
+
+    folder: str
+    form: str  # "torch.distributed.checkpoint" or "safetensors"
+    thorough: bool  # the header of every piece was read, not of one for each tensor
+    entries: tuple[EntryFacts, ...]
+    totals: tuple[TotalFacts, ...]
+    files: int
+    bytes_on_disk: int
+    bf16_bytes: int
+
+
+def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
+    """Facts of a checkpoint folder: one that layoutc or torch.distributed.checkpoint saved, or of safetensors files.
+
+    thorough: reads the header of every piece, not of the largest of each tensor, and so finds tensors whose pieces are
+    in different layouts. Loads no weights, and runs nothing that a file says.
+
+    Raises DamagedError where files are not what was written, LayoutError where the folder is no checkpoint, or its save
+    did not end.
+    """
+    path = Path(folder)
+    if not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
+        from layoutc.checkpoint import safetensors_inspection
+
+        form, entries = "safetensors", safetensors_inspection.entries(path)
+    else:
+        form, entries = "torch.distributed.checkpoint", tuple(_entries(path, thorough))
+    sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+    return CheckpointFacts(
+        str(path),
+        form,
+        thorough,
+        entries,
+        _totals(entries),
+        len(sizes),
+        sum(sizes),
+        sum(entry.bf16_bytes for entry in entries),
+    )
+
+
+def _totals(entries: Sequence[EntryFacts]) -> tuple[TotalFacts, ...]:
+    kinds: dict[str, list[EntryFacts]] = {}
+    for entry in entries:
+        kinds.setdefault(entry.kind, []).append(entry)
+    found = []
+    for kind, of_kind in kinds.items():
+        elements = sum(math.prod(entry.shape) for entry in of_kind if entry.shape is not None)
+        held, in_bf16 = (sum(getattr(entry, what) for entry in of_kind) for what in ("stored_bytes", "bf16_bytes"))
+        found.append(TotalFacts(kind, len(of_kind), elements, held, held / elements if elements else None, in_bf16))
+    return tuple(sorted(found, key=lambda total: -total.stored_bytes))
+
+
+# ------------------------------------------------------------------------------------- torch.distributed.checkpoint
+def _entries(folder: Path, thorough: bool) -> Iterator[EntryFacts]:
+    metadata = reading.read_metadata(folder)
+    loading._check_manifest(folder, every_file=True)
+    reading.check_files(folder, metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            length = metadata.storage_data[_index(name)].length
+            yield EntryFacts(name, VALUE, None, None, (), 0, (), (), 1, length, None, length)
+        else:
+            yield _tensor(folder, metadata, name, entry, thorough)
+
+
+def _tensor(folder: Path, metadata: Metadata, name: str, entry: TensorStorageMetadata, thorough: bool) -> EntryFacts:
+    items: dict[MetadataIndex, ChunkStorageMetadata] = {}
+    for chunk in entry.chunks:
+        items.setdefault(_index(name, chunk.offsets), chunk)  # ranks without rows share one
+    infos = {index: metadata.storage_data[index] for index in items}
+    largest = sorted(items, key=lambda index: -math.prod(items[index].sizes))
+    read = largest if thorough else largest[:1]
+    headers = [_header(folder, name, entry, items[index], infos[index]) for index in read]
+    held = sum(info.length for info in infos.values())
+    return entry_of(name, tuple(entry.size), entry.properties.dtype, headers, len(items), held)
+
+
+def _header(
+    folder: Path, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, info: _StorageInfo
+) -> Mapping[str, Any] | None:
+    """What an item says that it is, which has to be what `.metadata` says."""
+    header = reading.header_of(folder, info)
+    if header is None:
+        return None
+    expected = (str(entry.properties.dtype).removeprefix("torch."), tuple(chunk.sizes))
+    found = (str(header.get("dtype")).removeprefix("torch."), tuple(header.get("shape", ())))
+    if "value" in header or found != expected:
+        shape, dtype = (header["value"], "") if "value" in header else (found[1], f" in {found[0]}")
+        raise DamagedError(
+            f"{reading.where_of(folder, info)} holds {shape}{dtype}, but {reading.METADATA} says that it is "
+            f"{expected[1]} in {expected[0]}, of {name}"
+        )
+    return header
+
+
+def _index(name: str, offset: torch.Size | None = None) -> MetadataIndex:
+    return MetadataIndex(name, offset)

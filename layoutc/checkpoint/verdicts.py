@@ -1,0 +1,70 @@
+"""What is wrong, told by each rank to all others, so that all raise the same or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from layoutc.runtime.errors import DamagedError, LayoutError
+
+SHOWN = 8  # problems that a message spells out
+KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (LayoutError, DamagedError, FileNotFoundError, FileExistsError, OSError, ImportError, TypeError)
+} | {"ValueError": ValueError}
+
+
+class Problem(NamedTuple):
+    """The name of what to raise, and the words."""
+
+    kind: str
+    text: str
+
+
+@contextmanager
+def noted(problems: list[Problem]) -> Iterator[None]:
+    """Adds what is raised inside to `problems` instead of raising it: other ranks wait for this one's verdict."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        known = kind if kind in KINDS else "OSError" if isinstance(error, OSError) else "LayoutError"
+        problems.append(Problem(known, str(error) if kind in KINDS else f"{kind}: {error}"))
+
+
+def rank_of(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in a group, by default that of all; 0 where there is none."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Processes of a group, by default that of all; 1 where there is none."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def agree(problems: Sequence[Problem], group: dist.ProcessGroup | None, facts: str = "", what: str = "") -> None:
+    """Raises on all ranks of a group alike where one has problems, or where their `facts` (of `what`) differ.
+
+    Collective: one all_gather_object. What is raised is of the kind of the first problem.
+    """
+    told: list[Any] = [(list(problems), facts)]
+    if size_of(group) > 1:
+        told = [None] * size_of(group)
+        dist.all_gather_object(told, (list(problems), facts), group=group)
+    ranks: dict[Problem, list[int]] = {}
+    for rank, (of_rank, _) in enumerate(told):
+        for problem in of_rank:
+            ranks.setdefault(Problem(*problem), []).append(rank)
+    if ranks:
+        lines = [_told(problem.text, on, len(told)) for problem, on in ranks.items()]
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        raise KINDS[next(iter(ranks)).kind]("\n  ".join([*lines[:SHOWN], *more]))
+    if differing := [rank for rank, (_, theirs) in enumerate(told) if theirs != told[0][1]]:
+        raise LayoutError(f"rank {', '.join(map(str, differing))} and rank 0 {what}")
+
+
+def _told(text: str, on: Sequence[int], world: int) -> str:
+    return text if len(on) == world else f"rank {', '.join(map(str, on))}: {text}"
