@@ -234,7 +234,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
         new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
-        if same and new is not None and source._halo.rows:
+        if same and new is not None and (source._halo.rows or target._halo.rows):
             return _take_over(target, new, source)
         if same and source._halo[:2] != target._halo[:2]:
             _check_same_cut(func, target)
@@ -294,10 +294,10 @@ def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
-    """Makes the first rows of a new tensor hold copies of the planes of a source that is cut inside a block.
+    """Makes the first rows of a new tensor hold copies of the planes of a source that begins or ends inside a block.
 
     FSDP2 copies a shard into a new tensor of the padded size, and takes the shard's rows of that again. The new tensor
-    can't know where in a block its rows will begin.
+    can't know where in a block its rows will begin, nor that the weight ends inside its last one.
     """
     pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
     planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))

@@ -35,7 +35,7 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
     """All that a tensor holds, which is less than it was made for where it took over the planes of a short shard."""
     if tensor._held is None:
         piece = tensor._alias()
-        piece._made_in = weakref.ref(tensor) if tensor._is_new else None
+        piece._made_in, piece._is_new = weakref.ref(tensor) if tensor._is_new else None, False
         return piece
     piece = tensor._alias((*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
     piece._held, piece._is_new = None, False
@@ -57,7 +57,7 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
     if tensor._is_new:
-        piece._made_in, piece._halo = weakref.ref(tensor), Halo(*found.halo[:2])
+        piece._made_in, piece._halo, piece._part = weakref.ref(tensor), Halo(*found.halo[:2]), None
     if found.rows != tensor._rows and not tensor._is_new:
         piece._common |= tensor.LAYOUT.shared
     if found.matrix[1] != tensor._matrix[1]:
