@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from layoutc.checkpoint.agreement import agree
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
 from layoutc.checkpoint.reading import check_item, directory_crc, read_metadata
-from layoutc.checkpoint.saving import FORMAT, MANIFEST, previous
+from layoutc.checkpoint.saving import FORMAT, INCOMPLETE, MANIFEST, previous
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -118,6 +118,8 @@ def _planned(
     if not folder.exists() and previous(folder).exists():
         warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
         folder = previous(folder)
+    if folder.name.endswith(INCOMPLETE):
+        raise LayoutError(f"{folder} was being written when its save ended: load an earlier checkpoint, and delete it")
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
     _check_manifest(folder, every_file=is_first)
     metadata, planner = read_metadata(folder), _Planner()

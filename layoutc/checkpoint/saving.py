@@ -30,6 +30,7 @@ from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.runtime.errors import LayoutError
 
 MANIFEST = "layoutc.json"
+INCOMPLETE = ".incomplete"  # how the name of a folder ends that is being written
 FORMAT = 1  # of layoutc.json
 
 
@@ -117,7 +118,7 @@ class Writer(FileSystemWriter):
         """options: of FileSystemWriter (thread_count, sync_files)."""
         folder = Path(os.path.abspath(folder))
         self.folder = folder
-        super().__init__(folder.with_name(f".{folder.name}.incomplete"), overwrite=True, **options)
+        super().__init__(folder.with_name(f".{folder.name}{INCOMPLETE}"), overwrite=True, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """As torch's; the folder stays what it was made for."""
