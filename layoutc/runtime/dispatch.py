@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import gathered, operators, partial, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
 from layoutc.runtime.windows import dim_of
@@ -233,6 +234,8 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     gathered.refuse_write(target)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
+        if same and isinstance(target._planes, ScatteredPlanes):
+            return _copy_runs(func, target, source, target._planes.runs())
         new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
         if same and new is not None and (source._halo.rows or target._halo.rows):
             return _take_over(target, new, source)
@@ -247,6 +250,15 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     from layoutc.runtime import amax
 
     amax.requantize_(target, source.to(target.device))
+    return target
+
+
+def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs: Any) -> QuantizedTensor:
+    """copy_ into rows that are not adjacent: each run of adjacent ones by itself, as scales may be shared by all."""
+    source = clone(aten.clone.default, (source,), {}) if isinstance(source._planes, ScatteredPlanes) else source
+    matrix = view(func, (source, (-1, target.shape[-1])), {})
+    for run, rows in zip(runs, matrix.split(runs[0].shape[0]), strict=True):  # type: ignore[no-untyped-call]
+        copy_(func, (run, rows), {})
     return target
 
 
