@@ -311,9 +311,7 @@ def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
         raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
 
 
-def check_out(
-    layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool
-) -> None:
+def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
     if out.shape != x.shape or out._transposed:
