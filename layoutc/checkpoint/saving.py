@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from layoutc import __version__
-from layoutc.checkpoint.agreement import agree
 from layoutc.checkpoint.reading import directory_crc_of
-from layoutc.runtime.errors import LayoutError
+from layoutc.checkpoint.verdicts import Problem, agree
 
 MANIFEST = "layoutc.json"
 INCOMPLETE = ".incomplete"  # how the name of a folder ends that is being written
@@ -104,10 +103,10 @@ class _Kept(AsyncStager):
 
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:
     """The writer of a folder. Raises LayoutError on all ranks where it exists and may not be replaced."""
-    path, error = Path(folder), None
+    path, problems = Path(folder), []
     if path.exists() and not overwrite:
-        error = LayoutError(f"{path} exists: save into another folder, or with overwrite=True")
-    agree(error, group)
+        problems.append(Problem("LayoutError", f"{path} exists: save into another folder, or with overwrite=True"))
+    agree(problems, group)
     return Writer(path)
 
 
