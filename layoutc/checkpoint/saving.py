@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -62,8 +62,8 @@ def async_save(
     """Saves as torch.distributed.checkpoint.async_save does, and returns what it returns: a future.
 
     The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
-    options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again,
-    and is its owner's to close), planner. The process
+    options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again
+    from torch 2.12 on, and is its owner's to close), planner. The process
     group needs a CPU backend, as in init_process_group("cpu:gloo,cuda:nccl"). A save that is killed leaves no folder.
     """
     writer = prepare(folder, overwrite, process_group)
@@ -71,34 +71,11 @@ def async_save(
     given = options.pop("async_stager", None)
     stager = given or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
-        state_dict, storage_writer=writer, process_group=process_group, async_stager=_Kept(stager), **options
+        state_dict, storage_writer=writer, process_group=process_group, async_stager=stager, **options
     )
     if given is None:
         getattr(response, "upload_completion", response).add_done_callback(lambda _: stager.close())
     return response
-
-
-class _Kept(AsyncStager):
-    """A stager that stays open for its owner: torch 2.11 closes the one it is given, which then can't be used again."""
-
-    def __init__(self, stager: AsyncStager) -> None:
-        self._stager = stager
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """As the stager's."""
-        return self._stager.should_synchronize_after_execute
-
-    def stage(self, state_dict: Any) -> Any:
-        """As the stager's."""
-        return self._stager.stage(state_dict)
-
-    def synchronize_staging(self) -> None:
-        """As the stager's."""
-        self._stager.synchronize_staging()
-
-    def close(self) -> None:
-        """Its owner does that."""
 
 
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:
