@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import gathered, operators, partial, strict
+from layoutc.runtime import gathered, operators, partial, staging, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
@@ -210,12 +210,14 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """zeros_like, ones_like, full_like, rand_like, randn_like: a plain tensor, as optimizers want for their state."""
+    """zeros_like, ones_like, full_like, rand_like, randn_like: plain, for optimizers; of the class, for stagers."""
     tensor = args[0]
     options = {key: value for key, value in kwargs.items() if value is not None and key != "memory_format"}
     options.setdefault("dtype", tensor.dtype)
     options.setdefault("device", tensor.device)
     options.pop("layout", None)
+    if func is aten.zeros_like.default and (room := staging.room_for(tensor, options["device"])) is not None:
+        return room
     return func(torch.empty(tensor.shape, device="meta", dtype=tensor.dtype), *args[1:], **options)  # type: ignore[no-any-return]
 
 

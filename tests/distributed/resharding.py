@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from models import adam, assert_same_tensors, make_uneven, recipe_module
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -196,3 +199,14 @@ def trained(sizes: dict[str, Sizes], steps: int) -> tuple[Parts, Any]:
     for number in range(steps):
         step(model, optimizer, number)
     return model, optimizer
+
+
+def kinds_in(folder: str) -> dict[str, set[type]]:
+    """The classes of all tensors in a checkpoint, by name, as they stand in its files."""
+    path = Path(folder)
+    storage = FileSystemReader(path).read_metadata().storage_data
+    found: dict[str, set[type]] = {}
+    for index, info in storage.items():  # type: ignore[union-attr]
+        content = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        found.setdefault(index.fqn, set()).add(type(torch.load(io.BytesIO(content), weights_only=True)))
+    return found

@@ -1,0 +1,107 @@
+"""dcp.async_save: training goes on at once, and the files hold what the weights were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Ranks
+from models import adam, recipe_module
+from resharding import assert_holds, awkward, build, first_ranks, kept, kinds_in, shard, step
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+RECIPES = ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int4_group32", "mxfp6_e3m2", "fp8_rowwise")
+SAVES = 3
+
+
+def options_of(kind: str, folder: str) -> dict[str, Any]:
+    """What async_save is given, once for all saves."""
+    if kind.startswith("reused"):
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=kind == "reused_shared",
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        return {"async_stager": DefaultStager(options)}
+    if kind.startswith("blocking"):
+        return {"storage_writer": FileSystemWriter(folder, cache_staged_state_dict=kind == "blocking_cached")}
+    return {}
+
+
+def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: bool = False) -> None:
+    """Three saves, a step of training right after each has begun."""
+    sizes = {recipe: awkward(recipe) for recipe in recipes}
+    whole, mesh = build(sizes), first_ranks(dist.get_world_size())
+    model = shard(build(sizes), mesh)
+    optimizers, expected = [adam(whole), adam(model)], []
+    options = options_of(kind, f"{folder}/0") | {"process_group": dist.new_group()}  # the other one trains meanwhile
+    if process:
+        options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+    for number in range(SAVES):
+        expected.append(kept(whole, None))
+        # Caching stagers pin what is not quantized, which takes a card.
+        state = {k: v for k, v in model.state_dict().items() if v.dim() > 1 or kind != "blocking_cached"}
+        saving = dcp.async_save(state, checkpoint_id=f"{folder}/{number}", **options)
+        for one, optimizer in zip((whole, model), optimizers, strict=True):
+            step(one, optimizer, number)
+        getattr(saving, "upload_completion", saving).result()  # some stagers promise two things apart
+    assert_holds(model, None, kept(whole, None))
+    if "async_stager" in options:
+        options["async_stager"].close()
+    other = shard(build(sizes, 1), mesh)
+    for number, wanted in enumerate(expected):
+        loaded = {k: v for k, v in other.state_dict().items() if v.dim() > 1 or kind != "blocking_cached"}
+        dcp.load(loaded, checkpoint_id=f"{folder}/{number}")
+        with torch.no_grad():
+            for name, param in other.named_parameters():
+                if name not in loaded:
+                    param._local_tensor.copy_(dict(model.named_parameters())[name]._local_tensor)  # type: ignore
+                    wanted[name] = kept(whole, None)[name]
+        assert_holds(other, None, wanted)
+        for name, kinds in kinds_in(f"{folder}/{number}").items():
+            recipe = name.split(".")[0]
+            assert kinds == {recipe_module(recipe).Tensor if name.endswith("weight") else torch.Tensor}, name
+
+
+@pytest.mark.parametrize("kind", ["default", "reused", "reused_shared", "blocking", "blocking_cached"])
+def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, tmp_path: Path) -> None:
+    """46: bytes, of the class, whichever stager copies them."""
+    two.run(keeps_old_bytes, RECIPES, kind, str(tmp_path))
+
+
+def in_processes(kind: str, folder: str) -> None:
+    """A rank by itself, since a daemon can't have the process that writes."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    keeps_old_bytes(("fp8_delayed", "mxfp8", "nvfp4"), kind, folder, process=True)
+    os._exit(0)  # the process that writes waits for a word that need not come
+
+
+@pytest.mark.parametrize("kind", ["default", "reused_shared"])
+def test_a_save_in_another_process_keeps_what_the_weights_were(kind: str, tmp_path: Path) -> None:
+    """47: as it arrives there, over shared memory."""
+    here = str(Path(__file__).parent)
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": os.pathsep.join([here, *sys.path])}
+        code = f"import test_async_checkpoints as t; t.in_processes({kind!r}, {str(tmp_path)!r})"
+        command = [sys.executable, "-c", code]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        told = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in told)

@@ -1,0 +1,92 @@
+"""Files of checkpoints hold each byte once, the same bytes each time."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Ranks
+from models import adam, local, recipe_module
+from resharding import Sizes, awkward, build, first_ranks, load, save, shard, step
+
+EVERY = importlib.import_module("layoutc.recipes").RECIPES
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The files with tensors; .metadata names each save."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_file_is_as_large_as_its_planes(recipe: str, tmp_path: Path) -> None:
+    """45: within 1% of the planes of a million elements; a fraction of bfloat16 that the layout's figure tells.
+
+    That figure is of one pass. Where passes read codes of their own, a file has both.
+    """
+    one = recipe_module(recipe)
+    plain = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = one.quantize(plain)
+    held = sum(plane.nbytes for plane in weight.planes().values())
+    for name, tensor in (("quantized", weight), ("again", weight), ("plain", plain)):
+        dcp.save({"weight": tensor}, checkpoint_id=tmp_path / name, no_dist=True)
+    quantized, again, dense = (files(tmp_path / name) for name in ("quantized", "again", "plain"))
+    assert quantized == again
+    size = sum(map(len, quantized.values()))
+    assert held < size < 1.01 * held
+    layout, ratio = one.LAYOUT, size / sum(map(len, dense.values()))
+    per_element = sum(facts.nbytes for facts in layout.planes(1024, 1024).values()) / 1024**2
+    assert abs(ratio / (per_element / 2) - 1) < 0.01, (ratio, per_element)
+    if not layout.passes_differ:
+        assert abs(ratio / (layout.bytes_per_element / 2) - 1) < 0.01, (ratio, layout.bytes_per_element)
+
+
+def writes_the_same_bytes(recipes: tuple[str, ...], folder: str) -> None:
+    """Two saves of a trained model, and one of the model that has loaded it: the same bytes from every rank, and of
+    weights the bytes of their own rows."""
+    sizes = {recipe: awkward(recipe) for recipe in recipes}
+    mesh, group = first_ranks(dist.get_world_size()), dist.group.WORLD
+    model = shard(build(sizes), mesh)
+    optimizer = adam(model)
+    step(model, optimizer, 0)
+    save(model, optimizer, f"{folder}/first", group)
+    save(model, optimizer, f"{folder}/again", group)
+    other = shard(build(sizes, 1), mesh)
+    other_optimizer = adam(other)
+    load(other, other_optimizer, f"{folder}/first", group)
+    save(other, other_optimizer, f"{folder}/loaded", group)
+    dist.barrier()
+    first = files(Path(folder) / "first")
+    assert len(first) == dist.get_world_size()
+    for name in ("again", "loaded"):
+        assert files(Path(folder) / name) == first, name
+
+
+@pytest.mark.parametrize("recipes", [EVERY[:10], EVERY[10:]], ids=["first_half", "second_half"])
+def test_every_rank_writes_the_same_bytes_each_time(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where cuts go through blocks, and rows of the planes are other ranks'."""
+    four.run(writes_the_same_bytes, tuple(recipes), str(tmp_path))
+
+
+def holds_own_rows(recipe: str, folder: str) -> None:
+    """Shards that cut blocks: codes of own rows alone, and the scales that they need."""
+    rank, layout = dist.get_rank(), recipe_module(recipe).LAYOUT
+    model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), first_ranks(2))
+    weight = model[recipe].first.weight
+    shard_ = local(weight)
+    assert shard_._halo.rows
+    state = {"weight": weight.detach()}
+    dcp.save(state, checkpoint_id=folder)
+    own = sum(shard_._entries(name).nbytes for name in shard_.planes())
+    size = len(files(Path(folder))[f"__{rank}_0.distcp"])
+    assert own < size < 1.01 * own + 4096, (own, size)
+    assert own < sum(plane.nbytes for plane in shard_.planes().values())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "int4_group32"])
+def test_shards_that_cut_blocks_write_their_own_rows(two: Ranks, recipe: str, tmp_path: Path) -> None:
+    """28, 45: nothing of the rows of blocks that other ranks hold."""
+    two.run(holds_own_rows, recipe, str(tmp_path / "checkpoint"))
