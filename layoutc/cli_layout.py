@@ -124,7 +124,7 @@ def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
     try:
         facts = inspection.inspect(folder, thorough)
     except (inspection.LayoutError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(show_checkpoint.shown(f"error: {error}"), err=True)
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(as_data(facts)))
