@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from layoutc.checkpoint.regions import Box, entries_of, rows_of
 from layoutc.runtime import meshes
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
-from layoutc.runtime.halo import Place, gather_bytes
+from layoutc.runtime.halo import gather_bytes
 from layoutc.runtime.optim import place_of
 from layoutc.runtime.plain_state import with_local
 from layoutc.runtime.tensor import QuantizedTensor
@@ -29,61 +30,72 @@ def gathered_whole(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value.plain if isinstance(value, CastOnGather) else value
     mesh, local = value.device_mesh, value._local_tensor
-    found: Any = with_local(value, local.plain) if isinstance(local, CastOnGather) else value
     if isinstance(local, QuantizedTensor):
+        held: Any = local.to(mesh.device_type)
+        cuts = [(mesh_dim, dim) for mesh_dim, dim in meshes.cuts(value) if mesh.size(mesh_dim) > 1]
+        between = [cut for cut in cuts if 0 < cut[1] < value.dim() - 1]
         place = place_of(value, local)
         if place is not None and place.joins(local.LAYOUT):
-            held: Any = local.to(mesh.device_type)
-            return _rejoined(value, _joined(held, place), place)
+            of_place = dist.get_process_group_ranks(place.group)
+            rest = [cut for cut in cuts if dist.get_process_group_ranks(mesh.get_group(cut[0])) != of_place]
+            return _rejoined(value, _joined(held, 0, place.cuts.rows // prod(local.shape[1:-1]), place.group), rest)
+        if between:
+            mesh_dim, dim = between[0]
+            rest = [cut for cut in cuts if cut != between[0]]
+            return _rejoined(value, _joined(held, dim, value.shape[dim], mesh.get_group(mesh_dim)), rest)
+    found: Any = with_local(value, local.plain) if isinstance(local, CastOnGather) else value
     if local.device.type != mesh.device_type:  # offloaded
         found = found.to(mesh.device_type)
     whole: Tensor = found.full_tensor()
     return whole
 
 
-def _joined(local: QuantizedTensor, place: Place) -> QuantizedTensor:
-    """Shards whose cuts go through blocks, which DTensor does not join: each rank's own rows, of one group.
+def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGroup) -> QuantizedTensor:
+    """Shards of a group, cut along a dim that has `size` entries in all, as one: where DTensor does not join planes.
 
-    What several ranks hold of a block is the same on all of them.
+    Each rank sends the entries that its own rows have part in; what several hold of a block is the same on all.
     """
-    layout, cuts, k = local.LAYOUT, place.cuts, local._matrix[1]
+    shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    layout, m, k, each = local.LAYOUT, prod(shape[:-1]), shape[-1], cdiv(size, group.size())
+    runs = []
+    for rank in range(group.size()):
+        first, last = [0] * len(shape), list(shape)
+        first[dim], last[dim] = min(rank * each, size), min((rank + 1) * each, size)
+        runs.append(rows_of(shape, Box(tuple(first), tuple(last))))
+        if len(runs[-1]) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs[-1]):
+            raise LayoutError(f"{local._label()} is cut inside blocks of {layout.block_rows} rows on dim {dim}")
     planes = {}
-    for name, facts in layout.planes(cuts.rows, k).items():
+    for name, facts in layout.planes(m, k).items():
         if name not in local._planes:
             continue
-        rows, own = layout.stored[name].rows_per_value, local._entries(name)
-        if rows is None:
+        plane, own = layout.stored[name], local._entries(name)
+        if plane.rows_per_value is None:
             planes[name] = own
             continue
-        bounds = [cuts.bounds(rank) for rank in range(cuts.world)]
-        entries = [(first // rows, cdiv(last, rows)) for first, last in bounds if last > first]
-        sent = own.new_zeros(max(last - first for first, last in entries), *facts.shape[1:])
+        indexes = [[entries_of(plane, facts.shape, rows, k) for rows in of_rank] for of_rank in runs]
+        most = max(sum(index[0].stop - index[0].start for index in of_rank) for of_rank in indexes)
+        sent = own.new_zeros(most, *facts.shape[1:])
         if local._rows:
             sent[: len(own)] = own
-        pieces = (
-            gather_bytes(sent.flatten().view(torch.uint8), place.group).view(own.dtype).view(cuts.world, *sent.shape)
-        )
+        everywhere = gather_bytes(sent.flatten().view(torch.uint8), group).view(own.dtype)
         planes[name] = own.new_empty(facts.shape)
-        for (first, last), piece in zip(entries, pieces, strict=False):  # ranks without rows are the last
-            planes[name][first:last] = piece[: last - first]
-    shape = (cuts.rows // prod(local.shape[1:-1]), *local.shape[1:])
-    return type(local)(planes, shape, local.dtype, matrix=(cuts.rows, k), orientations=local._orientations)
+        for of_rank, piece in zip(indexes, everywhere.view(group.size(), *sent.shape), strict=True):
+            start = 0
+            for index in of_rank:
+                length = index[0].stop - index[0].start
+                planes[name][index] = piece[start : start + length]
+                start += length
+    return type(local)(planes, shape, local.dtype, orientations=local._orientations)
 
 
-def _rejoined(value: DTensor, joined: QuantizedTensor, place: Place) -> Tensor:
-    """What tensor parallelism has cut as well, whole again; `joined` itself where it has cut nothing."""
-    mesh, ranks = value.device_mesh, dist.get_process_group_ranks(place.group)
-    rest = [
-        (mesh_dim, dim)
-        for mesh_dim, dim in meshes.cuts(value)
-        if mesh.size(mesh_dim) > 1 and dist.get_process_group_ranks(mesh.get_group(mesh_dim)) != ranks
-    ]
+def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int]]) -> Tensor:
+    """What the rest of the cuts, (mesh dim, tensor dim), have left of `joined`, whole again."""
     if not rest:
         return joined
+    mesh = value.device_mesh
     if (names := mesh.mesh_dim_names) is None:
         raise LayoutError(f"{joined._label()} is cut along several dims of a mesh without names: name its dims")
-    within = mesh[tuple(names[mesh_dim] for mesh_dim, _ in rest)]
-    cut = [Shard(dim) for _, dim in rest]
+    within, cut = mesh[tuple(names[mesh_dim] for mesh_dim, _ in rest)], [Shard(dim) for _, dim in rest]
     tensor = DTensor.from_local(joined, within, cut, run_check=False, shape=value.shape, stride=value.stride())
     whole: Tensor = tensor.full_tensor()
     return whole

@@ -12,12 +12,12 @@ import pickle
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from layoutc.checkpoint.agreement import agree
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
 from layoutc.checkpoint.reading import check_item, directory_crc, read_metadata
-from layoutc.checkpoint.saving import FORMAT, MANIFEST, previous
+from layoutc.checkpoint.saving import FORMAT, INCOMPLETE, MANIFEST, previous
+from layoutc.checkpoint.verdicts import everywhere, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
 READERS = 4  # threads that read and check items
-T = TypeVar("T")
 
 
 @dataclass
@@ -68,10 +67,10 @@ def load(
     """
     path, group = Path(folder), process_group
     states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}
-    planner, metadata, path = _together(lambda: _planned(states, path, strict, group), group)
-    loaded = _together(lambda: _read(planner, metadata, path, convert), group)
-    told = agree(None, group, [found.name for found in loaded.tensors.values() if found.requantizes])
-    collective = {name for names in told for name in names}
+    planner, metadata, path = together(lambda: _planned(states, path, strict, group), group)
+    loaded = together(lambda: _read(planner, metadata, path, convert), group)
+    mine = [found.name for found in loaded.tensors.values() if found.requantizes]
+    collective = {name for names in everywhere(mine, group) for name in names}
     with torch.no_grad():
         for found in loaded.tensors.values():
             if found.name not in collective:
@@ -99,18 +98,6 @@ class _Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], value)
 
 
-def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `work` gives, if it succeeds on every rank. Raises on all otherwise."""
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    agree(error, group)
-    return result  # type: ignore[return-value]
-
-
 def _planned(
     states: dict[str, Any], folder: Path, strict: bool, group: dist.ProcessGroup | None
 ) -> tuple[_Planner, Metadata, Path]:
@@ -118,11 +105,16 @@ def _planned(
     if not folder.exists() and previous(folder).exists():
         warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
         folder = previous(folder)
-    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    if folder.name.endswith(INCOMPLETE):
+        raise LayoutError(f"{folder} was being written when its save ended: load an earlier checkpoint, and delete it")
+    is_first = rank_of(group) == 0
     _check_manifest(folder, every_file=is_first)
     metadata, planner = read_metadata(folder), _Planner()
-    planner.set_up_planner(states, metadata, is_first)
-    planner.reads = planner.create_local_plan().items
+    try:
+        planner.set_up_planner(states, metadata, is_first)
+        planner.reads = planner.create_local_plan().items
+    except (ValueError, RuntimeError) as error:  # a key or a shape, in torch's words
+        raise LayoutError(f"{folder} does not fit the state dict: {error}") from error
     if strict:
         _check_unexpected(states, planner, metadata)
     return planner, metadata, folder

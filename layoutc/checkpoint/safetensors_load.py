@@ -195,7 +195,7 @@ def _check(step: Step, convert: bool) -> None:
     if isinstance(local, QuantizedTensor):
         groups, place = _sharing(name, param, local)
         check_place(local, place)
-        amax._check_out(local.LAYOUT, local, local, None, alone=not groups)
+        amax.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
 def _holds(param: Tensor) -> bool:

@@ -20,16 +20,16 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from layoutc import __version__
-from layoutc.checkpoint.agreement import agree
 from layoutc.checkpoint.reading import directory_crc_of
-from layoutc.runtime.errors import LayoutError
+from layoutc.checkpoint.verdicts import Problem, agree
 
 MANIFEST = "layoutc.json"
+INCOMPLETE = ".incomplete"  # how the name of a folder ends that is being written
 FORMAT = 1  # of layoutc.json
 
 
@@ -62,7 +62,8 @@ def async_save(
     """Saves as torch.distributed.checkpoint.async_save does, and returns what it returns: a future.
 
     The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
-    options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory), planner. The process
+    options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again,
+    and is its owner's to close), planner. The process
     group needs a CPU backend, as in init_process_group("cpu:gloo,cuda:nccl"). A save that is killed leaves no folder.
     """
     writer = prepare(folder, overwrite, process_group)
@@ -70,19 +71,42 @@ def async_save(
     given = options.pop("async_stager", None)
     stager = given or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
-        state_dict, storage_writer=writer, process_group=process_group, async_stager=stager, **options
+        state_dict, storage_writer=writer, process_group=process_group, async_stager=_Kept(stager), **options
     )
     if given is None:
         getattr(response, "upload_completion", response).add_done_callback(lambda _: stager.close())
     return response
 
 
+class _Kept(AsyncStager):
+    """A stager that stays open for its owner: torch 2.11 closes the one it is given, which then can't be used again."""
+
+    def __init__(self, stager: AsyncStager) -> None:
+        self._stager = stager
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """As the stager's."""
+        return self._stager.should_synchronize_after_execute
+
+    def stage(self, state_dict: Any) -> Any:
+        """As the stager's."""
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """As the stager's."""
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        """Its owner does that."""
+
+
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:
     """The writer of a folder. Raises LayoutError on all ranks where it exists and may not be replaced."""
-    path, error = Path(folder), None
+    path, problems = Path(folder), []
     if path.exists() and not overwrite:
-        error = LayoutError(f"{path} exists: save into another folder, or with overwrite=True")
-    agree(error, group)
+        problems.append(Problem("LayoutError", f"{path} exists: save into another folder, or with overwrite=True"))
+    agree(problems, group)
     return Writer(path)
 
 
@@ -93,7 +117,7 @@ class Writer(FileSystemWriter):
         """options: of FileSystemWriter (thread_count, sync_files)."""
         folder = Path(os.path.abspath(folder))
         self.folder = folder
-        super().__init__(folder.with_name(f".{folder.name}.incomplete"), overwrite=True, **options)
+        super().__init__(folder.with_name(f".{folder.name}{INCOMPLETE}"), overwrite=True, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """As torch's; the folder stays what it was made for."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from layoutc.runtime.errors import DamagedError, LayoutError
 
+T = TypeVar("T")
 SHOWN = 8  # problems that a message spells out
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -45,15 +46,31 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def everywhere(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank of a group brings, in their order. Collective: one all_gather_object."""
+    if size_of(group) == 1:
+        return [value]
+    found: list[Any] = [None] * size_of(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `work` gives, where it succeeds on every rank; raises on all of them otherwise. Collective."""
+    problems: list[Problem] = []
+    result: T | None = None
+    with noted(problems):
+        result = work()
+    agree(problems, group)
+    return result
+
+
 def agree(problems: Sequence[Problem], group: dist.ProcessGroup | None, facts: str = "", what: str = "") -> None:
     """Raises on all ranks of a group alike where one has problems, or where their `facts` (of `what`) differ.
 
     Collective: one all_gather_object. What is raised is of the kind of the first problem.
     """
-    told: list[Any] = [(list(problems), facts)]
-    if size_of(group) > 1:
-        told = [None] * size_of(group)
-        dist.all_gather_object(told, (list(problems), facts), group=group)
+    told = everywhere((list(problems), facts), group)
     ranks: dict[Problem, list[int]] = {}
     for rank, (of_rank, _) in enumerate(told):
         for problem in of_rank:

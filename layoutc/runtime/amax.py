@@ -78,7 +78,7 @@ def quantize(
     chosen = chosen_orientations(layout, orientations)
     if out is not None:
         asked = None if orientations is None else chosen
-        _check_out(layout, x, out, asked, alone=amax is None and group is None)
+        check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_place(out, place)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
         current = _current(cls, matrix, amax, group, tag)
@@ -156,7 +156,7 @@ def requantize_many_(
     places = places or [None] * len(weights)
     for (target, x), amax, place in zip(weights, amaxes, places, strict=True):
         _check_in(target.LAYOUT, x, amax)
-        _check_out(target.LAYOUT, x, target, None, alone=amax is None)
+        check_out(target.LAYOUT, x, target, None, alone=amax is None)
         check_place(target, place)
     with torch.no_grad():
         kinds: dict[Any, list[Requantized]] = defaultdict(list)
@@ -311,9 +311,7 @@ def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
         raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
 
 
-def _check_out(
-    layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool
-) -> None:
+def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool) -> None:
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
     if out.shape != x.shape or out._transposed:

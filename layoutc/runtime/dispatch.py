@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import gathered, operators, partial, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
 from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
 from layoutc.runtime.windows import dim_of
@@ -233,8 +234,10 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     gathered.refuse_write(target)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
+        if same and isinstance(target._planes, ScatteredPlanes):
+            return _copy_runs(func, target, source, target._planes.runs())
         new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
-        if same and new is not None and source._halo.rows:
+        if same and new is not None and (source._halo.rows or target._halo.rows):
             return _take_over(target, new, source)
         if same and source._halo[:2] != target._halo[:2]:
             _check_same_cut(func, target)
@@ -247,6 +250,15 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     from layoutc.runtime import amax
 
     amax.requantize_(target, source.to(target.device))
+    return target
+
+
+def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs: Any) -> QuantizedTensor:
+    """copy_ into rows that are not adjacent: each run of adjacent ones by itself, as scales may be shared by all."""
+    source = clone(aten.clone.default, (source,), {}) if isinstance(source._planes, ScatteredPlanes) else source
+    matrix = view(func, (source, (-1, target.shape[-1])), {})
+    for run, rows in zip(runs, matrix.split(runs[0].shape[0]), strict=True):  # type: ignore[no-untyped-call]
+        copy_(func, (run, rows), {})
     return target
 
 
@@ -294,10 +306,10 @@ def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
-    """Makes the first rows of a new tensor hold copies of the planes of a source that is cut inside a block.
+    """Makes the first rows of a new tensor hold copies of the planes of a source that begins or ends inside a block.
 
     FSDP2 copies a shard into a new tensor of the padded size, and takes the shard's rows of that again. The new tensor
-    can't know where in a block its rows will begin.
+    can't know where in a block its rows will begin, nor that the weight ends inside its last one.
     """
     pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
     planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))

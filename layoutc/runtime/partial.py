@@ -162,6 +162,13 @@ def hold(target: QuantizedTensor, source: QuantizedTensor, needs: tuple[Rect, ..
     return ready
 
 
+def forget(tensor: QuantizedTensor) -> None:
+    """Drops pieces of a tensor that wait, as it has been written whole. Those beyond its rows are of another one, of
+    which it is the first rows."""
+    last, waiting = tensor._matrix[0] - tensor._halo.after, tensor._writes.waiting
+    waiting[:] = [piece for piece in waiting if piece.covers.r0 >= last]
+
+
 def _check_agree(a: Piece, b: Piece) -> None:
     """Raises LayoutError where two pieces of one tensor have other values for what both share."""
     for name, (rows, columns) in a.target.LAYOUT.stored.items():

@@ -123,14 +123,20 @@ class CutPlanes(MutableMapping[str, Tensor]):
 class ScatteredPlanes(MutableMapping[str, Tensor]):
     """The planes of rows first..last of each `total` rows, `lead` times: copies, made anew at each use.
 
-    No strides reach such rows as one matrix. So they can be read and not written.
+    No strides reach such rows as one matrix. So what is written is written to their runs of adjacent rows.
     """
 
     def __init__(
-        self, base: Mapping[str, Tensor], stored: Mapping[str, Plane], rows: tuple[int, int, int, int]
+        self,
+        base: Mapping[str, Tensor],
+        stored: Mapping[str, Plane],
+        rows: tuple[int, int, int, int],
+        runs: Callable[[], Sequence[Tensor]],
+        columns: Callable[[int, int], Tensor],
     ) -> None:
-        """rows: (lead, total, first, last), in whole blocks."""
-        self.base, self.stored, self.rows = base, stored, rows
+        """rows: (lead, total, first, last), in whole blocks. `runs` gives pieces of last - first rows, as views;
+        `columns` some columns of them all."""
+        self.base, self.stored, self.rows, self.runs, self.columns = base, stored, rows, runs, columns
 
     def __getitem__(self, name: str) -> Tensor:
         plane, block = self.base[name], self.stored[name].rows_per_value

@@ -35,7 +35,7 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
     """All that a tensor holds, which is less than it was made for where it took over the planes of a short shard."""
     if tensor._held is None:
         piece = tensor._alias()
-        piece._made_in = weakref.ref(tensor) if tensor._is_new else None
+        piece._made_in, piece._is_new = weakref.ref(tensor) if tensor._is_new else None, False
         return piece
     piece = tensor._alias((*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
     piece._held, piece._is_new = None, False
@@ -46,6 +46,8 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     window = (found.r0, found.r1, found.c0, found.c1)
     planes: MutableMapping[str, Tensor]
     if isinstance(tensor._planes, ScatteredPlanes):  # a view of copies would lose what is written to it
+        if found.rows == tensor._rows:
+            return tensor._planes.columns(found.c0, found.c1)._alias(found.shape)  # type: ignore[attr-defined,no-any-return]
         raise UnsupportedOperator(f"a cut of {tensor._label()}, rows that are not adjacent: clone it first")
     if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the planes
         planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
@@ -57,7 +59,7 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
     if tensor._is_new:
-        piece._made_in, piece._halo = weakref.ref(tensor), Halo(*found.halo[:2])
+        piece._made_in, piece._halo, piece._part = weakref.ref(tensor), Halo(*found.halo[:2]), None
     if found.rows != tensor._rows and not tensor._is_new:
         piece._common |= tensor.LAYOUT.shared
     if found.matrix[1] != tensor._matrix[1]:
@@ -73,12 +75,17 @@ def _fill(args: Args, defaults: Args) -> Args:
 
 
 def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """slice (narrow, chunk of one): whole blocks, step 1, as a view. Anything else is refused."""
+    """slice (narrow, chunk of one): step 1, as a view; columns, and rows of each expert, in whole blocks.
+
+    Anything else is refused.
+    """
     tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
     if step != 1:
         raise UnsupportedOperator(f"{func}: {tensor._label()} has no view with step {step}")
     dim = dim_of(dim, tensor.dim())
-    return _piece(tensor, dim, *bounds(tensor.shape[dim], start, stop), func)
+    first, last = bounds(tensor.shape[dim], start, stop)
+    cut = _scattered if _scatters(tensor, dim) and 0 < last - first < tensor.shape[dim] else _piece
+    return cut(tensor, dim, first, last, func)
 
 
 def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -106,7 +113,7 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
     starts = range(0, total, size) if size else (0,)
-    if 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed and 0 < size < total:
+    if _scatters(tensor, dim) and 0 < size < total:
         return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
     pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
     for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor takes what it has gathered apart
@@ -115,22 +122,42 @@ def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     return pieces
 
 
-def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
-    """Entries of a dim that are rows here and there (some rows of each expert): they are read anew at each use.
+def _scatters(tensor: QuantizedTensor, dim: int) -> bool:
+    """True where entries of a dim are rows of each of several entries before it."""
+    return 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed
 
-    This is how FSDP2 shards dim 1 of expert weights, whose pieces it then copies. Raises UnsupportedOperator where a
-    cut falls inside a block, or blocks reach over several entries before `dim`.
+
+def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries of a dim that are rows here and there (some rows of each expert): they are read anew at each use, and the
+    bytes of a tensor of the same recipe can be copied into them.
+
+    This is how FSDP2 shards dim 1 of expert weights, whose pieces it then copies, and how checkpoints load such shards
+    into others. Raises UnsupportedOperator where a cut falls inside a block, or blocks reach over several entries
+    before `dim`.
     """
     inner, layout = prod(tensor.shape[dim + 1 : -1]), tensor.LAYOUT
     total, first, last = (n * inner for n in (tensor.shape[dim], start, stop))
-    if any(n % layout.block_rows for n in (total, first, last)) or tensor.shape[-1] != tensor._matrix[1]:
+    if isinstance(tensor._planes, ScatteredPlanes):
+        raise UnsupportedOperator(f"{operator}: a cut of {tensor._label()}, rows that are not adjacent: clone it first")
+    fits = tensor.shape[-1] == tensor._matrix[1] and not tensor._halo.rows
+    if any(n % layout.block_rows for n in (total, first, last)) or not fits:
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} rows of each "
             f"{total}; blocks of {layout.block_rows} rows must divide both"
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
-    planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last))
+    whole = tensor._alias()
+    whole._is_new = False
+
+    def runs() -> list[QuantizedTensor]:
+        matrix, starts = whole._alias(tensor._matrix), range(0, lead * total, total)
+        return [_cut(matrix, window(matrix, 0, at + first, at + last, operator)) for at in starts]
+
+    def columns(begin: int, end: int) -> QuantizedTensor:
+        return _scattered(_piece(whole, whole.dim() - 1, begin, end, operator), dim, start, stop, operator)
+
+    planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last), runs, columns)
     piece = tensor._with_planes(planes, shape, matrix=(lead * (last - first), tensor._matrix[1]))
     piece._home, piece._writes, piece._common, piece._is_new = tensor._home, tensor._writes, layout.shared, False
     return piece

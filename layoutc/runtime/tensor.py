@@ -22,7 +22,7 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedO
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
 from layoutc.runtime.flattening import place
 from layoutc.runtime.generated import Generated
-from layoutc.runtime.partial import Part, Writes, check_readable, chunk_protocol
+from layoutc.runtime.partial import Part, Writes, check_readable, chunk_protocol, forget
 from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
 from layoutc.runtime.sharding import NO_HALO, Halo
 
@@ -361,8 +361,8 @@ def written(tensors: Sequence[QuantizedTensor]) -> None:
     """Says that planes of tensors have been written, to whoever made something of what they held."""
     for tensor in tensors:
         tensor._writes.count += 1
-        if tensor._part is None:
-            tensor._writes.waiting.clear()
+        if tensor._part is None and tensor._writes.waiting:
+            forget(tensor)
     torch.autograd.graph.increment_version(tensors)
 
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def timed(work: Callable[[], Any]) -> float:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX, group=dist.new_group(backend="gloo"))
+    dist.all_reduce(took, dist.ReduceOp.MAX)  # over gloo, since it lies on the host
     return float(took)
 
 
@@ -120,10 +121,9 @@ def measure(recipe: str, folder: Path) -> Row:
         for _ in range(REPEATS + (stager is not None)):  # the first save allocates what the others use again
             clean()
             futures: list[Any] = []
-            blocking.append(
-                timed(lambda s=stager: futures.append(checkpoint.async_save(state, folder / "timed", async_stager=s)))  # type: ignore[misc]
-            )
-            whole.append(blocking[-1] + timed(lambda done=futures[0]: done.result()))  # type: ignore[misc]
+            begin = partial(checkpoint.async_save, state, folder / "timed", async_stager=stager)
+            blocking.append(timed(partial(lambda f, b: f.append(b()), futures, begin)))
+            whole.append(blocking[-1] + timed(futures[0].result))
         row[name], row[f"{name}, done"] = (statistics.median(times[-REPEATS:]) for times in (blocking, whole))
         if stager is not None:
             stager.close()
@@ -157,9 +157,7 @@ def main(recipes: list[str]) -> None:
     if rank == 0:
         name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
         count = LAYERS * WIDTH * WIDTH
-        print(
-            f"{name}, {dist.get_world_size()} ranks, torch {torch.__version__}, {count:,} weights in {LAYERS}; seconds"
-        )
+        print(f"{name}, {dist.get_world_size()} ranks, torch {torch.__version__}, {count:,} weights, seconds")
         columns = [key for key in rows[0] if key not in ("recipe", "bytes")]
         print(f"{'recipe':18} {'GB':>6} {'B/weight':>9} " + " ".join(f"{c:>18}" for c in columns))
         for row in rows:

@@ -24,11 +24,15 @@ from models import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import layoutc
 from layoutc.checkpoint import export_safetensors, load_safetensors, safetensors_files
 from layoutc.checkpoint.gathering import gathered_whole
 from layoutc.runtime import meshes
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
 INNER = 384  # rows of layers.0: three blocks of 128, so that two and four ranks cut inside of one
@@ -213,3 +217,277 @@ def replicated(recipe: str, where: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 def test_replicas_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(replicated, recipe, str(tmp_path))
+
+
+# -------------------------------------------------------------------------------------------- other ways to cut weights
+class Experts(nn.Module):
+    """Weights of five experts in one parameter, a buffer that files may leave out, and a head that is tied to it."""
+
+    def __init__(self, experts: int, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, rows, 64))
+        self.register_buffer("seen", torch.arange(4))
+
+
+def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) -> None:
+    """Cut on the dim of experts, so that one rank has none, or inside of each of them."""
+    mesh = init_device_mesh("cpu", (4,))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(experts, rows, 64, generator=generator)
+    x = (x * torch.exp2(torch.randint(-4, 5, (experts, rows, 1), generator=generator))).to(torch.bfloat16)
+    if dist.get_rank() == 0:
+        write(Path(where) / "source", {"experts.weight": x})
+    dist.barrier()
+    model = nn.Sequential(Experts(experts, rows))
+    layoutc.quantize_(model, recipe, filter_fn=lambda module, _: isinstance(module, Experts))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    with reads() as sizes:
+        loaded = load_safetensors(model, Path(where) / "source", rename=lambda name: name.replace("0.", "experts."))
+    assert loaded == (("0.seen",), ())
+    assert sizes == [model[0].weight._local_tensor.numel() * 2]
+    expected = recipe_module(recipe).quantize(x).planes()
+    assert_same_tensors(expected, gathered_whole(model[0].weight.detach()).planes())  # type: ignore[attr-defined]
+
+    export_safetensors(model, Path(where) / "quantized")
+    found = load_file(Path(where) / "quantized" / "model.safetensors")
+    assert_same_tensors({f"0.weight.{name}": plane for name, plane in expected.items()}, found)
+    before = own_bytes(model)
+    with torch.no_grad():
+        model[0].weight._local_tensor.zero_() if dim == 0 else None
+    load_safetensors(model, Path(where) / "quantized")
+    assert own_bytes(model) == before
+    plain = nn.Sequential(Experts(experts, rows)).to(torch.bfloat16)
+    fully_shard(plain, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    load_safetensors(plain, Path(where) / "quantized", convert=True)
+    want = recipe_module(recipe).quantize(x).dequantize(torch.bfloat16)
+    assert torch.equal(plain[0].weight.full_tensor(), want)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("experts", "rows", "dim"), [(5, 128, 0), (3, 512, 1)])
+def test_experts_load_also_where_a_rank_has_none(
+    four: Ranks, recipe: str, experts: int, rows: int, dim: int, tmp_path: Path
+) -> None:
+    four.run(loads_experts, recipe, experts, rows, dim, str(tmp_path))
+
+
+class Pair(nn.Module):
+    """Two layers, of which tensor parallelism cuts the first by rows, the second by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+
+
+def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
+    """Tensor parallelism over two ranks, with FSDP2 over two more, whose cuts of `up` go through blocks of 128."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: (torch.randn(256, 256, generator=generator) * torch.logspace(-2, 2, 256)).to(torch.bfloat16)
+        for name in ("up.weight", "down.weight")
+    }
+    if dist.get_rank() == 0:
+        write(Path(where) / "source", tensors)
+    dist.barrier()
+
+    def built() -> Pair:
+        model = Pair()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        layoutc.quantize_(model, recipe)
+        if sharded:
+            fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    model = built()
+    with reads() as sizes:
+        load_safetensors(model, Path(where) / "source")
+    assert sizes == [meshes.local_of(param).numel() * 2 for param in model.parameters()]
+    assert_holds(model, whole(recipe, tensors))
+    export_safetensors(model, Path(where) / "quantized")
+    found = load_file(Path(where) / "quantized" / "model.safetensors")
+    assert_same_tensors(whole(recipe, tensors), found)
+    other = built()
+    load_safetensors(other, Path(where) / "quantized")
+    assert_holds(other, whole(recipe, tensors))
+    assert own_bytes(other) == own_bytes(model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tensor_parallel_shards_load(four: Ranks, recipe: str, sharded: bool, tmp_path: Path) -> None:
+    four.run(loads_in_two_dims, recipe, sharded, str(tmp_path))
+
+
+def loads_casts(recipe: str, where: str) -> None:
+    """Weights that are cast on gather take plain values; what is gathered is the whole weight quantized."""
+    tensors = values(128, INNER)
+    if dist.get_rank() == 0:
+        write(Path(where) / "source", tensors)
+    dist.barrier()
+    model = Model(128, INNER)
+    layoutc.cast_on_gather_(model, recipe)
+    shard(model)
+    model(torch.randn(2, 128))
+    load_safetensors(model, Path(where) / "source")
+    for module in (*model.layers, model):
+        module.unshard()  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        if param.dim() == 2:
+            planes = planes_of(recipe, tensors[name])
+            held = param.data.planes()  # type: ignore[operator]
+            assert_same_tensors(held, planes)
+    export_safetensors(model, Path(where) / "plain", dtype=torch.bfloat16)
+    found = load_file(Path(where) / "plain" / "model.safetensors")
+    assert_same_tensors(tensors, found)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
+def test_weights_that_are_cast_on_gather_load(four: Ranks, recipe: str, tmp_path: Path) -> None:
+    four.run(loads_casts, recipe, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+def damaged(kind: str, folder: Path) -> None:
+    """Makes a folder of safetensors unusable."""
+    file, index = min(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-5])
+    elif kind == "header":
+        file.write_bytes(file.read_bytes()[:8] + b"?" + file.read_bytes()[9:])
+    elif kind == "lost file":
+        file.unlink()
+    elif kind == "crc":
+        raw_bytes = bytearray(file.read_bytes())
+        raw_bytes[-1] ^= 1
+        file.write_bytes(raw_bytes)
+    elif kind == "outside":
+        index.write_text(index.read_text().replace(file.name, f"../{file.name}"))
+
+
+def refuses(kind: str, where: str) -> tuple[str, str]:
+    """What is raised; nothing of the model has changed."""
+    folder, rank, tensors = Path(where) / "files", dist.get_rank(), values(128, INNER)
+    recipe, other = "nvfp4", "mxfp8"
+    if kind in ("crc", "layout", "plain"):
+        donor = shard(build(other if kind == "layout" else recipe, 128, INNER))
+        export_safetensors(donor, folder, max_shard_bytes=30_000)
+    elif rank == 0:
+        if kind == "missing":
+            del tensors["layers.1.weight"]
+        elif kind == "unexpected":
+            tensors["layers.9.weight"] = torch.zeros(2, 2)
+        elif kind == "shape":
+            tensors["head.weight"] = torch.zeros(128, 64)
+        elif kind == "dtype":
+            tensors["head.weight"] = tensors["head.weight"].to(torch.float8_e4m3fn)
+        elif kind == "integers":
+            tensors["layers.0.bias"] = tensors["layers.0.bias"].to(torch.int32)
+        write(folder, tensors, 2)
+    if rank == 0:
+        damaged(kind, folder)
+    dist.barrier()
+    if kind == "plain":
+        model: nn.Module = shard(Model(128, INNER))
+    else:
+        model = shard(build(recipe, 128, INNER))
+    before = own_bytes(model)
+    asked = folder if kind != "one rank" or rank != 2 else Path(where) / "elsewhere"
+    with reads() as sizes, pytest.raises((LayoutError, FileNotFoundError)) as caught:
+        load_safetensors(model, asked)
+    assert own_bytes(model) == before
+    assert not sizes
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("missing", "LayoutError", ["layers.1.weight: not in the files"]),
+        ("unexpected", "LayoutError", ["layers.9.weight: in the files, not in the model"]),
+        ("shape", "LayoutError", ["head.weight: shape (128, 64) in the files, (128, 128) in the model"]),
+        ("dtype", "LayoutError", ["head.weight: F8_E4M3 in the files", "dequantize the checkpoint first"]),
+        ("integers", "LayoutError", ["layers.0.bias: I32 in the files", "float32"]),
+        ("truncated", "DamagedError", ["model-00001-of-00002.safetensors is truncated"]),
+        ("header", "DamagedError", ["the header is not JSON"]),
+        ("lost file", "DamagedError", ["names model-00001-of-00002.safetensors, which is not there"]),
+        ("outside", "DamagedError", ["'../model-00001-of-00002.safetensors', which is not a file of its own folder"]),
+        ("crc", "DamagedError", ["are not those that were written (CRC-32 differs)"]),
+        ("layout", "LayoutError", ["in the files", "recipe mxfp8 in the file, nvfp4 here", "convert=True"]),
+        ("plain", "LayoutError", ["the files have it quantized in nvfp4, the model has it plain", "convert=True"]),
+        ("one rank", "FileNotFoundError", ["rank 2: ", "elsewhere has neither model.safetensors nor"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks_alike(
+    four: Ranks, kind: str, error: str, words: list[str], tmp_path: Path
+) -> None:
+    told = four.run(refuses, kind, str(tmp_path))
+    assert all(said == told[0] for said in told)
+    assert told[0][0] == error
+    assert all(word in told[0][1] for word in words), told[0][1]
+
+
+def refuses_to_export(kind: str, where: str) -> tuple[str, str, list[str]]:
+    """An export that rank 0 can't write."""
+    model, folder = shard(build("mxfp8", 128, INNER)), Path(where) / "files"
+    if kind == "not empty" and dist.get_rank() == 0:
+        folder.mkdir()
+        (folder / "mine").touch()
+    dist.barrier()
+    patch = pytest.MonkeyPatch()
+    if kind == "disk full" and dist.get_rank() == 0:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr("safetensors.torch.save_file", full)
+    if kind == "gathering" and dist.get_rank() == 0:
+
+        def no_memory(*_: Any) -> None:
+            raise MemoryError("no memory")
+
+        patch.setattr("layoutc.checkpoint.safetensors_export._made", no_memory)
+    with pytest.raises((LayoutError, OSError)) as caught:
+        export_safetensors(model, folder, max_shard_bytes=30_000)
+    patch.undo()
+    dist.barrier()
+    return type(caught.value).__name__, str(caught.value), sorted(path.name for path in Path(where).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words", "left"),
+    [
+        ("not empty", "FileExistsError", "files is there and not empty", ["files"]),
+        ("disk full", "OSError", "No space left on device", []),
+        ("gathering", "LayoutError", "MemoryError: no memory", []),
+    ],
+)
+def test_an_export_that_fails_raises_on_all_ranks_and_leaves_nothing(
+    four: Ranks, kind: str, error: str, words: str, left: list[str], tmp_path: Path
+) -> None:
+    told = four.run(refuses_to_export, kind, str(tmp_path))
+    assert all(said == told[0] for said in told)
+    assert told[0][0] == error
+    assert words in told[0][1]
+    assert told[0][2] == left
+
+
+def converts(files: str, recipe: str, where: str) -> None:
+    """A quantized export into shards of another layout: as quantizing what the files have, dequantized to fp32."""
+    tensors = values(128, INNER)
+    donor = shard(build(files, 128, INNER))
+    if dist.get_rank() == 0:
+        write(Path(where) / "source", tensors)
+    dist.barrier()
+    load_safetensors(donor, Path(where) / "source")
+    export_safetensors(donor, Path(where) / "quantized")
+    model = shard(build(recipe, 128, INNER))
+    load_safetensors(model, Path(where) / "quantized", convert=True)
+    there = recipe_module(files)
+    fp32 = {n: there.quantize(x).dequantize(torch.float32) if x.dim() == 2 else x for n, x in tensors.items()}
+    assert_holds(model, whole(recipe, fp32))
+
+
+@pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
+def test_another_layout_is_converted_when_asked_for(four: Ranks, files: str, recipe: str, tmp_path: Path) -> None:
+    four.run(converts, files, recipe, str(tmp_path))

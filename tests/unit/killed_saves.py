@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -77,13 +78,14 @@ def look(folder: Path, saved: list[int], overwrite: bool) -> dict[str, int]:
     whole = torn = 0
     for path in sorted(folder.iterdir()):
         target = state(10**6)
-        if path.name.endswith(".incomplete") and not (path / "layoutc.json").exists():
+        if path.name.endswith(".incomplete"):
             before = state(10**6)
             try:
                 checkpoint.load(target, path)
             except LayoutError:
                 torn += 1
                 assert same(target, before), "a refused load has changed the model"
+                shutil.rmtree(path)
                 continue
             raise AssertionError(f"{path} was loaded, though its save did not end")
         if not path.name.startswith("."):

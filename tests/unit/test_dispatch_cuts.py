@@ -253,12 +253,30 @@ def test_steps_and_scattered_rows_are_refused(recipe: str) -> None:
     with pytest.raises(UnsupportedOperator, match=r"slice.*step 2"):
         q[:, ::2]
     with pytest.raises(UnsupportedOperator, match="not adjacent rows"):
-        experts[:, :64]
-    with pytest.raises(UnsupportedOperator, match="not adjacent rows"):
         experts[:, 0]
     for cut in (lambda: q[:, 0], lambda: q.t()[0]):
         with pytest.raises(UnsupportedOperator, match="select"):
             cut()
+
+
+@each_recipe
+def test_rows_of_each_expert_are_read_and_take_bytes_in_whole_blocks(recipe: str) -> None:
+    """31, 32: scales that all rows share wait for the last of them."""
+    block = module(recipe).LAYOUT.block_rows
+    source, target = make(recipe, 3, 2 * block, 256), make(recipe, 3, 2 * block, 256)
+    with torch.no_grad():
+        target.copy_(100 * torch.randn(target.shape, generator=torch.Generator().manual_seed(9)))
+        assert same_bits(source[:, block:].dequantize(), source.dequantize()[:, block:])
+        target[:, block:].copy_(source[:, block:])
+        if recipe in SHARED:
+            with pytest.raises(LayoutError, match="whose scales also cover"):
+                target.dequantize()
+        target[:, :block].copy_(source[:, :block].clone())
+        assert torch.equal(target, source)
+        if block > 1:
+            for cut in (lambda x: x[:, : block - 1], lambda x: x[:, block // 2 :], lambda x: x.narrow(1, 1, block)):
+                with pytest.raises(UnsupportedOperator, match=f"blocks of {block} rows must divide both"):
+                    cut(source)
 
 
 @each_recipe

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "killed_saves.py"
 
 
-@pytest.mark.parametrize(("how", "times"), [("apart", 50), ("overwrite", 50)])
+@pytest.mark.parametrize(("how", "times"), [("apart", 30), ("overwrite", 20)])
 def test_a_killed_save_loses_nothing(tmp_path: Path, how: str, times: int) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path), str(times), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

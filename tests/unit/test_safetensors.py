@@ -1,0 +1,386 @@
+"""safetensors in and out of models on one process: all recipes, ties, names, and files that are not what they say."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quantized_cases import module, raw, same, same_tensors, snapshot, weight
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.checkpoint import export_safetensors, load_safetensors, safetensors_export
+from layoutc.checkpoint.regions import Box, entries_of, rows_of
+from layoutc.checkpoint.safetensors_files import read_folder, read_header
+from layoutc.recipes import RECIPES
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.facts import Plane
+from layoutc.runtime.tensor import QuantizedTensor
+
+BF16 = torch.bfloat16
+
+
+class Tied(nn.Module):
+    """A head that is the embedding's weight, one layer, and a buffer."""
+
+    def __init__(self, rows: int = 128, columns: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, columns)
+        self.layer = nn.Linear(columns, rows)
+        self.head = nn.Linear(columns, rows, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3))
+
+
+def tied(recipe: str | None, *sizes: int) -> Tied:
+    """In bf16, and quantized where a recipe is given."""
+    torch.manual_seed(0)
+    model = Tied(*sizes).to(BF16)
+    if recipe is not None:
+        layoutc.quantize_(model, recipe, filter_fn=lambda m, _: isinstance(m, nn.Linear | nn.Embedding))
+    return model
+
+
+def plain_values(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
+    """bf16 values, without the tied name and the buffer, as Hugging Face writes them."""
+    return {name: weight(*p.shape, seed=seed, dtype=BF16) for name, p in model.named_parameters()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def oracle(recipe: str, value: Tensor) -> dict[str, Tensor]:
+    """Planes by the recipe's reference; amaxes, which it takes as given, are those of a new weight."""
+    planes: dict[str, Tensor] = module(recipe).quantize_reference(value)
+    held = module(recipe).quantize(value).planes()
+    return {name: planes.get(name, plane) for name, plane in held.items()}
+
+
+def state(model: nn.Module) -> list[bytes]:
+    """All bytes of a model."""
+    found = []
+    for value in model.state_dict().values():
+        planes = value.planes().values() if isinstance(value, QuantizedTensor) else [value]
+        found += [bytes(raw(plane).tolist()) for plane in planes]
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, tmp_path: Path) -> None:
+    model = tied(recipe)
+    values = plain_values(model)
+    assert load_safetensors(model, write(tmp_path / "hf", values)) == (("steps",), ())
+    assert model.head.weight is model.embed.weight
+    for name in ("embed.weight", "layer.weight"):
+        held: Any = model.get_parameter(name)
+        assert same_tensors(oracle(recipe, values[name]), held.planes()), name
+    assert torch.equal(model.layer.bias, values["layer.bias"])
+
+    assert export_safetensors(model, tmp_path / "quantized") == ["model.safetensors"]
+    found = load_file(tmp_path / "quantized" / "model.safetensors")
+    names = [f"{name}.{plane}" for name in ("embed.weight", "layer.weight") for plane in held.planes()]
+    assert found.keys() == {*names, "layer.bias", "steps"}
+    assert all(
+        torch.equal(raw(found[f"{name}.{plane}"]), raw(tensor))
+        for name in ("embed.weight", "layer.weight")
+        for plane, tensor in oracle(recipe, values[name]).items()
+    )
+    other = tied(recipe)
+    assert load_safetensors(other, tmp_path / "quantized") == ((), ())
+    assert state(other) == state(model)
+    plain = tied(None)
+    load_safetensors(plain, tmp_path / "quantized", convert=True)
+    export_safetensors(model, tmp_path / "plain", dtype=BF16)
+    for name, value in load_file(tmp_path / "plain" / "model.safetensors").items():
+        held = model.state_dict()[name]
+        want = held.dequantize(BF16) if isinstance(held, QuantizedTensor) else held
+        assert torch.equal(raw(value), raw(want)), name
+        assert torch.equal(raw(value), raw(plain.state_dict()[name])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_quantized_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tied("mxfp8")
+    values = {name: weight(*p.shape, seed=2, dtype=dtype) for name, p in model.named_parameters()}
+    load_safetensors(model, write(tmp_path, values))
+    held: Any = model.layer.weight
+    assert same_tensors(oracle("mxfp8", values["layer.weight"]), held.planes())
+    assert torch.equal(model.layer.bias, values["layer.bias"].to(BF16))
+
+
+def test_names_are_renamed_both_ways_and_either_tied_name_will_do(tmp_path: Path) -> None:
+    model = tied("nvfp4")
+    values = plain_values(model)
+    values["head.weight"] = values.pop("embed.weight")
+    folder = write(tmp_path / "hf", {f"model.{name}": value for name, value in values.items()})
+    load_safetensors(model, folder, rename=lambda name: f"model.{name}")
+    held: Any = model.embed.weight
+    assert same_tensors(oracle("nvfp4", values["head.weight"]), held.planes())
+    export_safetensors(model.state_dict(), tmp_path / "out", rename=lambda name: f"model.{name}")
+    assert all(name.startswith("model.") for name in load_file(tmp_path / "out" / "model.safetensors"))
+    other = tied("nvfp4")
+    load_safetensors(torch.compile(other, backend="eager"), tmp_path / "out", rename=lambda name: f"model.{name}")
+    assert state(other) == state(model)
+    with pytest.raises(ValueError, match=r"embed\.weight would both be x|and embed\.weight would both be"):
+        export_safetensors(model, tmp_path / "none", rename=lambda name: "x")
+
+
+def test_what_is_missing_or_too_much_is_told_where_that_is_allowed(tmp_path: Path) -> None:
+    model = tied("mxfp8")
+    values = plain_values(model)
+    del values["layer.bias"]
+    before = model.layer.bias.detach().clone()
+    loaded = load_safetensors(model, write(tmp_path, values | {"else": torch.zeros(1)}), strict=False)
+    assert loaded == (("steps", "layer.bias"), ("else",))
+    assert torch.equal(model.layer.bias, before)
+
+
+def test_weights_that_are_cast_on_gather_take_plain_values_and_start_their_history_anew(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False, dtype=BF16))
+    layoutc.cast_on_gather_(model, "fp8_delayed")
+    model(torch.ones(2, 128, dtype=BF16))
+    value = weight(128, 128, seed=4, dtype=BF16)
+    load_safetensors(model, write(tmp_path / "hf", {"0.weight": value}))
+    held: Any = model[0].weight
+    assert same(held.quantize(), module("fp8_delayed").quantize(value))
+    export_safetensors(model, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["0.weight"], value)
+
+
+def test_one_orientation_is_exported_and_loads_where_no_other_is_held(tmp_path: Path) -> None:
+    value = weight(128, 128, dtype=BF16)
+    rowwise = module("mxfp8").quantize(value, orientations=("rowwise",))
+    export_safetensors({"weight": rowwise}, tmp_path / "out")
+    model = nn.Linear(128, 128, bias=False, dtype=BF16)
+    model.weight = nn.Parameter(module("mxfp8").quantize(torch.zeros_like(value), orientations=("rowwise",)))
+    load_safetensors(model, tmp_path / "out")
+    assert same(model.weight.data, rowwise)
+    layoutc.quantize_(both := nn.Linear(128, 128, bias=False, dtype=BF16), "mxfp8")
+    before = state(both)
+    with pytest.raises(LayoutError, match=r"weight: the files hold rowwise_data.* also columnwise_data"):
+        load_safetensors(both, tmp_path / "out")
+    assert state(both) == before
+
+
+# ------------------------------------------------------------------------------------------------------ files and forms
+def test_an_export_has_the_form_of_hugging_face(tmp_path: Path) -> None:
+    model = tied("mxfp8", 256, 128)
+    names = export_safetensors(model, tmp_path / "out", max_shard_bytes=70_000)
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tensors = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    _, metadata, _ = read_header(tmp_path / "out" / names[0])
+    assert metadata["format"] == "pt"
+    entry = json.loads(metadata["layoutc"])["embed.weight"]
+    assert entry["shape"] == [256, 128]
+    assert (entry["recipe"], entry["layout_id"]) == ("mxfp8", module("mxfp8").LAYOUT.layout_id)
+    assert all(isinstance(value, str) for value in metadata.values())
+    mode = (tmp_path / "out" / names[0]).stat().st_mode
+    (tmp_path / "new").touch()
+    assert mode == (tmp_path / "new").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]
+
+
+def test_an_empty_folder_is_taken_and_one_with_files_is_not(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export_safetensors(tied("mxfp8"), tmp_path / "out")
+    with pytest.raises(FileExistsError, match="not empty"):
+        export_safetensors(tied("mxfp8"), tmp_path / "out")
+
+
+def test_a_killed_export_leaves_no_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(safetensors_export, "_sync", lambda _: os._exit(9))  # once the first file is written
+        export_safetensors({"a": torch.ones(9), "b": torch.ones(8)}, tmp_path / "out", max_shard_bytes=36)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [path.name[:5] for path in tmp_path.iterdir()] == [".out."]
+    export_safetensors({"a": torch.ones(9)}, tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors")["a"].tolist() == [1.0] * 9
+
+
+def test_exports_that_can_not_be_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    quantized = module("mxfp8").quantize(weight(128, 128))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({"a": quantized}, {"dtype": torch.int8}, "dtype must be floating point"),
+        ({"a": quantized}, {"max_shard_bytes": 0}, "max_shard_bytes must be positive"),
+        ({"a": torch.empty(2, device="meta")}, {}, "a is on the meta device"),
+        ({"a": quantized.t()}, {}, "a view or a part of a weight"),
+        ({"a": quantized[16:48]}, {}, "a view or a part of a weight"),
+        ({"a": torch.zeros(2, dtype=torch.complex64)}, {}, "hold no torch.complex64"),
+        ({"a": quantized, "a.rowwise_data": torch.zeros(2)}, {}, "would both be a.rowwise_data"),
+    ]
+    for given_state, options, words in cases:
+        with pytest.raises((LayoutError, ValueError), match=words):
+            export_safetensors(given_state, tmp_path / "out", **options)
+        assert not list(tmp_path.iterdir())
+
+
+def test_without_safetensors_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = builtins.__import__
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match=r"layoutc\[safetensors\]"):
+        load_safetensors(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ImportError, match=r"layoutc\[safetensors\]"):
+        export_safetensors({}, tmp_path / "out")
+
+
+def rewritten(file: Path, change: Any) -> None:
+    """Writes a file's header anew, as `change` makes it."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    raw_header = json.dumps(header).encode()
+    file.write_bytes(len(raw_header).to_bytes(8, "little") + raw_header + content[8 + length :])
+
+
+def described(change: Any) -> Any:
+    """A change of what the metadata says of layer.weight."""
+
+    def changed(header: dict[str, Any]) -> None:
+        entries = json.loads(header["__metadata__"]["layoutc"])
+        change(entries["layer.weight"])
+        header["__metadata__"]["layoutc"] = json.dumps(entries)
+
+    return changed
+
+
+FORGED: list[tuple[Any, str]] = [
+    (lambda h: h["layer.bias"].pop("shape"), "entry of layer.bias has no dtype, shape and data_offsets"),
+    (lambda h: h["layer.bias"].update(shape=[-1, -128]), "entry of layer.bias has no"),
+    (lambda h: h["layer.bias"].update(shape=[127]), r"layer.bias of shape \(127,\) in BF16 can't be bytes"),
+    (lambda h: h["layer.bias"]["data_offsets"].__setitem__(1, 1 << 40), "is truncated: layer.bias ends at byte"),
+    (lambda h: h.pop("layer.bias"), "its header describes|begins at byte"),
+    (lambda h: h.update(again=h["layer.bias"]), "begins at byte"),
+    (lambda h: h.update(__metadata__=[]), "metadata of the header is no mapping"),
+    (lambda h: h["__metadata__"].update(layoutc="{"), "metadata of layoutc is not JSON"),
+    (described(lambda e: e.pop("crc32")), "metadata of layer.weight is not what export_safetensors writes"),
+    (described(lambda e: e["crc32"].update(rowwise_data=1)), r"CRC-32 differs"),
+    (described(lambda e: e.update(shape=[256, 64])), "should be Facts"),
+    (described(lambda e: e["planes"].update(more="uint8") or e["crc32"].update(more=1)), "does not hold"),
+    (described(lambda e: e.update(format=99)), "in form 99; this version of layoutc reads 1"),
+    (described(lambda e: e.update(layout_id="0" * 12)), "which no installed recipe has"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), FORGED)
+def test_forged_headers_are_refused_and_nothing_is_written(change: Any, words: str, tmp_path: Path) -> None:
+    model = tied("mxfp8")
+    export_safetensors(model, tmp_path / "out")
+    rewritten(tmp_path / "out" / "model.safetensors", change)
+    other = tied("mxfp8")
+    load_safetensors(other, write(tmp_path / "hf", plain_values(other, 9)))
+    before = state(other)
+    with pytest.raises(LayoutError, match=words):
+        load_safetensors(other, tmp_path / "out")
+    assert state(other) == before
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, 400), flip=st.integers(0, 399), bit=st.integers(0, 7))
+def test_no_damage_to_a_small_file_goes_unseen(cut: int, flip: int, bit: int, tmp_path: Path) -> None:
+    """Shortened anywhere, or with any bit flipped: refused, or read as values of the same shapes."""
+    file = write(tmp_path, {"a": torch.arange(24.0), "b": torch.ones(3, 5, dtype=BF16)}) / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:cut])
+    if cut < len(good):
+        with pytest.raises(DamagedError):
+            read_folder(tmp_path)
+    bad = bytearray(good)
+    bad[flip % len(good)] ^= 1 << bit
+    file.write_bytes(bad)
+    try:
+        found = read_folder(tmp_path).tensors
+    except DamagedError:
+        return
+    assert all(tensor.end <= len(good) for tensor in found.values())
+
+
+def test_a_folder_without_files_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"):
+        load_safetensors(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        load_safetensors(nn.Linear(2, 2), tmp_path / "nowhere")
+
+
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(LayoutError, match=r"call model\.to_empty"):
+        load_safetensors(model, write(tmp_path, {"weight": torch.zeros(4, 4)}))
+
+
+def test_block_scaled_fp8_of_others_is_refused_by_its_dtype(tmp_path: Path) -> None:
+    model = tied("mxfp8")
+    values = plain_values(model)
+    values["layer.weight"] = values["layer.weight"].to(torch.float8_e4m3fn)
+    values["layer.weight_scale_inv"] = torch.ones(1, 1)
+    before = snapshot(model.layer.weight.data)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"layer\.weight: F8_E4M3 in the files, but mxfp8 takes F32, BF16 and F16"):
+        load_safetensors(model, write(tmp_path, values))
+    assert same_tensors(before, model.layer.weight.data.planes())  # type: ignore[operator]
+
+
+# --------------------------------------------------------------------------------------------------------------- shapes
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    recipe=st.sampled_from(["fp8_block", "mxfp6_e2m3", "int4_group32", "nvfp4", "int8_rowwise"]),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    experts=st.integers(0, 2),
+    data=st.data(),
+)
+def test_any_shape_comes_back(recipe: str, rows: int, columns: int, experts: int, data: Any, tmp_path: Path) -> None:
+    layout = module(recipe).LAYOUT
+    odd = data.draw(st.integers(1, 40)) if layout.multiple_m == 1 else layout.multiple_m
+    shape = (*([experts] if experts else []), rows * odd, columns * max(layout.multiple_k, 8))
+    value = weight(*shape, seed=rows, dtype=BF16)
+    quantized = module(recipe).quantize(value)
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))  # one test path serves all examples
+    export_safetensors({"weight": quantized}, folder)
+    model = nn.Module()
+    model.weight = nn.Parameter(module(recipe).quantize(torch.zeros_like(value)))
+    load_safetensors(model, folder)
+    assert same(model.weight.data, quantized)
+    plain = nn.Module()
+    plain.weight = nn.Parameter(torch.zeros_like(value))
+    load_safetensors(plain, folder, convert=True)
+    assert torch.equal(plain.weight.data, quantized.dequantize())
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_box_is_the_rows_that_it_says(data: Any) -> None:
+    """Against torch's own indexing."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)))
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    box = Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    matrix = numbers.view(-1, shape[-1])
+    runs = rows_of(shape, box)
+    plane = Plane(1, 1)
+    pieces = [matrix[entries_of(plane, matrix.shape, rows, shape[-1])] for rows in runs]
+    found = torch.cat(pieces).flatten() if pieces else numbers.new_empty(0)
+    assert torch.equal(found, numbers[box.slices].flatten())
