@@ -50,7 +50,7 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Instead of a spec: what a folder of a saved model holds.",
 )
@@ -84,6 +84,8 @@ def show(
         given = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
         if recipe is not None or given:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
+        if not checkpoint.is_dir():
+            raise click.UsageError(f"{checkpoint} does not exist")
         _show_checkpoint(checkpoint, thorough, as_json)
         return
     if recipe is None or thorough:
@@ -124,7 +126,7 @@ def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
     try:
         facts = inspection.inspect(folder, thorough)
     except (inspection.LayoutError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(show_checkpoint.shown(f"error: {error}"), err=True)
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(as_data(facts)))

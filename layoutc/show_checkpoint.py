@@ -27,16 +27,16 @@ def _head(facts: CheckpointFacts) -> Table:
 
 
 def _share(facts: CheckpointFacts) -> str:
-    return f", of which the folder has {facts.bytes_on_disk / facts.bf16_bytes:.2%}" if facts.bf16_bytes else ""
+    return f"; the folder has {facts.bytes_on_disk / facts.bf16_bytes:.2%} of that" if facts.bf16_bytes else ""
 
 
 def _entries(facts: CheckpointFacts) -> Table:
     rows = tuple(
         (
-            entry.name,
+            shown(entry.name),
             "x".join(map(str, entry.shape)) or "scalar" if entry.shape is not None else "",
-            entry.kind,
-            ", ".join(layout.layout_id for layout in entry.layouts),
+            shown(entry.kind),
+            ", ".join(shown(layout.layout_id) for layout in entry.layouts),
             ", ".join(str(layout.language) for layout in entry.layouts),
             ", ".join("yes" if layout.installed else "no" for layout in entry.layouts),
             str(entry.pieces),
@@ -55,11 +55,11 @@ def _strange(facts: CheckpointFacts) -> list[Table]:
     unknown = {one.layout_id: one for entry in facts.entries for one in entry.layouts if not one.installed}
     found = []
     if unknown:
-        rows = tuple((one.recipe, one.layout_id, one.difference or "") for one in unknown.values())
+        rows = tuple((shown(one.recipe), shown(one.layout_id), shown(one.difference or "")) for one in unknown.values())
         found.append(Table("Layouts that no installed recipe has", ("recipe", "layout id", "because"), rows))
     mixed = [entry for entry in facts.entries if len(entry.layouts) + (entry.plain > 0) > 1]
     if mixed:
-        ways = tuple((entry.name, _ways(entry)) for entry in mixed)
+        ways = tuple((shown(entry.name), shown(_ways(entry))) for entry in mixed)
         found.append(Table("Tensors whose pieces are stored in several ways", ("entry", "pieces"), ways))
     return found
 
@@ -81,8 +81,13 @@ def _totals(facts: CheckpointFacts) -> Table:
 
 def _total(one: TotalFacts) -> tuple[str, ...]:
     numbers = (f"{one.entries:,}", f"{one.elements:,}", f"{one.stored_bytes:,}")
-    return (one.kind, *numbers, _per_element(one.bytes_per_element), f"{one.bf16_bytes:,}")
+    return (shown(one.kind), *numbers, _per_element(one.bytes_per_element), f"{one.bf16_bytes:,}")
 
 
 def _per_element(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def shown(text: str) -> str:
+    """A text of a file as a terminal may have it: what is no letter or sign is spelled out."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -44,7 +44,9 @@ def _quantized(name: str, described: Mapping[str, Any], planes: list[Stored]) ->
     if form != FORMAT:
         raise LayoutError(f"{path}: {name} is in form {form}; this version of layoutc reads {FORMAT}")
     shape, language = tuple(described["shape"]), described.get("language")
-    if type(language) is not int or any(size < 0 for size in shape) or not is_facts(described["facts"]):
+    words = [*described["orientations"], *described["planes"]]
+    fits = type(language) is int and min(shape, default=0) >= 0 and all(isinstance(word, str) for word in words)
+    if not fits or not is_facts(described["facts"]):
         raise DamagedError(f"{path}: the metadata of {name} is not what export_safetensors writes")
     held = sum(plane.end - plane.begin for plane in planes)
     return entry_of(name, shape, described["dtype"], [described], 1, held)

@@ -28,7 +28,8 @@ _SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that a record may have
 
 
 class Record(NamedTuple):
-    """A record of a zip: where it begins and ends (header included), its size and CRC-32, what its header repeats."""
+    """A record of a zip: where it begins and ends (header included), its size and CRC-32, and what its header repeats:
+    fields, and those of size and place that need 64 bits."""
 
     name: str
     start: int
@@ -36,6 +37,7 @@ class Record(NamedTuple):
     size: int
     crc32: int
     repeated: tuple[int, ...]
+    wide: bytes
 
 
 class Directory(NamedTuple):
@@ -83,18 +85,14 @@ def place_of(read: Read, record: Record, where: str) -> int:
         raise _damaged(where, f"{record.name} is longer than the place for it")
     rest = bytes(read(record.start + _LOCAL.size, names + extras))
     later = bool(record.repeated[1] & _SIZES_FOLLOW) and (crc32, packed, size) == (0, 0, 0)
-    alike = (crc32, packed, size) == (record.crc32, record.size, record.size) or later or _FULL in (packed, size)
-    if tuple(repeated) != record.repeated or rest[:names] != record.name.encode() or not alike:
-        raise _damaged(where, f"the header of {record.name} is not what the directory says")
-    wide = _extra(rest[names:], f"{where}: {record.name}")
-    if wide and wide not in (struct.pack("<2Q", record.size, record.size), bytes(16), wide_of(record)):
+    alike = later or (crc32, packed, size) == (record.crc32, record.size, record.size)
+    alike = alike and tuple(repeated) == record.repeated and rest[:names] == record.name.encode()
+    wide = record.wide
+    if len(wide) >= 16 and later:  # the size as stored is not known when the header is written
+        wide = wide[:8] + bytes(8) + wide[16:]
+    if not alike or _extra(rest[names:], f"{where}: {record.name}") != wide:
         raise _damaged(where, f"the header of {record.name} is not what the directory says")
     return first
-
-
-def wide_of(record: Record) -> bytes:
-    """The 64-bit sizes and place of a record, as its header repeats them."""
-    return struct.pack("<3Q", record.size, record.size, record.start)
 
 
 def check(data: memoryview, where: str) -> Directory:
@@ -112,18 +110,17 @@ def check(data: memoryview, where: str) -> Directory:
         last = first + record.size
         if zlib.crc32(data[first:last]) != record.crc32:
             raise _damaged(where, f"the bytes of {record.name} are not those that were written (CRC-32 differs)")
-        if bytes(data[last : record.end]) not in _after(record):
+        if bytes(data[last : record.end]) != _after(record):
             raise _damaged(where, f"what follows {record.name} is not its sizes and CRC-32")
     return found
 
 
-def _after(record: Record) -> tuple[bytes, ...]:
+def _after(record: Record) -> bytes:
+    """What follows the bytes of a record."""
     if not record.repeated[1] & _SIZES_FOLLOW:
-        return (b"",)
-    wide = _WIDE_SIZES.pack(b"PK\7\x08", record.crc32, record.size, record.size)
-    if record.size >= _FULL:
-        return (wide,)
-    return (_SIZES.pack(b"PK\7\x08", record.crc32, record.size, record.size), wide)
+        return b""
+    kind = _WIDE_SIZES if record.wide else _SIZES
+    return kind.pack(b"PK\7\x08", record.crc32, record.size, record.size)
 
 
 def _place(tail: bytes, length: int, where: str) -> tuple[int, int, int]:
@@ -160,18 +157,18 @@ def _entry(data: bytes, where: str) -> tuple[Record, int, tuple[int, ...]]:
         name = data[_ENTRY.size : _ENTRY.size + names].decode()
     except UnicodeDecodeError:
         raise _damaged(where, "a record's name is not text") from None
-    wide = _extra(data[_ENTRY.size + names : ends], f"{where}: {name!r}")
+    wide = left = _extra(data[_ENTRY.size + names : ends], f"{where}: {name!r}")
     fields = []
     for value in (size, packed, start):
-        if value == _FULL and len(wide) >= 8:
-            (value,), wide = struct.unpack("<Q", wide[:8]), wide[8:]
+        if value == _FULL and len(left) >= 8:
+            (value,), left = struct.unpack("<Q", left[:8]), left[8:]
         fields.append(value)
     size, packed, start = fields
     if repeated[1] & ~(_SIZES_FOLLOW | _UTF8) or repeated[2] or packed != size:
         raise _damaged(where, f"{name!r} is compressed or encrypted, which torch.save never writes")
-    if ends > len(data) or comment or disk or wide or not name:
+    if ends > len(data) or comment or disk or left or not name:
         raise _damaged(where, "its directory is not as torch.save writes it")
-    return Record(name, start, 0, size, crc32, tuple(repeated)), ends, (made, repeated[0], inner, outer)
+    return Record(name, start, 0, size, crc32, tuple(repeated), wide), ends, (made, repeated[0], inner, outer)
 
 
 def _extra(data: bytes, where: str) -> bytes:
