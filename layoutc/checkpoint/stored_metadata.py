@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain, pairwise
+from operator import add, gt
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -39,6 +40,10 @@ _FIELDS: dict[tuple[str, str], dict[str, bool]] = {
         "crc32": False,  # of the item's directory, which layoutc.checkpoint.save adds
     },
     (_FILES, "_StoragePrefix"): {"prefix": True},
+}
+_KEYS = {  # of each class: those that it may have, and those that it must have
+    name: (frozenset(fields), frozenset(field for field, needed in fields.items() if needed))
+    for (_, name), fields in _FIELDS.items()
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by the number in the file
@@ -94,12 +99,11 @@ class _Maker:
         """What the file set on an object of a class."""
         if not isinstance(value, _Given) or type(value)._class != name:
             self._fail(f"{about} is no {name}")
-        found = vars(value)
-        known = next(fields for (_, one), fields in _FIELDS.items() if one == name)
-        if unknown := [key for key in found if key not in known]:
-            self._fail(f"{about} has {unknown[0]}, which a {name} of this version of torch has not")
-        if missing := [key for key, needed in known.items() if needed and key not in found]:
-            self._fail(f"{about} has no {missing[0]}")
+        found, (known, needed) = vars(value), _KEYS[name]
+        if not needed <= found.keys() <= known:
+            if unknown := found.keys() - known:
+                self._fail(f"{about} has {min(unknown)}, which a {name} of this version of torch has not")
+            self._fail(f"{about} has no {min(needed - found.keys())}")
         return found
 
     def metadata(self, value: Any) -> dcp.Metadata:
@@ -163,7 +167,7 @@ class _Maker:
         offsets, sizes = (self._shape(found[key], name) for key in ("offsets", "sizes"))
         if len(offsets) != len(size) or len(sizes) != len(size):
             self._fail(f"a chunk of {name} has not as many dims as the tensor")
-        if any(a + b > c for a, b, c in zip(offsets, sizes, size, strict=True)):
+        if any(map(gt, map(add, offsets, sizes), size)):
             self._fail(f"a chunk of {name}, {tuple(sizes)} at {tuple(offsets)}, is outside of its {tuple(size)}")
         return dcp.ChunkStorageMetadata(offsets, sizes)
 
