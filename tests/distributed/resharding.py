@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import layoutc
+from layoutc import checkpoint
 from layoutc.runtime.tensor import QuantizedTensor
 
 WIDTH = 64
@@ -76,8 +77,22 @@ class Part(nn.Module):
         return out
 
 
-class Parts(nn.ModuleDict):
-    """A part for each recipe."""
+class Parts(nn.Module):
+    """A part for each recipe. Not an nn.ModuleDict, which torch 2.11 does not shard."""
+
+    def __setitem__(self, recipe: str, part: nn.Module) -> None:
+        self.add_module(recipe, part)
+
+    def __getitem__(self, recipe: str) -> Any:
+        return getattr(self, recipe)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Recipes and parts."""
+        return self.named_children()
+
+    def values(self) -> Iterator[Any]:
+        """Parts."""
+        return self.children()
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """(n, width) -> the loss of each part."""
@@ -178,17 +193,24 @@ def assert_holds(model: nn.Module, optimizer: Any, expected: dict[str, dict[str,
 
 
 # ----------------------------------------------------------------------------------------------------- files and models
-def save(model: nn.Module, optimizer: Any, folder: str, group: Any = None) -> None:
-    """Weights, masters and moments; by one process alone where there is no group."""
+def save(model: nn.Module, optimizer: Any, folder: str, group: Any = None, *, ours: bool = False) -> None:
+    """Weights, masters and moments; by one process alone where there is no group. ours: through layoutc.checkpoint."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    if ours:
+        checkpoint.save(state, folder, process_group=group)
+    else:
+        dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
 
 
-def load(model: nn.Module, optimizer: Any, folder: str, group: Any = None) -> None:
+def load(model: nn.Module, optimizer: Any, folder: str, group: Any = None, *, ours: bool = False) -> None:
     """The inverse of `save`, into any model of the same shapes."""
     weights, moments = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": moments}
-    dcp.load(loaded, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    if ours:
+        checkpoint.load(loaded, folder, process_group=group)
+    else:
+        dcp.load(loaded, checkpoint_id=folder, process_group=group, no_dist=group is None)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
 
 
