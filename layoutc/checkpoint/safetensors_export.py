@@ -22,7 +22,7 @@ from layoutc.checkpoint.gathering import gathered_whole
 from layoutc.checkpoint.safetensors_files import DTYPES, INDEX, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors_load import Rename, file_name
 from layoutc.checkpoint.verdicts import Problem, agree, noted, rank_of
-from layoutc.runtime import gathered, meshes, partial, stored
+from layoutc.runtime import checksums, gathered, meshes, partial, stored
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -248,7 +248,7 @@ def _description(name: str, whole: QuantizedTensor, made: Mapping[str, Tensor]) 
         "dtype": str(whole.dtype).removeprefix("torch."),
         "orientations": list(whole._orientations),
         "planes": {plane: str(held.dtype).removeprefix("torch.") for plane, held in whole.planes().items()},
-        "crc32": {plane: stored.crc32(made[f"{name}.{plane}"]) for plane in whole.planes()},
+        "crc32": {plane: checksums.crc32(made[f"{name}.{plane}"]) for plane in whole.planes()},
     }
 
 

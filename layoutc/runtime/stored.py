@@ -8,7 +8,6 @@ need: codes of no other row, scales once, and a CRC-32 of every plane. The file 
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from layoutc.runtime.checksums import crc32
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Layout, cdiv
 from layoutc.runtime.partial import check_readable
@@ -134,12 +134,6 @@ def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, 
         whole = found[name] = planes[name].new_zeros(facts.shape)
         whole[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
     return found
-
-
-def crc32(plane: Tensor) -> int:
-    """CRC-32 of a plane's bytes in row-major order, as zlib computes it."""
-    flat = plane.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(memoryview(flat.numpy())) if flat.numel() else 0  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------------------------------------- layouts and classes
