@@ -91,7 +91,7 @@ def _layout(layout_id: str, headers: Sequence[Mapping[str, Any]]) -> LayoutFacts
     try:
         stored.class_of(header)
     except LayoutError:
-        difference = stored._differences(header["recipe"], header)
+        difference = stored.against_installed(header["recipe"], header)
     return LayoutFacts(
         header["recipe"],
         layout_id,

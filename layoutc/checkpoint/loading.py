@@ -108,7 +108,7 @@ def _planned(
     if folder.name.endswith(INCOMPLETE):
         raise LayoutError(f"{folder} was being written when its save ended: load an earlier checkpoint, and delete it")
     is_first = rank_of(group) == 0
-    _check_manifest(folder, every_file=is_first)
+    check_manifest(folder, every_file=is_first)
     metadata, planner = read_metadata(folder), _Planner()
     try:
         planner.set_up_planner(states, metadata, is_first)
@@ -120,7 +120,7 @@ def _planned(
     return planner, metadata, folder
 
 
-def _check_manifest(folder: Path, every_file: bool) -> None:
+def check_manifest(folder: Path, every_file: bool) -> None:
     """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
     path = folder / MANIFEST
     if not path.exists():

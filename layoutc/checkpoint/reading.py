@@ -264,6 +264,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "language": _is_size,
     "spec_sha256": lambda value: isinstance(value, str),
     "facts": is_facts,
+    "module": lambda value: isinstance(value, str),
     "shape": _is_shape,
     "dtype": lambda value: isinstance(value, str) and isinstance(vars(torch).get(value), torch.dtype),
     "matrix": lambda value: _is_shape(value) and len(value) == 2,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.tensor import QuantizedTensor
 
 FORMAT = 1  # of what `describe` and `state_of` write
-_classes: dict[str, type[QuantizedTensor]] = {}  # by layout id
+_classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, and the module that generated code is in
 
 
 def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **describe(tensor.LAYOUT),
+        "module": type(tensor).__module__,  # which of several classes of one layout; no more than a preference
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "matrix": tensor._matrix,
@@ -138,16 +139,17 @@ def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, 
 
 # -------------------------------------------------------------------------------------------------- layouts and classes
 def register(cls: type[QuantizedTensor]) -> None:
-    """Makes a generated class the one that tensors of its layout are restored as; the first of a layout stays it."""
-    _classes.setdefault(cls.LAYOUT.layout_id, cls)
+    """Makes a generated class one that tensors of its layout can be restored as."""
+    _classes.setdefault(cls.LAYOUT.layout_id, {})[cls.__module__] = cls
 
 
 def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     """The class of a stored layout, given what `describe` wrote of it: of an imported recipe, else an installed one.
 
-    Raises LayoutError that says how the installed recipe of that name differs.
+    Of several it is the one that was in the same module, or the first. Raises LayoutError that says how the installed
+    recipe of that name differs.
     """
-    if (known := _classes.get(stored["layout_id"])) is not None:
+    if (known := _known(stored)) is not None:
         return known
     recipes = importlib.import_module("layoutc.recipes")
     name = stored["recipe"]
@@ -156,18 +158,24 @@ def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     for point in entry_points(group="layoutc.recipes"):
         if point.name == name:
             point.load()
-    if (known := _classes.get(stored["layout_id"])) is not None:
+    if (known := _known(stored)) is not None:
         return known
     raise LayoutError(
         f"the file holds {name} of layout {stored['layout_id']} (spec language {stored['language']}, spec "
-        f"{stored['spec_sha256'][:12]}), which no installed recipe has; {_differences(name, stored)}. Import the "
+        f"{stored['spec_sha256'][:12]}), which no installed recipe has; {against_installed(name, stored)}. Import the "
         "package that was generated from that spec"
     )
 
 
-def _differences(name: str, stored: Mapping[str, Any]) -> str:
+def _known(stored: Mapping[str, Any]) -> type[QuantizedTensor] | None:
+    found = _classes.get(stored["layout_id"], {})
+    return found.get(stored.get("module", "")) or next(iter(found.values()), None)
+
+
+def against_installed(name: str, stored: Mapping[str, Any]) -> str:
     """How the installed recipe of a name differs from a stored layout, in words."""
-    here = next((cls.LAYOUT for cls in _classes.values() if cls.LAYOUT.name == name), None)
+    every = (cls.LAYOUT for classes in _classes.values() for cls in classes.values())
+    here = next((layout for layout in every if layout.name == name), None)
     if here is None:
         return f"no recipe {name} is installed"
     return f"the installed {name} is layout {here.layout_id}: {difference(stored, describe(here))}"
