@@ -63,8 +63,8 @@ def async_save(
 
     The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
     options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again
-    from torch 2.12 on, and is its owner's to close), planner. The process
-    group needs a CPU backend, as in init_process_group("cpu:gloo,cuda:nccl"). A save that is killed leaves no folder.
+    from torch 2.12 on, and is its owner's to close), planner. The process group needs a CPU backend, and to be another
+    than those that training uses meanwhile: dist.new_group(backend="gloo"). A save that is killed leaves no folder.
     """
     writer = prepare(folder, overwrite, process_group)
     # Not the writer itself, which torch would take for the stager that copies as zeros_like does: to dense tensors.
