@@ -1,6 +1,6 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
-Names of recipes may follow, and `checks`, which stands for what compares a card's conversions with arithmetic.
+Names of recipes may follow (`all`, if none), and `checks`: what compares a card's conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, its conversions, and
 instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
 again.
@@ -171,19 +171,18 @@ def main() -> None:
     """Prints one JSON object for each kernel."""
     capability = int(sys.argv[1])
     folder = Path(layoutc.recipes.__file__).parent
-    if not sys.argv[2:]:
+    named = set(sys.argv[2:]) or {"all"}
+    if "all" in named:
         for name, constants, tile, dtype in amax_variants():
             kernel = triton_groups.amax_group_kernel
             found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
             print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
     level = launch.level_of(divmod(capability, 10))
-    for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in sys.argv[2:] else ():
+    for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in named else ():
         found = figures(compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
         print(json.dumps({"recipe": "checks", "kernel": name, "tile": triton_checks.TILE, **found}), flush=True)
-    chosen = [name for name in sys.argv[2:] if name != "checks"] or sorted(
-        path.parent.name for path in folder.glob("*/kernels.py")
-    )
-    for recipe in chosen:
+    every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
+    for recipe in every if "all" in named else sorted(named - {"checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
         for name, kernel, flags, tile, dtype in variants(kernels, layout):

@@ -73,8 +73,8 @@ def killed_run(folder: Path, first: int, overwrite: bool, after: float) -> list[
         return [int(line) for line in told.read().split()]
 
 
-def look(folder: Path, saved: list[int], overwrite: bool) -> dict[str, int]:
-    """Loads everything; how many folders were whole and how many torn ones were refused."""
+def look(folder: Path, first: int, saved: list[int], overwrite: bool) -> dict[str, int]:
+    """Loads everything from just before step `first` on; how many folders were whole, how many torn ones refused."""
     whole = torn = 0
     for path in sorted(folder.iterdir()):
         target = state(10**6)
@@ -88,7 +88,7 @@ def look(folder: Path, saved: list[int], overwrite: bool) -> dict[str, int]:
                 shutil.rmtree(path)
                 continue
             raise AssertionError(f"{path} was loaded, though its save did not end")
-        if not path.name.startswith("."):
+        if not path.name.startswith(".") and int(path.name.partition("_")[2] or first) >= first - 2:
             checkpoint.load(target, path)
             assert same(target, state(target["step"])), f"{path} holds other bytes than were saved"
             whole += 1
@@ -113,10 +113,10 @@ def main(folder: Path, times: int, overwrite: bool) -> None:
     first = 1
     for _ in range(times):
         saved = killed_run(run, first, overwrite, dice.uniform(0, 4 * one))
-        told = look(run, saved, overwrite)
+        told = look(run, first, saved, overwrite)
         first += len(saved) + 1
         found = {
-            "whole": told["whole"],
+            "whole": found["whole"] + told["whole"],
             "torn": found["torn"] + told["torn"],
             "reported": found["reported"] + len(saved),
         }
