@@ -98,7 +98,7 @@ def _totals(entries: Sequence[EntryFacts]) -> tuple[TotalFacts, ...]:
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 def _entries(folder: Path, thorough: bool) -> Iterator[EntryFacts]:
     metadata = reading.read_metadata(folder)
-    loading.check_manifest(folder, every_file=True)
+    loading.check_manifest(folder)
     reading.check_files(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):

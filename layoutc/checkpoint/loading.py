@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
 from layoutc.checkpoint.reading import check_item, directory_crc, read_metadata
 from layoutc.checkpoint.saving import FORMAT, INCOMPLETE, MANIFEST, previous
-from layoutc.checkpoint.verdicts import everywhere, rank_of, together
+from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -67,7 +67,8 @@ def load(
     """
     path, group = Path(folder), process_group
     states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}
-    planner, metadata, path = together(lambda: _planned(states, path, strict, group), group)
+    metadata, path = from_first(lambda: _metadata(path), group)
+    planner = together(lambda: _planned(states, metadata, path, strict, rank_of(group) == 0), group)
     loaded = together(lambda: _read(planner, metadata, path, convert), group)
     mine = [found.name for found in loaded.tensors.values() if found.requantizes]
     collective = {name for names in everywhere(mine, group) for name in names}
@@ -98,18 +99,20 @@ class _Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], value)
 
 
-def _planned(
-    states: dict[str, Any], folder: Path, strict: bool, group: dist.ProcessGroup | None
-) -> tuple[_Planner, Metadata, Path]:
-    """What this rank is to read, from where. Raises LayoutError where the checkpoint does not fit the state dict."""
+def _metadata(folder: Path) -> tuple[Metadata, Path]:
+    """What a folder says of itself, checked, and where it is. On one rank: a large model's takes seconds to read."""
     if not folder.exists() and previous(folder).exists():
         warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
         folder = previous(folder)
     if folder.name.endswith(INCOMPLETE):
         raise LayoutError(f"{folder} was being written when its save ended: load an earlier checkpoint, and delete it")
-    is_first = rank_of(group) == 0
-    check_manifest(folder, every_file=is_first)
-    metadata, planner = read_metadata(folder), _Planner()
+    check_manifest(folder)
+    return read_metadata(folder), folder
+
+
+def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: bool, is_first: bool) -> _Planner:
+    """What this rank is to read. Raises LayoutError where the checkpoint does not fit the state dict."""
+    planner = _Planner()
     try:
         planner.set_up_planner(states, metadata, is_first)
         planner.reads = planner.create_local_plan().items
@@ -117,10 +120,10 @@ def _planned(
         raise LayoutError(f"{folder} does not fit the state dict: {error}") from error
     if strict:
         _check_unexpected(states, planner, metadata)
-    return planner, metadata, folder
+    return planner
 
 
-def check_manifest(folder: Path, every_file: bool) -> None:
+def check_manifest(folder: Path) -> None:
     """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
     path = folder / MANIFEST
     if not path.exists():
@@ -135,7 +138,7 @@ def check_manifest(folder: Path, every_file: bool) -> None:
     held = (folder / ".metadata").read_bytes() if (folder / ".metadata").exists() else b""
     if {"bytes": len(held), "crc32": zlib.crc32(held)} != expected:
         raise DamagedError(f"{folder / '.metadata'} is not what was saved: its CRC-32 or size differs from {MANIFEST}")
-    for name, size in files if every_file else ():
+    for name, size in files:
         file = folder / str(name)
         if not file.is_file():
             raise DamagedError(f"{file} is missing")

@@ -65,6 +65,19 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return result
 
 
+def from_first(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `work` gives on the first rank, on every rank; raises on all of them where it fails there. Collective."""
+    problems: list[Problem] = []
+    found: list[Any] = [None]
+    if rank_of(group) == 0:
+        with noted(problems):
+            found = [work()]
+    agree(problems, group)
+    if size_of(group) > 1:
+        dist.broadcast_object_list(found, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    return found[0]  # type: ignore[no-any-return]
+
+
 def agree(problems: Sequence[Problem], group: dist.ProcessGroup | None, facts: str = "", what: str = "") -> None:
     """Raises on all ranks of a group alike where one has problems, or where their `facts` (of `what`) differ.
 
