@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.gathering import gathered_whole
 from layoutc.checkpoint.safetensors_files import DTYPES, INDEX, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors_load import Rename, file_name
+from layoutc.checkpoint.saving import sync
 from layoutc.checkpoint.verdicts import Problem, agree, noted, rank_of
 from layoutc.runtime import checksums, gathered, meshes, partial, stored
 from layoutc.runtime.casting import CastOnGather
@@ -219,7 +220,7 @@ def _write_file(
             mode = path.stat().st_mode
             library().save_file(tensors, path, metadata=metadata)
             path.chmod(mode)
-            _sync(path)
+            sync(path)
 
 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -261,16 +262,7 @@ def _finish(partly: Path, folder: Path, names: Sequence[str], files: Sequence[Se
         total = sum(item.nbytes for file in files for item in file)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (partly / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _sync(partly / INDEX)
-    _sync(partly)
+        sync(partly / INDEX)
+    sync(partly)
     os.replace(partly, folder)  # where a folder is, it is empty
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    """Until it returns, a crash of the machine may undo what was written to a file or folder."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    sync(folder.parent)

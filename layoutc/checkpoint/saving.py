@@ -150,21 +150,21 @@ def previous(folder: Path) -> Path:
 
 def _publish(partial: Path, folder: Path) -> None:
     """Gives a complete folder its name."""
-    _sync(partial)
+    sync(partial)
     old = previous(folder)
     if old.exists() and folder.exists():
         shutil.rmtree(old)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     if old.exists():
         shutil.rmtree(old)
 
 
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder last."""
-    number = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes what was written to a file or folder last: until it returns, a crash of the machine may undo it."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

@@ -204,7 +204,7 @@ def test_an_empty_folder_is_taken_and_one_with_files_is_not(tmp_path: Path) -> N
 
 def test_a_killed_export_leaves_no_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(safetensors_export, "_sync", lambda _: os._exit(9))  # once the first file is written
+        monkeypatch.setattr(safetensors_export, "sync", lambda _: os._exit(9))  # once the first file is written
         export_safetensors({"a": torch.ones(9), "b": torch.ones(8)}, tmp_path / "out", max_shard_bytes=36)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
