@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from layoutc import __version__
+from layoutc.checkpoint.apart import apart, goes_on
 from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.checkpoint.verdicts import Problem, agree
 
@@ -63,18 +64,22 @@ def async_save(
 
     The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
     options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again
-    from torch 2.12 on, and is its owner's to close), planner. The process group needs a CPU backend, and to be another
-    than those that training uses meanwhile: dist.new_group(backend="gloo"). A save that is killed leaves no folder.
+    from torch 2.12 on, and is its owner's to close), planner. The ranks of process_group, or all, get a gloo group that
+    only these saves use, so that training may use any group meanwhile; a save that is begun before the last one is
+    done waits for it. A save that is killed leaves no folder.
     """
-    writer = prepare(folder, overwrite, process_group)
+    own = apart(process_group)
+    writer = prepare(folder, overwrite, own)
     # Not the writer itself, which torch would take for the stager that copies as zeros_like does: to dense tensors.
     given = options.pop("async_stager", None)
     stager = given or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
-        state_dict, storage_writer=writer, process_group=process_group, async_stager=stager, **options
+        state_dict, storage_writer=writer, process_group=own, async_stager=stager, **options
     )
+    upload = getattr(response, "upload_completion", response)
+    goes_on(own, upload)
     if given is None:
-        getattr(response, "upload_completion", response).add_done_callback(lambda _: stager.close())
+        upload.add_done_callback(lambda _: stager.close())
     return response
 
 

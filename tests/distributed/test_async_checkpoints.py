@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from harness import Ranks
 from models import adam, recipe_module
 from resharding import assert_holds, awkward, build, first_ranks, kept, kinds_in, shard, step
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from layoutc import checkpoint
+from layoutc.checkpoint import saving
 
 RECIPES = ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int4_group32", "mxfp6_e3m2", "fp8_rowwise")
 SAVES = 3
@@ -80,6 +86,52 @@ def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: b
 def test_a_save_in_a_thread_keeps_what_the_weights_were(two: Ranks, kind: str, tmp_path: Path) -> None:
     """46: bytes, of the class, whichever stager copies them."""
     two.run(keeps_old_bytes, RECIPES, kind, str(tmp_path))
+
+
+def beside_collectives(folder: str) -> None:
+    """Two saves without a pause, on ranks of unequal speed, while the same ranks use the group of all."""
+    sizes = {recipe: awkward(recipe) for recipe in RECIPES}
+    whole, rank = build(sizes), dist.get_rank()
+    model = shard(build(sizes), first_ranks(dist.get_world_size()))
+    optimizers, expected, saves = [adam(whole), adam(model)], [], []
+    write = saving.Writer.write_data
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.2 * rank)
+        return write(*args)
+
+    with patch.object(saving.Writer, "write_data", slow):
+        for number in range(2):
+            expected.append(kept(whole, None))
+            saves.append(checkpoint.async_save(model.state_dict(), f"{folder}/{number}"))
+            for one, optimizer in zip((whole, model), optimizers, strict=True):
+                step(one, optimizer, number)
+            for count in range(100):
+                total = torch.tensor(float(rank + count))
+                dist.all_reduce(total)
+                assert total == 1 + 2 * count
+        assert saves[0].done()
+        saves[1].result()
+    other = shard(build(sizes, 1), first_ranks(dist.get_world_size()))
+    for number, wanted in enumerate(expected):
+        checkpoint.load(other.state_dict(), f"{folder}/{number}")
+        assert_holds(other, None, wanted)
+
+
+def test_saves_and_training_use_groups_of_their_own(two: Ranks, tmp_path: Path) -> None:
+    """What shares a group has to keep one order on all ranks, and a thread keeps none."""
+    two.run(beside_collectives, str(tmp_path))
+
+
+def test_a_save_that_fails_is_its_own_callers_matter(tmp_path: Path) -> None:
+    """The next one is made whole; without a process group there is nothing to wait for."""
+    state = {"weight": torch.ones(4)}
+    with patch.object(saving.Writer, "finish", side_effect=RuntimeError("no room")):
+        failed = checkpoint.async_save(state, tmp_path / "a")
+        with pytest.raises(CheckpointException, match="no room"):
+            failed.result()
+    checkpoint.async_save(state, tmp_path / "b").result()
+    assert [one.name for one in tmp_path.iterdir() if not one.name.startswith(".")] == ["b"]
 
 
 def in_processes(kind: str, folder: str) -> None:
