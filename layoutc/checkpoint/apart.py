@@ -16,23 +16,23 @@ _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDiction
 _last: WeakKeyDictionary[dist.ProcessGroup, Future[Any]] = WeakKeyDictionary()
 
 
-def apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks that nothing else uses, made on the first call; None without a default group.
+def apart(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of a save: the given one, or a gloo group of all ranks that nothing else uses, made on the first call.
 
-    group: None stands for all ranks. Collective over it. Where the last save that was given this group still runs,
-    waits for it; what it raised is for whoever holds its future.
+    None without a default group. Collective. Where the last save in that group still runs, waits for it; what it raised
+    is for whoever holds its future. A group of fewer ranks can't be made here: torch.distributed.new_group wants a call
+    on every rank, or, with use_local_synchronization, as many groups on each of those that call (torch 2.11 to 2.13).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    parent = group or dist.group.WORLD
-    assert parent is not None  # there is a default group
-    if parent not in _apart:
-        ranks = dist.get_process_group_ranks(parent)
-        _apart[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    own = _apart[parent]
-    if (last := _last.get(own)) is not None:
+    world = dist.group.WORLD
+    assert world is not None  # there is a default group
+    if given is None and world not in _apart:
+        _apart[world] = dist.new_group(backend="gloo")
+    group = given or _apart[world]
+    if (last := _last.get(group)) is not None:
         last.exception()
-    return own
+    return group
 
 
 def goes_on(group: dist.ProcessGroup | None, save: Future[Any]) -> None:

@@ -64,20 +64,20 @@ def async_save(
 
     The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
     options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again
-    from torch 2.12 on, and is its owner's to close), planner. The ranks of process_group, or all, get a gloo group that
-    only these saves use, so that training may use any group meanwhile; a save that is begun before the last one is
-    done waits for it. A save that is killed leaves no folder.
+    from torch 2.12 on, and is its owner's to close), planner. process_group: one with a CPU backend, that nothing else
+    uses meanwhile; by default a gloo group of all ranks is made for these saves, so that training may use any other. A
+    save that is begun before the last one is done waits for it. A save that is killed leaves no folder.
     """
-    own = apart(process_group)
-    writer = prepare(folder, overwrite, own)
+    group = apart(process_group)
+    writer = prepare(folder, overwrite, group)
     # Not the writer itself, which torch would take for the stager that copies as zeros_like does: to dense tensors.
     given = options.pop("async_stager", None)
     stager = given or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
-        state_dict, storage_writer=writer, process_group=own, async_stager=stager, **options
+        state_dict, storage_writer=writer, process_group=group, async_stager=stager, **options
     )
     upload = getattr(response, "upload_completion", response)
-    goes_on(own, upload)
+    goes_on(group, upload)
     if given is None:
         upload.add_done_callback(lambda _: stager.close())
     return response
