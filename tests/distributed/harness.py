@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from math import prod
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,19 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send((True, check(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    """A mesh of all ranks, or of the first prod(shape); the same one in all checks. Collective over all ranks.
+
+    A process group has threads, one of which wakes up a hundred times a second: some hundreds of groups, as many as
+    there are checks, take half of the machine. They can't be ended after a check, since DTensor remembers meshes.
+    """
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", torch.arange(prod(shape)).reshape(shape), mesh_dim_names=names)
 
 
 class Ranks:

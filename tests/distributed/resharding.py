@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from functools import cache
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,12 +107,6 @@ def build(sizes: dict[str, Sizes], seed: int = 0) -> Parts:
         make_uneven(model[recipe])
         layoutc.quantize_(model[recipe], recipe, filter_fn=lambda module, name: hasattr(module, "weight"))
     return model
-
-
-@cache
-def first_ranks(count: int) -> DeviceMesh:
-    """A mesh of the first ranks. Collective over all of them, once for each count."""
-    return DeviceMesh("cpu", list(range(count)))
 
 
 def shard(model: Parts, mesh: DeviceMesh, **options: Any) -> Parts:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import RECIPES, Model, adam, build, counted, local, my_share, shard, train_step, width_for
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,7 +25,7 @@ def options_for(meshed: str | None) -> tuple[dict[str, Any], int]:
     world = dist.get_world_size()
     if meshed is None:
         return {}, world
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "slices"))
+    mesh = mesh_of(2, world // 2, names=("copies", "slices"))
     return {"mesh": mesh}, world // 2
 
 
@@ -139,7 +138,7 @@ def test_what_differs_is_named_on_all_ranks(
 
 def agrees_in_two_dims(recipe: str) -> None:
     """Tensor parallelism under fully_shard: amaxes are shared over both dims, or over the columns' own ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import adam, recipe_module
-from resharding import assert_holds, awkward, build, first_ranks, kept, kinds_in, shard, step
+from resharding import assert_holds, awkward, build, kept, kinds_in, shard, step
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -48,7 +48,7 @@ def options_of(kind: str, folder: str) -> dict[str, Any]:
 def keeps_old_bytes(recipes: tuple[str, ...], kind: str, folder: str, process: bool = False) -> None:
     """Three saves, a step of training right after each has begun."""
     sizes = {recipe: awkward(recipe) for recipe in recipes}
-    whole, mesh = build(sizes), first_ranks(dist.get_world_size())
+    whole, mesh = build(sizes), mesh_of(dist.get_world_size())
     model = shard(build(sizes), mesh)
     optimizers, expected = [adam(whole), adam(model)], []
     options = options_of(kind, f"{folder}/0") | {"process_group": dist.new_group()}  # the other one trains meanwhile
@@ -92,7 +92,7 @@ def beside_collectives(folder: str) -> None:
     """Two saves without a pause, on ranks of unequal speed, while the same ranks use the group of all."""
     sizes = {recipe: awkward(recipe) for recipe in RECIPES}
     whole, rank = build(sizes), dist.get_rank()
-    model = shard(build(sizes), first_ranks(dist.get_world_size()))
+    model = shard(build(sizes), mesh_of(dist.get_world_size()))
     dist.new_group([0])  # ranks need not have as many groups as one another
     optimizers, expected, saves = [adam(whole), adam(model)], [], []
     write = saving.Writer.write_data
@@ -113,7 +113,7 @@ def beside_collectives(folder: str) -> None:
                 assert total == 1 + 2 * count
         assert saves[0].done()
         saves[1].result()
-    other = shard(build(sizes, 1), first_ranks(dist.get_world_size()))
+    other = shard(build(sizes, 1), mesh_of(dist.get_world_size()))
     for number, wanted in enumerate(expected):
         checkpoint.load(other.state_dict(), f"{folder}/{number}")
         assert_holds(other, None, wanted)

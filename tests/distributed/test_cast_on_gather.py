@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import (
     RECIPES,
     SHARED,
@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
@@ -148,7 +147,7 @@ def trains(
     options: dict[str, Any] = {"reshard_after_forward": not keeps}
     if meshed is not None:
         shape = {"hybrid": (2, ranks // 2), "one": (ranks, 1), "trivial": (ranks, 1)}[meshed]
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "slices"))
+        mesh = mesh_of(*shape, names=("copies", "slices"))
         options["mesh"] = mesh["slices"] if meshed == "one" else mesh
         ranks = shape[1]
     if feature == "offload":

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
-from resharding import Sizes, awkward, build, first_ranks, load, save, shard, step
+from resharding import Sizes, awkward, build, load, save, shard, step
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 
@@ -48,7 +48,7 @@ def writes_the_same_bytes(recipes: tuple[str, ...], folder: str) -> None:
     """Two saves of a trained model, and one of the model that has loaded it: the same bytes from every rank, and of
     weights the bytes of their own rows."""
     sizes = {recipe: awkward(recipe) for recipe in recipes}
-    mesh, group = first_ranks(dist.get_world_size()), dist.group.WORLD
+    mesh, group = mesh_of(dist.get_world_size()), dist.group.WORLD
     model = shard(build(sizes), mesh)
     optimizer = adam(model)
     step(model, optimizer, 0)
@@ -74,7 +74,7 @@ def test_every_rank_writes_the_same_bytes_each_time(four: Ranks, recipes: tuple[
 def holds_own_rows(recipe: str, folder: str) -> None:
     """Shards that cut blocks: codes of own rows alone, and the scales that they need."""
     rank, layout = dist.get_rank(), recipe_module(recipe).LAYOUT
-    model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), first_ranks(2))
+    model = shard(build({recipe: Sizes(3 * layout.block_rows, 8192, 1, layout.block_rows)}), mesh_of(2))
     weight = model[recipe].first.weight
     shard_ = local(weight)
     assert shard_._halo.rows

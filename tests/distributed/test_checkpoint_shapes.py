@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import adam, assert_same_tensors, recipe_module
 from resharding import (
     Sizes,
     assert_holds,
     awkward,
     build,
-    first_ranks,
     held,
     kept,
     load,
@@ -28,7 +27,6 @@ from resharding import (
     trained,
 )
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -44,9 +42,9 @@ def columns(param: Tensor) -> Shard | None:
 
 def arrangements() -> dict[str, Callable[[], dict[str, Any]]]:
     """Options of fully_shard, on four ranks, by name."""
-    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "slices"))
-    alone = init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "slices"))
-    flat = first_ranks(4)
+    copies = mesh_of(2, 2, names=("copies", "slices"))
+    alone = mesh_of(1, 4, names=("copies", "slices"))
+    flat = mesh_of(4)
     return {
         "flat": lambda: {"mesh": flat},
         "2x2": lambda: {"mesh": copies},
@@ -106,8 +104,8 @@ def test_columns_and_rows_of_experts_load_as_rows_and_back(four: Ranks, recipe: 
 def is_cut_in_two_dims(recipe: str, folder: str) -> None:
     """Whole weights, distributed in every way over one mesh dim or two, saved, and loaded in every other."""
     layout = recipe_module(recipe).LAYOUT
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    flat, one = first_ranks(4), dist.get_rank()
+    grid = mesh_of(2, 2, names=("dp", "tp"))
+    flat, one = mesh_of(4), dist.get_rank()
     k = 4 * max(layout.column_multiple, 16)
     weights = {"matrix": (6 * layout.block_rows, k), "experts": (3, 4 * layout.block_rows, k)}
     ways: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
-from resharding import WIDTH, Sizes, assert_holds, awkward, build, first_ranks, kept, load, save, shard, step, trained
+from resharding import WIDTH, Sizes, assert_holds, awkward, build, kept, load, save, shard, step, trained
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 TRAINED, MORE = 3, 10
@@ -31,7 +31,7 @@ def resumes(recipes: tuple[str, ...], sized: Callable[[str], Sizes], folder: str
     turn: which third of the pairs trains on after its load; None: all.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    meshes = {ranks: first_ranks(ranks) for ranks in range(1, world + 1)}
+    meshes = {ranks: mesh_of(ranks) for ranks in range(1, world + 1)}
     groups = {ranks: mesh.get_group() if rank < ranks else None for ranks, mesh in meshes.items()} | {0: None}
     sizes = {recipe: sized(recipe) for recipe in recipes}
 
@@ -81,7 +81,7 @@ def test_a_last_shard_that_ends_inside_its_block_is_whole(two: Ranks, tmp_path: 
 
 def fills_ranks_without_rows(recipes: tuple[str, ...], folder: str) -> None:
     """Plain state dicts of a model of which the last rank has no expert."""
-    sizes, mesh = {recipe: awkward(recipe) for recipe in recipes}, first_ranks(dist.get_world_size())
+    sizes, mesh = {recipe: awkward(recipe) for recipe in recipes}, mesh_of(dist.get_world_size())
     reference = build(sizes)
     dcp.save(shard(build(sizes), mesh).state_dict(), checkpoint_id=f"{folder}/sharded")
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import (
     RECIPES,
     SHARED,
@@ -25,7 +25,7 @@ from models import (
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -57,7 +57,7 @@ def assert_same(a: Any, b: QuantizedTensor) -> None:
 def redistributes(recipe: str) -> None:
     """From every placement to every other, and whole again; with rank 0 as the source of values, and without."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = mesh_of(world)
     whole = weight(recipe, 512, 512)
     placements = (Shard(0), Shard(1), Replicate())
     with layoutc.strict():
@@ -83,7 +83,7 @@ def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> Non
 
 def stays_in_flight(recipe: str) -> None:
     """Nothing waits between the all-gather and the use: what comes back is still in flight; one call for all planes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(dist.get_world_size())
     whole = weight(recipe, 512, 512)
     made = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     with layoutc.strict(), Calls() as calls:
@@ -123,7 +123,7 @@ class Calls(TorchDispatchMode):
 
 def experts_are_whole(recipe: str) -> None:
     """Three experts on four ranks: short ranks are filled up on the way."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(dist.get_world_size())
     whole = weight(recipe, 3, 128, 256)
     for source in (0, None):
         with layoutc.strict():
@@ -139,7 +139,7 @@ def test_ranks_without_rows_take_part(four: Ranks, recipe: str) -> None:
 
 def sends_each_byte_once(recipe: str) -> None:
     """The all-to-all of cards, by name: gloo's DTensor gathers instead."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(dist.get_world_size())
     whole, group = weight(recipe, 512, 512), mesh.get_group().group_name
     rows, columns = (distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None).to_local() for dim in (0, 1))
     alltoall = torch.ops._dtensor.shard_dim_alltoall
@@ -164,7 +164,7 @@ def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
 def refuses(recipe: str) -> list[str]:
     """Cuts inside blocks; and writing plain values to a shard that does not know with whom it shares its amax."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = mesh_of(world)
     layout = recipe_module(recipe).LAYOUT
     messages = []
     for dim, unit in ((0, layout.shard_rows), (1, layout.column_multiple)):
@@ -233,7 +233,7 @@ def pair(recipe: str, width: int, mesh: DeviceMesh | None, order: str = "cut_fir
 def trains_in_two_dims(recipe: str, order: str, sharded: bool) -> None:
     """Tensor parallelism alone, or under fully_shard: bytes and losses are those of one process that adds alike."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(world // 2, 2, names=("dp", "tp"))
     width = 512
     before = layoutc.implicit_dequantizes()
     reference, model = pair(recipe, width, None), pair(recipe, width, mesh["tp"], order)
@@ -279,7 +279,7 @@ def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, re
 
 def takes_plain_values_in_two_dims(recipe: str, sharded: bool) -> None:
     """Plain values written to shards: an amax that covers the whole weight is shared over both mesh dims."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(dist.get_world_size() // 2, 2, names=("dp", "tp"))
     model = pair(recipe, 512, mesh["tp"])
     if sharded:
         fully_shard(model, mesh=mesh["dp"])
@@ -311,7 +311,7 @@ def test_an_amax_is_shared_over_both_mesh_dims(two: Ranks, four: Ranks, recipe: 
 
 def refuses_to_quantize(recipe: str, rows: int, columns: int, style: str) -> str:
     """What quantize_ says of a weight that is cut inside a block; nothing of the model is changed."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(dist.get_world_size())
     model = nn.Sequential(nn.Linear(columns, rows, bias=False))
     parallelize_module(model, mesh, {"0": ColwiseParallel() if style == "rows" else RowwiseParallel()})
     try:
@@ -394,7 +394,7 @@ def sharded_parameters(model: nn.Module) -> list[Tensor]:
 def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     """20 steps; losses and bytes of one process, and each gather sends what LAYOUT.gather says, and no more."""
     world = dist.get_world_size()
-    mesh, width = init_device_mesh("cpu", (world,)), width_for(recipe, world)
+    mesh, width = mesh_of(world), width_for(recipe, world)
     reference, model = build(recipe, width), build(recipe, width)
     simple_fsdp(model, mesh)
     weights = [p for p in sharded_parameters(model) if p.dim() == 2]
@@ -439,7 +439,7 @@ def test_simple_fsdp_compiles_into_one_graph(two: Ranks, recipe: str) -> None:
 def distributes_modules(recipe: str) -> None:
     """distribute_module replicates; a full state dict holds quantized tensors and loads into another model."""
     world = dist.get_world_size()
-    mesh, width = init_device_mesh("cpu", (world,)), width_for(recipe, world)
+    mesh, width = mesh_of(world), width_for(recipe, world)
     reference = build(recipe, width)
     with layoutc.strict():
         replicated = distribute_module(build(recipe, width, seed=dist.get_rank()), mesh)

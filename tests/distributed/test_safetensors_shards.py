@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import (
     RECIPES,
     Model,
@@ -23,7 +23,7 @@ from models import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -41,7 +41,7 @@ CASES = [(2, INNER), (3, INNER), (4, INNER), (4, 256)]
 
 def among(world: int) -> DeviceMesh | None:
     """A mesh of the first ranks; None on the others."""
-    mesh = DeviceMesh("cpu", list(range(world)))
+    mesh = mesh_of(world)
     return mesh if dist.get_rank() < world else None
 
 
@@ -200,7 +200,7 @@ def test_shards_load_and_export_as_one_process_does(
 
 def offloaded(recipe: str, where: str) -> None:
     """CPU offload."""
-    loads_and_exports(recipe, 128, INNER, where, init_device_mesh("cpu", (4,)), offload_policy=CPUOffloadPolicy(False))
+    loads_and_exports(recipe, 128, INNER, where, mesh_of(4), offload_policy=CPUOffloadPolicy(False))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block"])
@@ -210,7 +210,7 @@ def test_offloaded_shards_load(four: Ranks, recipe: str, tmp_path: Path) -> None
 
 def replicated(recipe: str, where: str) -> None:
     """HSDP: two replicas of two shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
     loads_and_exports(recipe, 128, INNER, where, mesh)
 
 
@@ -231,7 +231,7 @@ class Experts(nn.Module):
 
 def loads_experts(recipe: str, experts: int, rows: int, dim: int, where: str) -> None:
     """Cut on the dim of experts, so that one rank has none, or inside of each of them."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of(4)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(experts, rows, 64, generator=generator)
     x = (x * torch.exp2(torch.randint(-4, 5, (experts, rows, 1), generator=generator))).to(torch.bfloat16)
@@ -281,7 +281,7 @@ class Pair(nn.Module):
 
 def loads_in_two_dims(recipe: str, sharded: bool, where: str) -> None:
     """Tensor parallelism over two ranks, with FSDP2 over two more, whose cuts of `up` go through blocks of 128."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     generator = torch.Generator().manual_seed(5)
     tensors = {
         name: (torch.randn(256, 256, generator=generator) * torch.logspace(-2, 2, 256)).to(torch.bfloat16)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import (
     RECIPES,
     adam,
@@ -30,7 +30,6 @@ from models import (
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -67,13 +66,13 @@ def trains_as_one_process(
     options: dict[str, Any] = {} if keeps is None else {"reshard_after_forward": not keeps}
     ranks = world
     if meshed == "hybrid":
-        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "slices"))
+        options["mesh"] = mesh_of(2, world // 2, names=("copies", "slices"))
         ranks = world // 2
     elif meshed == "one":
-        options["mesh"] = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "alone"))["alone"]
+        options["mesh"] = mesh_of(world, 1, names=("copies", "alone"))["alone"]
         ranks = 1
     elif meshed == "trivial":
-        options["mesh"] = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "alone"))
+        options["mesh"] = mesh_of(world, 1, names=("copies", "alone"))
         ranks = 1
     width, inner = sizes or (width_for(recipe, ranks),) * 2
     reference = build(recipe, width, inner)

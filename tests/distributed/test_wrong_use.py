@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, mesh_of
 from models import RECIPES, Model, adam, assert_gathers_as, build, local, my_share, recipe_module, shard, train_step
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -56,13 +55,13 @@ def a_shape_in_quantized_init() -> None:
 
 def tensor_parallel_columns_inside_a_block() -> None:
     model = nn.Sequential(nn.Linear(96, 64))
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
+    parallelize_module(model, mesh_of(2), {"0": RowwiseParallel()})
     layoutc.quantize_(model, "mxfp8")
 
 
 def tensor_parallel_rows_inside_a_block() -> None:
     model = nn.Sequential(nn.Linear(256, 384))
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})
     layoutc.quantize_(model, "fp8_block")
 
 
@@ -75,7 +74,7 @@ def fsdp_rows_of_experts_inside_a_block() -> None:
 
 
 def dtensor_rows_of_experts_inside_a_block() -> None:
-    distribute_tensor(experts().w, init_device_mesh("cpu", (2,)), [Shard(1)])
+    distribute_tensor(experts().w, mesh_of(2), [Shard(1)])
 
 
 def scales_of_whole_rows_by_columns() -> None:
@@ -83,7 +82,7 @@ def scales_of_whole_rows_by_columns() -> None:
 
 
 def a_dtensor_cut_inside_a_block() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     distribute_tensor(recipe_module("mxfp8").quantize(torch.ones(96, 64)), mesh, [Shard(0)]).full_tensor()
 
 

@@ -1,19 +1,20 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
 Names of recipes may follow (`all`, if none), and `checks`: what compares a card's conversions with arithmetic.
-Each line has the kernel's registers, bytes of stack, spills, the widths of its global accesses, its conversions, and
-instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
-again.
+Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
+kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
+conversions, instructions for each element. That takes as long as compiling. A process of its own, since the
+interpreter that other tests start can't be turned off again.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -138,16 +139,20 @@ def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 
 
-def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
-    """What the machine code shows; of cards that the disassembler doesn't know, what can be had without it."""
+def figures(kernel: Any, tile: Tile, count: bool) -> dict[str, Any]:
+    """What the code for the card shows; the machine's own where it spills or is to be counted, and can be read."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _read("-res-usage", file.name)
-        code = "" if kernel.metadata.target.arch in UNREADABLE else _read("-sass", file.name)
+        stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
+        reads = (count or stack > 0) and kernel.metadata.target.arch not in UNREADABLE
+        code = _read("-sass", file.name) if reads else ""
+    accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
     found = {
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
-        "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "stack": stack,
+        "accesses": sorted({f"{way} {int(many or 1) * int(bits)}" for way, many, bits in accesses}),
         "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
     }
     if not code:
@@ -156,7 +161,6 @@ def figures(kernel: Any, tile: Tile) -> dict[str, Any]:
     real = [one for one in operations if not one.startswith("NOP")]
     return found | {
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
-        "accesses": sorted({one for one in real if one.startswith(("LDG", "STG"))}),
         "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
@@ -169,25 +173,31 @@ def _read(option: str, name: str) -> str:
 
 def main() -> None:
     """Prints one JSON object for each kernel."""
-    capability = int(sys.argv[1])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", type=int)
+    parser.add_argument("names", nargs="*", default=["all"])
+    parser.add_argument("--count", nargs="*", default=[])
+    options = parser.parse_args()
+    capability, named, counted = options.capability, set(options.names), set(options.count)
+
+    def tell(recipe: str, name: str, kernel: Any, tile: Tile) -> None:
+        found = figures(kernel, tile, bool({f"{recipe}/{name}", "all"} & counted))
+        print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
+
     folder = Path(layoutc.recipes.__file__).parent
-    named = set(sys.argv[2:]) or {"all"}
     if "all" in named:
         for name, constants, tile, dtype in amax_variants():
             kernel = triton_groups.amax_group_kernel
-            found = figures(compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
-            print(json.dumps({"recipe": "", "kernel": name, "tile": tile, **found}), flush=True)
+            tell("", name, compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in named else ():
-        found = figures(compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
-        print(json.dumps({"recipe": "checks", "kernel": name, "tile": triton_checks.TILE, **found}), flush=True)
+        tell("checks", name, compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     for recipe in every if "all" in named else sorted(named - {"checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
         for name, kernel, flags, tile, dtype in variants(kernels, layout):
-            found = figures(compiled(kernel, layout, flags, tile, dtype, capability, absent(name, layout)), tile)
-            print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
+            tell(recipe, name, compiled(kernel, layout, flags, tile, dtype, capability, absent(name, layout)), tile)
 
 
 if __name__ == "__main__":
