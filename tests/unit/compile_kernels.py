@@ -13,6 +13,7 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
+EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # what writes buffers from fp32, too
 GROUPS_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
@@ -45,7 +47,7 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
         # Of a group, whose tiles and arithmetic are the same, inputs of one dtype.
         if hasattr(kernels, "quantize_group_kernel") and size == 2:
             yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
-        if hasattr(kernels, "BUFFER_TILES"):
+        if hasattr(kernels, "BUFFER_TILES") and (size == 2 or EVERY):
             tile = kernels.BUFFER_TILES[size, *flags]
             yield f"quantize_buffers {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):
