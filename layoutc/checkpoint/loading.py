@@ -5,17 +5,14 @@ So a load that fails has changed nothing, on any rank. Torch's own load reads in
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
-from layoutc.checkpoint.reading import check_item, directory_crc, read_metadata
+from layoutc.checkpoint.items import read_item
+from layoutc.checkpoint.reading import read_metadata
 from layoutc.checkpoint.saving import FORMAT, INCOMPLETE, MANIFEST, previous
 from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
-READERS = 4  # threads that read and check items
+READERS = min(8, os.cpu_count() or 1)  # threads that read and check items
 
 
 @dataclass
@@ -176,45 +174,18 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
     if missing:
         raise DamagedError(f"{folder / '.metadata'} does not say where {missing[0]} is stored")
     order = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
+
+    def read(index: MetadataIndex) -> Any:
+        is_tensor = wanted[index][0].type != LoadItemType.BYTE_IO
+        return read_item(folder, index.fqn, places[index], is_tensor)
+
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(partial(_item, folder), order, (places[index] for index in order))
-        for index, value in zip(order, found, strict=True):
+        for index, value in zip(order, pool.map(read, order), strict=True):
             for item in wanted[index]:
                 _take(loaded, item, value, metadata)
     for destination in loaded.tensors.values():
         destination.check_complete()
     return loaded
-
-
-def _item(folder: Path, index: MetadataIndex, info: Any) -> Any:
-    """A stored item, checked, as torch.load gives it. Raises DamagedError."""
-    path = folder / info.relative_path
-    where = f"{path} at {info.offset} ({index.fqn})"
-    if info.transform_descriptors:
-        raise LayoutError(
-            f"{where} was written through {', '.join(info.transform_descriptors)}, which is not read here"
-        )
-    try:
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path} is missing ({index.fqn} is stored there)") from error
-    if len(data) != info.length:
-        raise DamagedError(f"{where} ends after {len(data)} of {info.length} bytes")
-    check_item(memoryview(data), where)
-    written = getattr(info, "crc32", None)
-    if written is not None and directory_crc(memoryview(data)) != written:
-        raise DamagedError(f"{where} is another item than was saved there")
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
-        raise DamagedError(f"{where} holds more than tensors and plain values; nothing was run: {told}") from error
-    except LayoutError as error:
-        raise type(error)(f"{index.fqn}: {error}") from error
-    except Exception as error:
-        raise DamagedError(f"{where} can't be read: {error}") from error
 
 
 def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> None:

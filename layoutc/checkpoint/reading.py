@@ -106,23 +106,11 @@ def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
     return _header(data, where)
 
 
-def check_item(data: memoryview | bytes, where: str) -> None:
-    """Checks that bytes are a whole torch.save zip as it was written: every record's CRC-32, no byte too many or too
-    few. Raises DamagedError that names `where` and the record. At the speed of zlib.crc32; copies nothing."""
-    zips.check(memoryview(data).cast("B"), where)
-
-
-def directory_crc(data: memoryview | bytes, where: str = "an item") -> int:
+def directory_crc_of(folder: Path, info: _StorageInfo) -> int:
     """The CRC-32 of an item's directory, which has the names, sizes and CRC-32 of all its records: its fingerprint.
 
-    Raises DamagedError where the item has none.
+    Only the tail of the item is read. Raises DamagedError where it has none.
     """
-    view = memoryview(data).cast("B")
-    return zips.directory(lambda offset, length: view[offset : offset + length], len(view), where).crc32
-
-
-def directory_crc_of(folder: Path, info: _StorageInfo) -> int:
-    """The same of an item in a file, of which only the tail is read."""
     with _Window(folder, info) as read:
         return zips.directory(read, info.length, where_of(folder, info)).crc32
 
@@ -161,7 +149,7 @@ class _Window:
 
 
 # ------------------------------------------------------------------------------------------------------- item pickles
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -189,7 +177,7 @@ class _State(NamedTuple):
 
 
 def _header(data: bytes, where: str) -> dict[str, Any]:
-    storages = {("torch", name): (name, dtype) for name, dtype in _STORAGES.items()}
+    storages = {("torch", name): (name, dtype) for name, dtype in STORAGES.items()}
     untyped = ("torch.storage", "UntypedStorage")
 
     def storage(pid: Any) -> _Storage:

@@ -1,0 +1,139 @@
+"""Items of a checkpoint's files, read whole and checked; tensors stand where their bytes were read, uncopied."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from layoutc.checkpoint import unpickling, zips
+from layoutc.checkpoint.reading import STORAGES
+from layoutc.runtime import stored
+from layoutc.runtime.checksums import crc32
+from layoutc.runtime.errors import DamagedError, LayoutError
+
+
+def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> Any:
+    """A stored item, every byte of it checked, as torch.load gives it on the host.
+
+    name: of the entry of the state dict, for messages. is_tensor: a tensor is expected; it keeps all bytes of the item
+    in memory, and asks for no gradient.
+
+    Raises DamagedError where the item is not what was saved, or holds anything but tensors and plain values; nothing is
+    run. LayoutError where no installed recipe has the layout of a quantized tensor.
+    """
+    where = f"{folder / info.relative_path} at {info.offset} ({name})"
+    if info.transform_descriptors:
+        raise LayoutError(
+            f"{where} was written through {', '.join(info.transform_descriptors)}, which is not read here"
+        )
+    data = _bytes(folder / info.relative_path, name, info, where)
+    directory = zips.check(memoryview(data.numpy()), where)  # type: ignore[arg-type]
+    if getattr(info, "crc32", directory.crc32) != directory.crc32:
+        raise DamagedError(f"{where} is another item than was saved there")
+    if is_tensor and (value := _tensor(data, directory, where)) is not None:
+        return value
+    return _any(data, name, where)
+
+
+def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
+    """The bytes of an item, in memory that torch has aligned."""
+    data = torch.empty(info.length, dtype=torch.uint8)
+    view, so_far = memoryview(data.numpy()), 0  # type: ignore[arg-type]
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(info.offset)
+            while so_far < info.length and (more := file.readinto(view[so_far:])):
+                so_far += more
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing ({name} is stored there)") from error
+    if so_far != info.length:
+        raise DamagedError(f"{where} ends after {so_far} of {info.length} bytes")
+    return data
+
+
+def _any(data: Tensor, name: str, where: str) -> Any:
+    """What torch.load makes of an item."""
+    try:
+        return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:
+        told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
+        raise DamagedError(f"{where} holds more than tensors and plain values; nothing was run: {told}") from error
+    except LayoutError as error:
+        raise type(error)(f"{name}: {error}") from error
+    except Exception as error:
+        raise DamagedError(f"{where} can't be read: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- tensors in the bytes
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    data: Tensor  # uint8
+
+
+def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | None:
+    """The tensor that an item is, over the item's bytes; None for what only torch.load can make, or refuse."""
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
+
+    def place_of(record: zips.Record) -> slice:
+        first = zips.place_of(lambda offset, length: view[offset : offset + length], record, where)
+        return slice(first, first + record.size)
+
+    root = directory.records[0].name.split("/")[0]
+    places = {record.name.removeprefix(f"{root}/"): place_of(record) for record in directory.records}
+    order = bytes(view[places["byteorder"]]) if "byteorder" in places else b"little"
+    if "data.pkl" not in places or len(places) < len(directory.records) or order != sys.byteorder.encode():
+        return None
+    starts = (data.data_ptr() + place.start for place in places.values())
+    checked = {(start, one.size): one.crc32 for start, one in zip(starts, directory.records, strict=True) if one.size}
+
+    def crc32_of(plane: Tensor) -> int:
+        known = checked.get((plane.data_ptr(), plane.nbytes)) if plane.is_contiguous() else None
+        return crc32(plane) if known is None else known
+
+    def storage(pid: Any) -> _Storage:
+        kind, dtype, key, _, elements = pid
+        found = data[places[f"data/{key}"]]
+        if kind != "storage" or found.numel() != elements * dtype.itemsize:
+            raise DamagedError(f"{where} has a storage of another size than its tensor says")
+        return _Storage(dtype, found)
+
+    def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, *more: Any) -> Tensor:
+        return _view(storage, offset, shape, strides, storage.dtype, any(more))
+
+    def typed_tensor(
+        storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+    ) -> Tensor:
+        return _view(storage, offset, shape, strides, dtype, any((hooks, *more)))
+
+    names: dict[tuple[str, str], Any] = {
+        **{("torch", name): dtype for name, dtype in STORAGES.items()},
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        ("torch._utils", "_rebuild_tensor_v2"): tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
+        ("torch._utils", "_rebuild_parameter"): lambda value, requires_grad, hooks: value,
+        ("layoutc", "restore_tensor"): lambda state: stored.restored(state, crc32_of),
+        ("collections", "OrderedDict"): lambda: {},
+    }
+    try:
+        value = unpickling.read(bytes(view[places["data.pkl"]]), names, where, dtypes=True, persistent=storage)
+    except DamagedError:
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def _view(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
+    """A tensor over a storage. Raises ValueError where there is more to it, or it reaches beyond its storage."""
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    beyond = prod(shape) > 0 and last * dtype.itemsize >= storage.data.numel()
+    if more or beyond or min((offset, *shape, *strides), default=0) < 0:
+        raise ValueError("no plain tensor within its storage")
+    flat = storage.data.view(dtype)
+    return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

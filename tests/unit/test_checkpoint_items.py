@@ -1,0 +1,148 @@
+"""Items read uncopied: what torch.load gives, over the bytes that were read; what it refuses is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from numpy_models import recipe
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from layoutc.checkpoint import items
+from layoutc.recipes import RECIPES
+from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.tensor import QuantizedTensor
+
+BASE = torch.arange(60.0).view(6, 10)
+PLAIN: dict[str, Tensor] = {
+    **{
+        str(dtype): torch.arange(7).to(dtype)
+        for dtype in (torch.bool, torch.int8, torch.int64, torch.float64, torch.bfloat16, torch.complex64)
+    },
+    **{
+        str(dtype): torch.arange(7, dtype=torch.uint8).view(dtype)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)
+    },
+    "uint16": torch.arange(7).to(torch.uint16),
+    "a scalar": torch.tensor(3.5),
+    "nothing": torch.empty(0, 4),
+    "turned": BASE.t(),
+    "a part": BASE[2:4, 1::3],
+    "repeated": torch.ones(1, 3).expand(4, 3),
+    "a parameter": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+}
+
+
+def stored(value: Any, folder: Path, before: int = 5) -> _StorageInfo:
+    """An item that does not begin where its file does."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    (folder / "file").write_bytes(bytes(before) + data.getvalue() + b"after")
+    return _StorageInfo("file", before, len(data.getvalue()))
+
+
+def read_uncopied(folder: Path, info: _StorageInfo) -> Any:
+    with patch.object(items, "_any", side_effect=AssertionError("was left to torch.load")):
+        return items.read_item(folder, "name", info, True)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_tensors_are_what_torch_loads(name: str, tmp_path: Path) -> None:
+    """Shape, strides, dtype and values, whatever part of their storage they are."""
+    info = stored(PLAIN[name], tmp_path)
+    found, expected = read_uncopied(tmp_path, info), items.read_item(tmp_path, "name", info, False)
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert torch.equal(found.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantized_tensors_are_what_torch_loads(name: str, is_parameter: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = recipe(name).quantize(torch.randn(256, 256))
+    info = stored(nn.Parameter(made, False) if is_parameter else made, tmp_path)
+    found, expected = read_uncopied(tmp_path, info), items.read_item(tmp_path, "name", info, False)
+    assert type(found) is type(expected)
+    assert isinstance(found, QuantizedTensor)
+    assert found.planes().keys() == made.planes().keys()
+    for plane in made.planes():
+        assert torch.equal(*(one._entries(plane).contiguous().view(torch.uint8) for one in (found, made)))
+
+
+def test_bytes_are_read_once(tmp_path: Path) -> None:
+    """The tensor stands in the bytes of the item."""
+    info = stored(torch.arange(100), tmp_path)
+    found = read_uncopied(tmp_path, info)
+    assert found.untyped_storage().nbytes() == info.length
+
+
+def pickled(pid: tuple[Any, ...], offset: int, shape: Any, strides: Any, hooks: Any = None) -> bytes:
+    """The pickle of a tensor, as a stranger could write it."""
+
+    class Storage:
+        pass
+
+    class Made:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Storage(), offset, shape, strides, False, hooks or {})
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return pid if isinstance(value, Storage) else None
+
+    file = io.BytesIO()
+    Pickler(file, protocol=2).dump(Made())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pid", "offset", "shape", "strides"),
+    [
+        (("storage", torch.FloatStorage, "0", "cpu", 4), 1, (4,), (1,)),  # beyond its end
+        (("storage", torch.FloatStorage, "0", "cpu", 4), 0, (2, 4), (1, 1)),
+        (("storage", torch.FloatStorage, "0", "cpu", 4), 0, (2,), (1 << 62,)),
+        (("storage", torch.FloatStorage, "0", "cpu", 4), -1, (2,), (1,)),
+        (("storage", torch.FloatStorage, "0", "cpu", 4), 3, (2,), (-1,)),
+        (("storage", torch.FloatStorage, "0", "cpu", 400), 0, (400,), (1,)),  # a storage of more than there is
+        (("storage", torch.FloatStorage, "1", "cpu", 4), 0, (4,), (1,)),  # of another record
+        (("storage", torch.FloatStorage, "../data.pkl", "cpu", 4), 0, (4,), (1,)),
+    ],
+)
+def test_tensors_beyond_their_storage_are_refused(
+    pid: tuple[Any, ...], offset: int, shape: Any, strides: Any, tmp_path: Path
+) -> None:
+    """No byte of the item that is not its storage's, nor of any other memory."""
+    torch.save(torch.arange(4.0), tmp_path / "plain")
+    whole = _StorageInfo("plain", 0, (tmp_path / "plain").stat().st_size)
+    assert torch.equal(read_uncopied(tmp_path, whole), torch.arange(4.0))
+    with zipfile.ZipFile(tmp_path / "plain") as there:
+        records = {name: there.read(name) for name in there.namelist()}
+    name = next(name for name in records if name.endswith("data.pkl"))
+    records[name] = pickled(pid, offset, shape, strides)
+    with zipfile.ZipFile(tmp_path / "made", "w", zipfile.ZIP_STORED) as made:
+        for record, data in records.items():
+            made.writestr(zipfile.ZipInfo(record), data)
+    info = _StorageInfo("made", 0, (tmp_path / "made").stat().st_size)
+    with pytest.raises(DamagedError):
+        items.read_item(tmp_path, "name", info, True)
+
+
+def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+    """What is no tensor is torch.load's to make, also where a tensor was expected."""
+    from collections import OrderedDict
+
+    value = OrderedDict(a=1, b=[torch.ones(2), "c"])
+    info = stored(value, tmp_path)
+    for is_tensor in (False, True):
+        found = items.read_item(tmp_path, "name", info, is_tensor)
+        assert type(found) is OrderedDict
+        assert found["a"] == 1
+        assert torch.equal(found["b"][0], torch.ones(2))
