@@ -71,9 +71,7 @@ def load(
     mine = [found.name for found in loaded.tensors.values() if found.requantizes]
     collective = {name for names in everywhere(mine, group) for name in names}
     with torch.no_grad():
-        for found in loaded.tensors.values():
-            if found.name not in collective:
-                found.commit()
+        together(lambda: _write([one for one in loaded.tensors.values() if one.name not in collective]), group)
         for name, value in planner.state_dict.items():  # in one order on all ranks, since quantizing is collective
             live = local_of(value)
             if name in collective and isinstance(live, QuantizedTensor):
@@ -186,6 +184,18 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
     for destination in loaded.tensors.values():
         destination.check_complete()
     return loaded
+
+
+def _write(new: Sequence[Destination]) -> None:
+    """Writes new values that need no other rank. Raises LayoutError where the device fails."""
+    for one in new:
+        try:
+            one.commit()
+        except Exception as error:
+            raise LayoutError(
+                f"{one.name} could not be written, and some weights have been: don't use the model before a load "
+                f"succeeds ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 from layoutc import checkpoint
+from layoutc.checkpoint.assembly import Destination
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -383,6 +385,29 @@ def test_a_folder_that_plain_torch_has_saved_is_checked_as_well(two: Ranks, tmp_
     kind, text = same_on_all(two.run(refuses, str(tmp_path / "checkpoint")))
     assert kind == "DamagedError"
     assert "CRC-32" in text
+
+
+def fails_to_write(folder: str) -> str:
+    """A device that fails on one rank, after everything has been checked."""
+    write, rank = Destination.commit, torch.distributed.get_rank()
+
+    def broken(self: Destination) -> None:
+        if rank == 1 and self.name == PLAIN:
+            raise RuntimeError("out of memory")
+        write(self)
+
+    with patch.object(Destination, "commit", broken), pytest.raises(LayoutError) as caught:
+        checkpoint.load(state_of(5), folder)
+    assert loads(folder, 0), "what went wrong once does no harm to the next load"
+    return str(caught.value)
+
+
+def test_a_device_that_fails_on_one_rank_is_told_to_all(two: Ranks, sound: Path) -> None:
+    """No rank goes on to train with weights that others lack, nor waits for them."""
+    texts = two.run(fails_to_write, str(sound / "sound"))
+    assert texts[0] == texts[1]
+    assert f"{PLAIN} could not be written" in texts[0]
+    assert "out of memory" in texts[0]
 
 
 def saves_plainly(folder: str) -> None:
