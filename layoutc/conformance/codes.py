@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
-from math import inf, isinf, isnan, nan
+from math import inf, isinf, isnan, lcm, nan
 from typing import Any
 
 import numpy as np
@@ -89,12 +89,21 @@ class Codes:
 
     def candidates(self, negative: bool) -> list[tuple[Fraction, int]]:
         """(value, code) that a number of this sign may round to, ascending; magnitudes, where there is a sign bit."""
+        return self._candidates[negative]
+
+    @cached_property
+    def _candidates(self) -> tuple[list[tuple[Fraction, int]], list[tuple[Fraction, int]]]:
         top = 2 ** (self.format.bits - 1)
-        if self.has_sign_bit:
-            pairs = [(abs(v), c) for c, v in self.finite.items() if (c >= top) == negative]
-        else:
-            pairs = [(v, c) for c, v in self.finite.items()]
-        return sorted(pairs)
+        if not self.has_sign_bit:
+            every = sorted((v, c) for c, v in self.finite.items())
+            return every, every
+        positive, negative = ([(abs(v), c) for c, v in self.finite.items() if (c >= top) == sign] for sign in (0, 1))
+        return sorted(positive), sorted(negative)
+
+    @cached_property
+    def _unit(self) -> int:
+        """Every value is a whole number of 1 / _unit."""
+        return lcm(*(value.denominator for value in self.finite.values()))
 
     def search(self, x: float, rounding: str) -> int:
         """fp32 -> code, by the plain definition: of all codes, the nearest, ties to the even one; saturating."""
@@ -110,7 +119,13 @@ class Codes:
             return next((code for value, code in found if value >= exact), found[-1][1])
         if rounding == "down":
             return next((code for value, code in reversed(found) if value <= exact), found[0][1])
-        return min(found, key=lambda pair: (abs(pair[0] - exact), pair[1] % 2))[1]
+        # Distances in whole numbers of one unit that all of them have, since fractions take ten times as long.
+        whole, by = exact.numerator * self._unit, exact.denominator * self._unit
+
+        def distance(value: Fraction) -> int:
+            return abs(value.numerator * (by // value.denominator) - whole)
+
+        return min(found, key=lambda pair: (distance(pair[0]), pair[1] % 2))[1]
 
     def encode(self, x: Array, rounding: str) -> Array:
         """fp32 -> codes, many at once; `search` is what it must equal. Exact in fp64."""
