@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint import unpickling, zips
-from layoutc.checkpoint.reading import STORAGES
+from layoutc.checkpoint.reading import names_of
 from layoutc.runtime import stored
 from layoutc.runtime.checksums import crc32
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -113,15 +113,7 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
     ) -> Tensor:
         return _view(storage, offset, shape, strides, dtype, any((hooks, *more)))
 
-    names: dict[tuple[str, str], Any] = {
-        **{("torch", name): dtype for name, dtype in STORAGES.items()},
-        ("torch.storage", "UntypedStorage"): torch.uint8,
-        ("torch._utils", "_rebuild_tensor_v2"): tensor,
-        ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
-        ("torch._utils", "_rebuild_parameter"): lambda value, requires_grad, hooks: value,
-        ("layoutc", "restore_tensor"): lambda state: stored.restored(state, crc32_of),
-        ("collections", "OrderedDict"): lambda: {},
-    }
+    names = names_of(tensor, typed_tensor, lambda state: stored.restored(state, crc32_of))
     try:
         value = unpickling.read(bytes(view[places["data.pkl"]]), names, where, dtypes=True, persistent=storage)
     except DamagedError:

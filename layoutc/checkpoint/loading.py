@@ -9,12 +9,12 @@ import json
 import os
 import warnings
 import zlib
-from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, togethe
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
 
+T = TypeVar("T")
 READERS = min(8, os.cpu_count() or 1)  # threads that read and check items
 
 
@@ -177,13 +178,25 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
         is_tensor = wanted[index][0].type != LoadItemType.BYTE_IO
         return read_item(folder, index.fqn, places[index], is_tensor)
 
-    with ThreadPoolExecutor(READERS) as pool:
-        for index, value in zip(order, pool.map(read, order), strict=True):
-            for item in wanted[index]:
-                _take(loaded, item, value, metadata)
+    for index, value in _ahead(read, order):
+        for item in wanted[index]:
+            _take(loaded, item, value, metadata)
     for destination in loaded.tensors.values():
         destination.check_complete()
     return loaded
+
+
+def _ahead(work: Callable[[T], Any], todo: Sequence[T]) -> Iterator[tuple[T, Any]]:
+    """Each with its result, in order, some of them worked on ahead: not all, as they would stand in memory."""
+    with ThreadPoolExecutor(READERS) as pool:
+        under_way: deque[tuple[T, Future[Any]]] = deque()
+        for one in todo:
+            under_way.append((one, pool.submit(work, one)))
+            if len(under_way) > 2 * READERS:
+                first, future = under_way.popleft()
+                yield first, future.result()
+        for first, future in under_way:
+            yield first, future.result()
 
 
 def _write(new: Sequence[Destination]) -> None:

@@ -149,7 +149,7 @@ class _Window:
 
 
 # ------------------------------------------------------------------------------------------------------- item pickles
-STORAGES = {
+_STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -176,12 +176,25 @@ class _State(NamedTuple):
     state: Any
 
 
-def _header(data: bytes, where: str) -> dict[str, Any]:
-    storages = {("torch", name): (name, dtype) for name, dtype in STORAGES.items()}
-    untyped = ("torch.storage", "UntypedStorage")
+def names_of(
+    tensor: Callable[..., Any], typed_tensor: Callable[..., Any], restored: Callable[[Any], Any]
+) -> dict[tuple[str, str], Any]:
+    """What the names in an item's pickle stand for. tensor, typed_tensor: called as torch._utils._rebuild_tensor_v2 and
+    _v3 are; restored: as layoutc.restore_tensor. In persistent ids, a storage's class is its dtype."""
+    return {
+        **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        ("torch._utils", "_rebuild_tensor_v2"): tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
+        ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
+        ("layoutc", "restore_tensor"): lambda state: restored(state),  # no function that a pickle could change
+        ("collections", "OrderedDict"): lambda: {},
+    }
 
+
+def _header(data: bytes, where: str) -> dict[str, Any]:
     def storage(pid: Any) -> _Storage:
-        kind, (_, dtype), _, _, elements = pid
+        kind, dtype, _, _, elements = pid
         if kind != "storage" or not _is_size(elements):
             raise DamagedError(f"{where} has a persistent id that names no storage")
         return _Storage(dtype, elements)
@@ -194,15 +207,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
     ) -> Plain:
         return _plain(storage, shape, dtype, where)
 
-    names: dict[tuple[str, str], Any] = {
-        **storages,
-        untyped: (untyped[1], torch.uint8),
-        ("torch._utils", "_rebuild_tensor_v2"): tensor,
-        ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
-        ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): lambda state: _State(state),
-        ("collections", "OrderedDict"): lambda: {},
-    }
+    names = names_of(tensor, typed_tensor, _State)
     value = unpickling.read(data, names, where, dtypes=True, persistent=storage)
     if isinstance(value, _State):
         return _checked(value.state, where)

@@ -15,7 +15,7 @@ from numpy_models import recipe
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from layoutc.checkpoint import items
+from layoutc.checkpoint import items, loading
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.tensor import QuantizedTensor
@@ -146,3 +146,18 @@ def test_plain_values_keep_their_types(tmp_path: Path) -> None:
         assert type(found) is OrderedDict
         assert found["a"] == 1
         assert torch.equal(found["b"][0], torch.ones(2))
+
+
+def test_items_are_read_ahead_but_not_all() -> None:
+    """In order; what is read and not yet taken stands in memory, so it is a few items."""
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        return number * number
+
+    found = loading._ahead(work, range(500))
+    for taken in range(500):
+        assert next(found) == (taken, taken * taken)
+        assert len(begun) <= taken + 1 + 2 * loading.READERS
+    assert next(found, None) is None
