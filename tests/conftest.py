@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -49,6 +50,14 @@ def pytest_configure() -> None:
         return scope
 
     interpreter._patch_lang = prepare_once
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ends processes that only tests/distributed runs in, when something else begins: they are never quite idle."""
+    harness = sys.modules.get("harness")
+    if harness is not None and "distributed" not in item.path.parts:
+        for ranks in harness.STARTED:
+            ranks.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

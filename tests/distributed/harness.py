@@ -21,6 +21,7 @@ from typing import Any
 
 TIMEOUT = 60.0
 Check = Callable[..., Any]
+STARTED: list[Ranks] = []
 
 
 def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
@@ -65,6 +66,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        STARTED.append(self)
 
     def run(self, check: Check, *arguments: Any) -> list[Any]:
         """Every rank's result. Raises AssertionError with the tracebacks of ranks that failed, and names late ones."""
