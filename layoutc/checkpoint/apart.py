@@ -6,7 +6,7 @@ training would break that at random, and hang.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ def apart(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
     None without a default group. Collective. Where the last save in that group still runs, waits for it; what it raised
     is for whoever holds its future. A group of fewer ranks can't be made here: torch.distributed.new_group wants a call
-    on every rank, or, with use_local_synchronization, as many groups on each of those that call (torch 2.11 to 2.13).
+    on every rank, or, with use_local_synchronization, as many groups on each of those that call (torch 2.11, 2.13).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -31,7 +31,7 @@ def apart(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         _apart[world] = dist.new_group(backend="gloo")
     group = given or _apart[world]
     if (last := _last.get(group)) is not None:
-        last.exception()
+        wait([last])
     return group
 
 
