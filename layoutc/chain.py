@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 Index = tuple[int, ...]
@@ -134,7 +135,7 @@ class Chain:
     bits: int
     low_first: bool = True
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The shape before each step, and after the last."""
         return tuple(itertools.accumulate(self.steps, lambda shape, step: step.shape(shape), initial=self.start))
