@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 from math import prod
@@ -44,13 +45,14 @@ def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> A
 
 
 def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
-    """The bytes of an item, in memory that torch has aligned."""
-    data = torch.empty(info.length, dtype=torch.uint8)
-    view, so_far = memoryview(data.numpy()), 0  # type: ignore[arg-type]
+    """The bytes of an item, in memory that torch has aligned; none is asked for where the file has not as many."""
     try:
         with path.open("rb", buffering=0) as file:
+            there = max(os.fstat(file.fileno()).st_size - info.offset, 0)
+            data = torch.empty(min(info.length, there), dtype=torch.uint8)
+            view, so_far = memoryview(data.numpy()), 0  # type: ignore[arg-type]
             file.seek(info.offset)
-            while so_far < info.length and (more := file.readinto(view[so_far:])):
+            while so_far < len(view) and (more := file.readinto(view[so_far:])):
                 so_far += more
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing ({name} is stored there)") from error
@@ -115,7 +117,8 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
 
     names = names_of(tensor, typed_tensor, lambda state: stored.restored(state, crc32_of))
     try:
-        value = unpickling.read(bytes(view[places["data.pkl"]]), names, where, dtypes=True, persistent=storage)
+        program = bytes(view[places["data.pkl"]])
+        value = unpickling.read(program, names, where, dtypes=True, persistent=storage, builds=False)
     except DamagedError:
         return None
     return value if isinstance(value, Tensor) else None

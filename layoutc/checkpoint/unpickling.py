@@ -30,17 +30,25 @@ _FIXED = {
 }
 # Bytes of the length that comes before the value.
 _SIZED = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x8A: 1, ord("U"): 1}
-_PUT, _GLOBAL, _STOP = ord("r"), ord("c"), ord(".")
+_PUT, _GLOBAL, _BUILD, _STOP = ord("r"), ord("c"), ord("b"), ord(".")
 _NUMBER = 0x8A
 
 
-def read(data: bytes, names: Names, where: str, dtypes: bool, persistent: Callable[[Any], Any] | None = None) -> Any:
+def read(
+    data: bytes,
+    names: Names,
+    where: str,
+    dtypes: bool,
+    persistent: Callable[[Any], Any] | None = None,
+    builds: bool = True,
+) -> Any:
     """The value of a pickle. names: what (module, name) stands for; dtypes: whether torch dtypes may be named as well;
-    persistent: makes the value of a persistent id.
+    persistent: makes the value of a persistent id; builds: whether values may be given a state, by which a tensor, if
+    names make one, would reach for other memory.
 
     Raises DamagedError that names what the pickle asks for and may not have.
     """
-    _check_opcodes(data, where)
+    _check_opcodes(data, where, builds)
     try:
         return _Reader(io.BytesIO(data), names, where, dtypes, persistent).load()
     except DamagedError:
@@ -74,7 +82,7 @@ class _Reader(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _check_opcodes(data: bytes, where: str) -> None:
+def _check_opcodes(data: bytes, where: str, builds: bool) -> None:
     """Raises DamagedError for an opcode that is not listed, or that asks for memory which the file's size does not
     justify: the C reader makes a table as long as the greatest number in it."""
     at, size, fixed, sized, ops = 0, len(data), _FIXED, _SIZED, 0
@@ -82,7 +90,7 @@ def _check_opcodes(data: bytes, where: str) -> None:
         code = data[at]
         at += 1
         ops += 1
-        if (more := fixed.get(code)) is not None:
+        if (more := fixed.get(code)) is not None and (builds or code != _BUILD):
             if code == _PUT and int.from_bytes(data[at : at + 4], "little") > ops:
                 raise DamagedError(f"{where} is damaged: byte {at} numbers a value that is not there")
             if code == _STOP:

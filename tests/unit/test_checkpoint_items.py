@@ -135,6 +135,27 @@ def test_tensors_beyond_their_storage_are_refused(
         items.read_item(tmp_path, "name", info, True)
 
 
+@pytest.mark.parametrize("elements", [40, 1 << 30])
+def test_a_tensor_can_not_be_given_other_memory(elements: int, tmp_path: Path) -> None:
+    """BUILD would call Tensor.__setstate__, for other bytes of the item, or more than it has."""
+
+    class Rebuilt:
+        def __reduce__(self) -> Any:
+            tensor = torch.arange(4.0)
+            return (*tensor.__reduce_ex__(2)[:2], (tensor, 0, (elements,), (1,)))
+
+    info = stored(Rebuilt(), tmp_path)
+    with pytest.raises(DamagedError):
+        items.read_item(tmp_path, "name", info, True)
+
+
+def test_no_memory_is_asked_for_that_the_file_does_not_fill(tmp_path: Path) -> None:
+    info = stored(torch.arange(4), tmp_path)
+    info.length = 1 << 60
+    with pytest.raises(DamagedError, match=r"ends after \d+ of 1152921504606846976 bytes"):
+        items.read_item(tmp_path, "name", info, True)
+
+
 def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     """What is no tensor is torch.load's to make, also where a tensor was expected."""
     from collections import OrderedDict

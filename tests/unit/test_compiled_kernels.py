@@ -66,7 +66,7 @@ SPILLS = {
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability: int) -> None:
-    """A minute each: 220 kernels. On newer cards conversions are looked at as well, so that they are compiled once."""
+    """A minute each: 212 kernels. On newer cards conversions are looked at as well, so that they are compiled once."""
     budgets = BUDGETS if capability == 90 else BUDGETS_100
     found = compiled(capability, "all", *(["checks"] if capability >= 100 else []), count=budgets)
     if capability >= 100:
