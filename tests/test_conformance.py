@@ -459,6 +459,11 @@ def test_the_plugin_reports_what_was_found_and_not_its_own_frames(tmp_path: Path
     assert pytest_run(tmp_path, "--layoutc-spec", "none.yaml").returncode == 4
 
 
+def test_the_plugin_takes_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path, "--layoutc-spec", "mxfp8", "--collect-only", "-q")
+    assert done.stdout.count("::encode") == 1, done.stdout + done.stderr
+
+
 def test_the_plugin_imports_nothing_heavy_until_it_is_asked() -> None:
     program = (
         "import sys, layoutc.conformance.plugin; "
