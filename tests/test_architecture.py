@@ -17,6 +17,7 @@ SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 ABOVE = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path.name.startswith(("bench", "demo")))
 COMPILER = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path not in ABOVE)
 CHECKPOINT = sorted((ROOT / "layoutc" / "checkpoint").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 RUNTIME = sorted((ROOT / "layoutc" / "runtime").glob("*.py"))
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # What only a card needs, imported when there is one.
@@ -154,3 +155,12 @@ def _without_prose(text: str) -> str:
 def test_importing_layoutc_and_the_command_line_imports_no_torch() -> None:
     program = "import sys, layoutc, layoutc.cli, layoutc.compiler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", [*TESTS, *COMPILER, *ABOVE, *RUNTIME, *CHECKPOINT], ids=lambda path: path.name)
+def test_programs_of_the_environment_are_started_as_modules(path: Path) -> None:
+    """By the Python that runs: where the environment is not activated, the path has none of them."""
+    programs = {"layoutc", "mypy", "pip", "pytest", "python", "python3", "ruff", "torchrun"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.List) and len(node.elts) > 1 and isinstance(node.elts[0], ast.Constant):
+            assert node.elts[0].value not in programs, f"{path}:{node.lineno}: [sys.executable, '-m', ...]"

@@ -83,9 +83,8 @@ def test_two_specs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_generated_code_is_clean_under_ruff() -> None:
     for arguments in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            ["ruff", *arguments, str(ROOT / "generated")], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-m", "ruff", *arguments, str(ROOT / "generated")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
