@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 # What trains and what measures stands on the runtime, and on nothing of the compiler.

@@ -240,6 +240,7 @@ def test_sarif_paths() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- pre-commit
+@pytest.mark.checkout
 def test_pre_commit_hooks_are_commands() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert [hook["id"] for hook in hooks] == ["layoutc-check", "layoutc-build"]

@@ -133,6 +133,7 @@ def test_a_renamed_registry_is_refused_on_all_ranks_before_a_collective(two: Ran
     assert "_module_state_mapping does not lead to head.weight, which FSDP2 gathers" in first["all"]
 
 
+@pytest.mark.checkout
 def test_what_is_said_to_work_is_what_may_be_installed() -> None:
     """The bound in pyproject.toml is that of the message."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
