@@ -113,6 +113,8 @@ def build(
         result = compiler.build(_chosen(specs, folder), out, check or diff, whole=not specs)
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
+    except RuntimeError as error:
+        _refuse(str(error))
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)

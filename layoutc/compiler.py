@@ -29,10 +29,11 @@ def compile_spec(spec: schema.Spec, sha256: str) -> dict[str, str]:
 
 
 def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
-    """Compiles spec files into `out`; writes nothing when a spec has an error, or with `check`.
+    """Compiles spec files into `out`; writes nothing when a spec has an error, a file is in the way, or with `check`.
 
     `whole`: these are all specs of the folder, so other files of ours there are stale (reported, and left). Otherwise
-    other recipes stay in the package's index. Raises OSError for files that can't be read or written.
+    other recipes stay in the package's index. Raises OSError for files that can't be read or written, and RuntimeError
+    where ruff is missing.
     """
     diagnostics: list[Diagnostic] = []
     rendered: dict[str, str] = {}
@@ -51,12 +52,39 @@ def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> B
         rendered |= {f"{spec.name}/{name}": text for name, text in texts.items()}
     if has_errors(diagnostics):
         return BuildResult([], diagnostics)
-    recipes = made if whole else {**files.recipes_in(out), **made}
-    formatted = emit.format_files({**rendered, "__init__.py": emit.emit_index(list(recipes.items()))})
+    others, broken = ({}, []) if whole else files.recipes_in(out, besides=made)
+    recipes = {**others, **made}
+    formatted = emit.format_files({**rendered, files.INDEX: emit.emit_index(list(recipes.items()))})
     states = files.compare(out, formatted, stale=whole)
+    diagnostics += [_unreadable(state) for state in broken]
+    diagnostics += [_in_the_way(state, out) for state in states if state.status == "blocked"]
+    if has_errors(diagnostics) and not check:
+        return BuildResult([], diagnostics)
     if not check:
         files.write(out, formatted, states)
-    return BuildResult(states, diagnostics)
+    return BuildResult([state for state in states if state.status != "blocked"], diagnostics)
+
+
+def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:
+    """What keeps the build from writing where it must."""
+    return Diagnostic(
+        "LC905",
+        f"this is in the way of a generated file: {state.obstacle}",
+        str(state.path),
+        why="layoutc replaces only files that begin with its own mark; nothing was written",
+        help=f"move it away, or build into another folder: `--out {out / 'quant'}`",
+    )
+
+
+def _unreadable(state: files.FileState) -> Diagnostic:
+    """A recipe that a build of others would drop from the index."""
+    return Diagnostic(
+        "LC906",
+        f"this generated file can't be read: {state.obstacle}",
+        str(state.path),
+        why="the package's index lists this recipe, with the summary that stands there; nothing was written",
+        help=f"build it again with its spec beside the others, or delete {state.path.parent}",
+    )
 
 
 def _twice(name: str, path: Path) -> Diagnostic:
