@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,31 @@ def compile_spec(spec: schema.Spec, sha256: str) -> dict[str, str]:
     return emit.emit(plan_for(spec), sha256)
 
 
+def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str], list[Diagnostic]]:
+    """A spec file's bytes -> the spec, its unformatted files, every finding. None and no files where one is an error.
+
+    What is found sound and can't be printed all the same is a finding of its own. Never raises.
+    """
+    spec, found = schema.read_spec_bytes(content, path)
+    if spec is None:
+        return None, {}, found
+    try:
+        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest()), found
+    except Exception as error:
+        return None, {}, [*found, _unprintable(error, path)]
+
+
+def check(content: bytes, path: str) -> list[Diagnostic]:
+    """Every finding about a spec file's bytes: the whole pipeline, up to text that Python can compile. Never raises."""
+    _, texts, found = read(content, path)
+    for name, text in texts.items():
+        try:
+            compile(text, name, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            found = [*found, _unprintable(error, path)]
+    return found
+
+
 def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
     """Compiles spec files into `out`; writes nothing when a spec has an error, a file is in the way, or with `check`.
 
@@ -39,8 +65,7 @@ def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> B
     rendered: dict[str, str] = {}
     made: dict[str, str] = {}  # recipe -> summary
     for path in specs:
-        data = path.read_bytes()
-        spec, found = schema.read_spec_bytes(data, str(path))
+        spec, texts, found = read(path.read_bytes(), str(path))
         diagnostics += found
         if spec is None:
             continue
@@ -48,7 +73,6 @@ def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> B
             diagnostics.append(_twice(spec.name, path))
             continue
         made[spec.name] = spec.summary.rstrip(".")
-        texts = compile_spec(spec, hashlib.sha256(data).hexdigest())
         rendered |= {f"{spec.name}/{name}": text for name, text in texts.items()}
     if has_errors(diagnostics):
         return BuildResult([], diagnostics)
@@ -63,6 +87,19 @@ def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> B
     if not check:
         files.write(out, formatted, states)
     return BuildResult([state for state in states if state.status != "blocked"], diagnostics)
+
+
+def _unprintable(error: Exception, path: str) -> Diagnostic:
+    """A spec for which the compiler itself fails."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return Diagnostic(
+        "LC907",
+        f"layoutc can't write the code of this spec: {type(error).__name__}{at}",
+        path,
+        why=f"{error}; the spec has no error that layoutc knows of, so this is a mistake in layoutc",
+        help="report it with this spec",
+    )
 
 
 def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:

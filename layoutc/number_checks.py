@@ -209,6 +209,19 @@ def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC322", f"the largest scale of {fmt.name} is below `scale.bound`", label, used, help=help)
 
 
+def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule whose second candidate makes the amax the element below the largest needs one that is not zero."""
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element):
+        return
+    if any("element_step" in rules.names(value) for value in rule.candidates) and not element.magnitudes[-2]:
+        wide = next(name for name, fmt in BUILTIN.items() if fmt.bits == 4 and not fmt.integer)
+        label = source.value(("element", "format"), f"its magnitudes are 0 and {element.max:g}")
+        used = source.value(("scale", "rule"), "also tries the amax at the element below the largest")
+        message = f"{rule.name} needs elements of at least two magnitudes beside 0"
+        yield source.find("LC342", message, label, used, help=f"write `format: {wide}`, or another rule")
+
+
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
@@ -272,6 +285,7 @@ CHECKS = (
     nan_survives,
     zero_points_fit,
     bound_fits_scale,
+    candidates_differ,
 )
 
 
@@ -373,9 +387,12 @@ def _misfit(
         )
     uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
     if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
+        narrow = BUILTIN["e4m3"]
         return (
-            f"{rule.name} needs a scale format of a narrower range",
+            f"{rule.name} needs a {'scale' if narrow.max * element.max <= 2.0**120 else 'element'} format of a narrower range",
             f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
-            "write `format: e4m3`",
+            "write `format: e4m3`"
+            if narrow.max * element.max <= 2.0**120
+            else "give the element's format a larger bias",
         )
     return None

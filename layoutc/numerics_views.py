@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +154,7 @@ def nan_code(fmt: Format) -> int:
 
 def constants_view(quantization: Quantization, suffix: str) -> list[View]:
     """The constants of one quantization's codecs and rule: name, value as text, and what it is."""
-    element, scale, parameters = quantization.element, quantization.scale, dict(quantization.parameters)
+    element, scale = quantization.element, quantization.scale
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
     found: list[View] = []
 
@@ -174,25 +174,58 @@ def constants_view(quantization: Quantization, suffix: str) -> list[View]:
         if not native and not fmt.integer:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
-    power = 2.0 ** math.floor(math.log2(element.max))
-    lowest = math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max
-    bound, below = float(parameters.get("bound", 1)), element.magnitudes[-2]
-    inverse = {
-        "ELEMENT_MIN": (lowest, ""),
-        "ELEMENT_STEP": (f32(element.max / below), f"{element.max:g} / {below:g}"),
-        "BOUNDED_RANGE": (f32(bound * element.max), f"{bound:g} * {element.max:g}"),
-        "INVERSE_BOUNDED_RANGE": (f32(1 / (bound * element.max)), f"fp32(1 / ({element.max:g} * {bound:g}))"),
-        "INVERSE_ELEMENT_SPAN": (f32(1 / (element.max - lowest)), f"fp32(1 / {element.max - lowest:g})"),
-        "INVERSE_ELEMENT_MAX": (f32(1 / element.max), f"fp32(1 / {element.max:g})"),
-        "INVERSE_ELEMENT_POWER": (1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"),
-        "INVERSE_RANGE": (f32(1 / (element.max * scale.max)), f"fp32(1 / ({element.max:g} * {scale.max:g}))"),
-        "INVERSE_MARGIN": (2.0 ** -float(parameters.get("margin", 0)), "2 to minus the margin"),
-        "EPSILON": (f32(float(parameters.get("epsilon", 0))), ""),
-    }
-    for name, (value, doc) in inverse.items():
+    for name, compute in _CONSTANTS.items():
         if name in used:
+            value, doc = compute(quantization)
             add(name, repr(value), doc)
     return found
+
+
+def _element_min(q: Quantization) -> float:
+    return math.ldexp(q.element.lowest, -q.element.fraction) if q.element.integer else -q.element.max
+
+
+def _element_step(q: Quantization) -> tuple[float, str]:
+    largest, below = q.element.max, q.element.magnitudes[-2]
+    return f32(largest / below), f"{largest:g} / {below:g}"
+
+
+def _element_span(q: Quantization) -> tuple[float, str]:
+    span = q.element.max - _element_min(q)
+    return f32(1 / span), f"fp32(1 / {span:g})"
+
+
+def _element_power(q: Quantization) -> tuple[float, str]:
+    power = 2.0 ** math.floor(math.log2(q.element.max))
+    return 1 / power, f"1 / {power:g}, the largest power of two up to {q.element.max:g}"
+
+
+def _bounded_range(q: Quantization) -> tuple[float, str]:
+    bound = float(dict(q.parameters)["bound"])
+    return f32(bound * q.element.max), f"{bound:g} * {q.element.max:g}"
+
+
+def _inverse_bounded_range(q: Quantization) -> tuple[float, str]:
+    bound = float(dict(q.parameters)["bound"])
+    return f32(1 / (bound * q.element.max)), f"fp32(1 / ({q.element.max:g} * {bound:g}))"
+
+
+# Constants of rules: value, and what it is. Computed for the rules that use them: not every format has every one.
+_CONSTANTS: dict[str, Callable[[Quantization], tuple[float, str]]] = {
+    "ELEMENT_MIN": lambda q: (_element_min(q), ""),
+    "ELEMENT_STEP": _element_step,
+    "BOUNDED_RANGE": _bounded_range,
+    "INVERSE_BOUNDED_RANGE": _inverse_bounded_range,
+    "INVERSE_ELEMENT_SPAN": _element_span,
+    "INVERSE_ELEMENT_MAX": lambda q: (f32(1 / q.element.max), f"fp32(1 / {q.element.max:g})"),
+    "INVERSE_ELEMENT_POWER": _element_power,
+    "INVERSE_RANGE": lambda q: (
+        f32(1 / (q.element.max * q.scale.max)),
+        f"fp32(1 / ({q.element.max:g} * {q.scale.max:g}))",
+    ),
+    "INVERSE_MARGIN": lambda q: (2.0 ** -float(dict(q.parameters)["margin"]), "2 to minus the margin"),
+    "EPSILON": lambda q: (f32(float(dict(q.parameters)["epsilon"])), ""),
+}
 
 
 def _table(values: Iterable[float]) -> str:
