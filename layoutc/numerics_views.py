@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from layoutc import rule_text
-from layoutc.formats import Format, f32, thresholds
+from layoutc.constants import CONSTANTS, constant
+from layoutc.formats import Format, thresholds
 from layoutc.layout import Block, Layout, Quantization, Source, codes_per_group
 from layoutc.plan import Plan
 
@@ -174,58 +175,11 @@ def constants_view(quantization: Quantization, suffix: str) -> list[View]:
         if not native and not fmt.integer:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
-    for name, compute in _CONSTANTS.items():
-        if name in used:
-            value, doc = compute(quantization)
-            add(name, repr(value), doc)
+    for name in CONSTANTS:
+        if name.upper() in used:
+            value, doc = constant(name, element, scale, dict(quantization.parameters))
+            add(name.upper(), repr(value), doc)
     return found
-
-
-def _element_min(q: Quantization) -> float:
-    return math.ldexp(q.element.lowest, -q.element.fraction) if q.element.integer else -q.element.max
-
-
-def _element_step(q: Quantization) -> tuple[float, str]:
-    largest, below = q.element.max, q.element.magnitudes[-2]
-    return f32(largest / below), f"{largest:g} / {below:g}"
-
-
-def _element_span(q: Quantization) -> tuple[float, str]:
-    span = q.element.max - _element_min(q)
-    return f32(1 / span), f"fp32(1 / {span:g})"
-
-
-def _element_power(q: Quantization) -> tuple[float, str]:
-    power = 2.0 ** math.floor(math.log2(q.element.max))
-    return 1 / power, f"1 / {power:g}, the largest power of two up to {q.element.max:g}"
-
-
-def _bounded_range(q: Quantization) -> tuple[float, str]:
-    bound = float(dict(q.parameters)["bound"])
-    return f32(bound * q.element.max), f"{bound:g} * {q.element.max:g}"
-
-
-def _inverse_bounded_range(q: Quantization) -> tuple[float, str]:
-    bound = float(dict(q.parameters)["bound"])
-    return f32(1 / (bound * q.element.max)), f"fp32(1 / ({q.element.max:g} * {bound:g}))"
-
-
-# Constants of rules: value, and what it is. Computed for the rules that use them: not every format has every one.
-_CONSTANTS: dict[str, Callable[[Quantization], tuple[float, str]]] = {
-    "ELEMENT_MIN": lambda q: (_element_min(q), ""),
-    "ELEMENT_STEP": _element_step,
-    "BOUNDED_RANGE": _bounded_range,
-    "INVERSE_BOUNDED_RANGE": _inverse_bounded_range,
-    "INVERSE_ELEMENT_SPAN": _element_span,
-    "INVERSE_ELEMENT_MAX": lambda q: (f32(1 / q.element.max), f"fp32(1 / {q.element.max:g})"),
-    "INVERSE_ELEMENT_POWER": _element_power,
-    "INVERSE_RANGE": lambda q: (
-        f32(1 / (q.element.max * q.scale.max)),
-        f"fp32(1 / ({q.element.max:g} * {q.scale.max:g}))",
-    ),
-    "INVERSE_MARGIN": lambda q: (2.0 ** -float(dict(q.parameters)["margin"]), "2 to minus the margin"),
-    "EPSILON": lambda q: (f32(float(dict(q.parameters)["epsilon"])), ""),
-}
 
 
 def _table(values: Iterable[float]) -> str:
@@ -320,7 +274,8 @@ def swizzle_view(layout: Layout) -> View | None:
     inverse = tuple(swizzle.order.index(name) for name in names)
     pattern = " ".join(f"({' '.join(group)})" for group in swizzle.groups) + f" -> {' '.join(swizzle.order)}"
     turned = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
-    scale = 'buffers[f"{orientation}_scale"]'
+    zeros = any(buffer.kind == "zero" for buffer in layout.buffers)
+    scale = 'buffers[f"{orientation}_{kind}"]' if zeros else 'buffers[f"{orientation}_scale"]'
     body = [f"return swizzle({scale})"]
     if turned:  # the buffer has the contraction axis first
         tests = " or ".join(f'orientation == "{name}"' for name in turned)
@@ -332,6 +287,9 @@ def swizzle_view(layout: Layout) -> View | None:
         "ordered": ", ".join(size[name] for name in swizzle.order),
         "inverse": inverse,
         "body": body,
+        "zeros": zeros,
+        "kind": ', kind: str = "scale"' if zeros else "",
+        "what": "scale, or zero point," if zeros else "scale",
         "free_text": "m for rowwise, k for columnwise",
     }
 
