@@ -4,7 +4,7 @@ Exit codes: 0 nothing found, 1 findings (errors in specs, drift), 2 the command 
 people (full, concise) and everything that says what is going on go to stderr; data goes to stdout, and so do findings
 that a machine will read (github, json, sarif).
 
-Anything slow is imported by the command that needs it: `layoutc check` takes a fifth of a second.
+Anything slow is imported by the command that needs it: `layoutc check` of 20 specs takes less than a second.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def build(
         result = compiler.build(chosen(specs, folder), out, check or diff, whole=not specs)
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
+    except RuntimeError as error:
+        _refuse(str(error))
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)
@@ -133,7 +135,7 @@ def build(
 def check(
     specs: tuple[str, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
 ) -> None:
-    """Find every problem in specs, and write nothing.
+    """Find every problem in specs, and write nothing. What passes builds.
 
     \b
     layoutc check                             every spec in specs/
@@ -142,7 +144,7 @@ def check(
     layoutc check --format json | jq .code    one object for each finding
     layoutc check --explain specs/mxfp8.yaml  what is proved about its layout, and how
     """
-    from layoutc.schema import read_spec_bytes
+    from layoutc import compiler
 
     paths = chosen(specs, folder)
     found: list[Diagnostic] = []
@@ -151,7 +153,7 @@ def check(
             content = path.read_bytes()
         except OSError as error:
             _refuse(f"{path}: {error.strerror}")
-        found += read_spec_bytes(content, str(path))[1]
+        found += compiler.check(content, str(path))
     if explain:
         found += cli_layout.explain_specs(paths, form)
     _report(tidy(found), form, color)

@@ -180,7 +180,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
 
         A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
-        are flat, in the order that the spec's gemm states; ValueError where it states none.
+        and zero points are flat, in the order that the spec's gemm states; ValueError where it states none.
         """
         if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
