@@ -42,15 +42,19 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
         if not isinstance(other, Tensor) or not other.is_floating_point() or any(other is one for one in targets):
             continue
         if other.dim() and (target := shapes.get(tuple(other.shape))) is not None:
-            what = f"{func} updates {target._label()} in place, and {_LOSES}"
-            warn_once("update", f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}")
+            if not note_average(target):
+                what = f"{func} updates {target._label()} in place, and {_LOSES}"
+                warn_once("update", f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}")
+            return
 
 
-def note_average(target: QuantizedTensor) -> None:
-    """Warns where torch's AveragedModel writes an average into a quantized weight."""
-    if called_from(_AVERAGES):
+def note_average(target: QuantizedTensor) -> bool:
+    """Warns where torch's AveragedModel writes an average into a quantized weight, and says whether it does."""
+    averages = called_from(_AVERAGES)
+    if averages:
         what = f"AveragedModel keeps its averages quantized ({target._label()} first), and {_LOSES}"
         warn_once("average", f"{what}. Instead, {_AVERAGE}")
+    return averages
 
 
 def watch() -> None:
@@ -76,9 +80,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if weights:
         kind = type(optimizer)
         name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
-        what = (
-            f"{kind.__name__} steps {len(weights)} quantized weights themselves, {weights[0]._label()} first: {_LOSES}"
-        )
+        what = f"{kind.__name__} steps quantized weights themselves ({weights[0]._label()} first), and {_LOSES}"
         warn_once("update", f"{what}. Instead, {_train(name)}, which steps fp32 masters")
 
 
