@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from layoutc.runtime import meshes
+from layoutc.runtime import initial, meshes
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
@@ -194,6 +194,8 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         )
     if shard._writes.waiting:
         check_whole(shard)
+    if known is not None and shard._writes.initial is not None and not known.param().sharded_param.requires_grad:
+        initial.free(shard)  # frozen since
     gathering = Gathering(found)
     if layout.shared:
         # Copies: a weight that is still gathered when the shard is requantized keeps the scale of its codes.
