@@ -296,6 +296,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     _stable_hash_for_caching = flattening.stable_hash
     untyped_storage = storage.untyped_storage
+    data_ptr = storage.data_ptr
 
     def __getattr__(self, name: str) -> Any:
         # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
@@ -344,11 +345,21 @@ class QuantizedTensor(Generated, torch.Tensor):
     ) -> Any:
         """One dict look-up; an operator without a handler goes to `dispatch.fallback`."""
         handler = cls.HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        from layoutc.runtime.dispatch import fallback
+        if handler is None:
+            from layoutc.runtime.dispatch import fallback
 
-        return fallback(func, args, kwargs or {})
+            handler = fallback
+        if torch.is_inference_mode_enabled():
+            return in_inference_mode(handler, func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+
+def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a handler gives. A view of a tensor that was made outside is as ordinary as that; its version is tracked."""
+    if not func.is_view or args[0].is_inference():
+        return handler(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return handler(func, args, kwargs)
 
 
 def check_writable(tensor: QuantizedTensor) -> None:
