@@ -100,12 +100,18 @@ class QuantizedTensor(Generated, torch.Tensor):
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
-    def _alias(self, shape: Iterable[int] | None = None, *, transposed: bool | None = None) -> Self:
-        """The same planes, the very dict, under another outer shape."""
+    def _alias(
+        self,
+        shape: Iterable[int] | None = None,
+        *,
+        transposed: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The same planes, the very dict, under another outer shape or dtype."""
         other = type(self)(
             self._planes,
             self.shape if shape is None else shape,
-            self.dtype,
+            dtype or self.dtype,
             matrix=self._matrix,
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
