@@ -38,7 +38,7 @@ class MasterWeights(torch.optim.Optimizer):
     master.
 
     A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
-    are others, or with a quantized weight that has become plain since (load_state_dict(assign=True) of plain values).
+    are others, or with a quantized weight that something has made plain since.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
@@ -153,8 +153,7 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(_local(param), QuantizedTensor):
                 raise LayoutError(
                     f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                    f"plain {param.dtype} now, as after load_state_dict(assign=True) of plain values; leave assign "
-                    "out, and the weight is quantized from them"
+                    f"plain {param.dtype} now: what module._apply was given has dequantized it; model.to(dtype) does not"
                 )
         if all(param.grad is None for param in self._masters):
             for param, (name, _) in self._recipes.items():
