@@ -222,8 +222,10 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
     need that cuts go through.
     """
-    from layoutc.runtime import fsdp
+    from layoutc.runtime import fsdp, replicas
 
+    if replicas.receive(target):
+        return
     like = target if like is None else like
     (groups, tag), place = fsdp.amax_groups(like), fsdp.place(like)
     if place is not None and place.joins(like.LAYOUT) and not groups:

@@ -12,6 +12,7 @@ from itertools import islice
 from types import FrameType
 
 from torch import nn
+from torch.distributed.utils import _sync_params_and_buffers
 
 _CONVERTS = nn.Module._apply.__code__  # of Module.to, half, bfloat16, float, and whoever calls it by itself
 _FRAMES = 16  # between nn.Module._apply and a handler: what it was given, and DTensor
@@ -47,6 +48,12 @@ def is_backward_of_a_model() -> bool:
         if _module(frame) == "torch.autograd.function" and frame.f_code.co_name == "apply":
             return True
     return False
+
+
+def syncing_replicas() -> FrameType | None:
+    """The frame of torch that broadcasts a module's parameters for DistributedDataParallel, and knows from whom."""
+    first = next(_above(), None)
+    return first if first is not None and first.f_code is _sync_params_and_buffers.__code__ else None
 
 
 def _is_engine(frame: FrameType) -> bool:

@@ -153,7 +153,8 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(_local(param), QuantizedTensor):
                 raise LayoutError(
                     f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                    f"plain {param.dtype} now: what module._apply was given has dequantized it; model.to(dtype) does not"
+                    f"plain {param.dtype} now: what module._apply was given has dequantized it; model.to(dtype) "
+                    "does not"
                 )
         if all(param.grad is None for param in self._masters):
             for param, (name, _) in self._recipes.items():
