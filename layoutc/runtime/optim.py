@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp, meshes
+from layoutc.runtime import amax, fsdp, meshes, replaced
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
@@ -36,6 +36,9 @@ class MasterWeights(torch.optim.Optimizer):
     `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
     master.
+
+    Parameters that are put into `param_groups` in the place of others, as accelerate does when it shards the model, are
+    trained from then on; their masters go along.
 
     A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
     are others, or with a quantized weight that something has made plain since.
@@ -62,9 +65,7 @@ class MasterWeights(torch.optim.Optimizer):
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
-            self._masters.update({p: _master(p) for p in added["params"]})
-            self._written.update({p: _stamp(p) for p in added["params"]})
-            self._recipes.update(_recipes(added["params"]))
+            self._adopt(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
 
     @torch.no_grad()
@@ -78,6 +79,7 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        replaced.follow(self)
         self._push_options()
         self._check_parameters()
         self._refresh_masters()
@@ -100,6 +102,7 @@ class MasterWeights(torch.optim.Optimizer):
         Parameters are not touched: they come from the model's own state. Everything is checked before anything is
         changed: raises ValueError when groups or parameters do not match.
         """
+        replaced.follow(self)
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
@@ -131,6 +134,12 @@ class MasterWeights(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything: Optimizer's own leaves out what it does not know."""
         return dict(self.__dict__)
+
+    def _adopt(self, params: Sequence[Tensor]) -> None:
+        """Makes masters of parameters that are new to it."""
+        self._masters.update({param: _master(param) for param in params})
+        self._written.update({param: _stamp(param) for param in params})
+        self._recipes.update(_recipes(params))
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         master = self._masters[param]
