@@ -223,8 +223,10 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
     need that cuts go through.
     """
-    from layoutc.runtime import fsdp
+    from layoutc.runtime import fsdp, replicas
 
+    if replicas.receive(target):
+        return
     like = target if like is None else like
     (groups, tag), place = fsdp.amax_groups(like), fsdp.place(like)
     if place is not None and place.joins(like.LAYOUT) and not groups:
@@ -234,12 +236,31 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
 
 
 def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
-    """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device."""
+    """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device.
+
+    An alias where they are what the target dequantizes to: to quantize them again could move scales. Ranks that share
+    scales or blocks would have to agree on that, so a shard of such is always quantized.
+    """
+    if _holds(target, x):
+        return target._alias(dtype=x.dtype)
     new = target._with_planes(
         {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
     )
     requantize_(new, x if x.dtype in FLOATS else x.float(), target)
     return new
+
+
+def _holds(target: QuantizedTensor, x: Tensor) -> bool:
+    """True for the values that a whole weight dequantizes to."""
+    from layoutc.runtime import fsdp
+
+    if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
+        return False
+    if target._home is not None or target._writes.waiting or not target.orientations:
+        return False
+    if fsdp.amax_groups(target)[0] or fsdp.place(target) is not None:
+        return False
+    return torch.equal(target.dequantize(x.dtype), x)
 
 
 def _with_histories(

@@ -1,6 +1,6 @@
 """Dispatch of CastOnGather, the same for every recipe. A handler takes (func, args, kwargs).
 
-What writes, copies or converts has the values; what a model does with its weights has what the quantized weight gives.
+CastOnGather says which operators see the values, and which the quantized weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import dispatch
+from layoutc.runtime import callers, dispatch
 from layoutc.runtime.agreed import Agreed
 from layoutc.runtime.casting import CastOnGather, View
 from layoutc.runtime.dispatch import Args, Kwargs
@@ -22,6 +22,13 @@ aten = torch.ops.aten
 
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     return args[0]._alias()  # type: ignore[no-any-return]
+
+
+def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
+    """An alias that is no part of a model, unless it is to be a parameter, or stands for one while it is traced."""
+    alias: CastOnGather = args[0]._alias()
+    alias._detached = alias._detached or not callers.keeps_the_weight()
+    return alias
 
 
 def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGather]:
@@ -103,9 +110,15 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if taken_apart is not NotImplemented:
             return taken_apart
     targets = _written(func, args, kwargs)
-    if not targets and not _reads_values(func, args, kwargs):
-        return func(*tree_map(_as_quantized, args), **tree_map(_as_quantized, kwargs))
-    result = func(*tree_map(_as_values, args), **tree_map(_as_values, kwargs))
+    everything = bool(targets) or _reads_values(func, args, kwargs)
+    in_formula = torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model()
+
+    def seen(value: Any) -> Any:
+        if not isinstance(value, CastOnGather):
+            return value
+        return value._plain if everything or (value.is_detached and not in_formula) else value.quantize()
+
+    result = func(*tree_map(seen, args), **tree_map(seen, kwargs))
     if not (func is aten.copy_.default and _moves(*args[:2])):
         for agreed in {id(target._agreed): target._agreed for target in targets}.values():
             agreed.writes += 1
@@ -131,7 +144,7 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
 
 
 def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """True for an operator that is no use of the weight in a model."""
+    """True for an operator that is no use of a weight in a model, whichever alias of it is given."""
     if func in _COPIES or "c10d" in func.namespace:
         return True
     from layoutc.runtime import fsdp
@@ -139,21 +152,14 @@ def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
     casts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, CastOnGather)]
     if all(fsdp.find(tensor) is not None for tensor in casts):  # a model has what is gathered, never the shard
         return True
-    in_backward: bool = torch._C._current_graph_task_id() != -1
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or in_backward:
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model():
         return False
     name = func._schema.name.removeprefix("aten::")
     if name == "cat":
         return all(tensor.dim() == 1 for tensor in casts)
     return torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_")) or name in _REDUCTIONS
-
-
-def _as_values(value: Any) -> Any:
-    return value._plain if isinstance(value, CastOnGather) else value
-
-
-def _as_quantized(value: Any) -> Any:
-    return value.quantize() if isinstance(value, CastOnGather) else value
 
 
 _COPIES = (
@@ -169,7 +175,8 @@ _REDUCTIONS = (
     *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),
 )
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default), _alias),
+    aten.alias.default: _alias,
+    aten.detach.default: _detach,
     **dict.fromkeys(
         (
             aten.view.default,

@@ -2,7 +2,8 @@
 
 To optimizers, initializers and checkpoints it is its values. To a model it is the quantized weight: FSDP2 gathers
 planes that are made of the values for this pass alone, and a product without FSDP2 reads the values of those planes
-too, so that one process computes what many do. A view of it means that view of the quantized weight.
+too, so that one process computes what many do. A view of it means that view of the quantized weight. CastOnGather says
+which operators see what.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layoutc.runtime import flattening, operators
+from layoutc.runtime import flattening, operators, storage
 from layoutc.runtime.agreed import Agreed
 from layoutc.runtime.amax import as_matrix
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.halo import extended
 from layoutc.runtime.sharding import NO_HALO
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.tensor import QuantizedTensor, in_inference_mode
 
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -38,10 +39,14 @@ class View(NamedTuple):
 class CastOnGather(torch.Tensor):
     """Plain values of a weight, of any shape that a view of it has; `QUANTIZED` says what they are quantized to.
 
-    Operators that write, those that copy or convert, and under no_grad those that go entry by entry or reduce (all that
-    optimizers and averages are made of) have the values. Everything else is a use of the weight in a model, and has
-    what the quantized weight gives: products, in the orientation that they contract, and, counted as implicit
-    dequantizes, the rest.
+    What an operator sees of it:
+
+    - Products see the quantized weight, in the orientation that they contract: of the weight and of any alias or view.
+    - What writes, copies, converts or sends sees the values; so does everything that reads a shard that FSDP2 holds.
+    - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
+    - Of the parameter itself and its views they see the values under no_grad, where they go entry by entry or reduce,
+      as optimizers and averages do; else, and in the backward of a model, the quantized weight, counted as an implicit
+      dequantize.
     """
 
     QUANTIZED: ClassVar[type[QuantizedTensor]]
@@ -52,6 +57,7 @@ class CastOnGather(torch.Tensor):
     _plain: Tensor  # what this view shows of them
     _views: tuple[View, ...]  # that lead from all values to these
     _transposed: bool
+    _detached: bool  # an alias of the weight that is no part of a model, or a view of such
     _name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
@@ -74,7 +80,7 @@ class CastOnGather(torch.Tensor):
             requires_grad=requires_grad,
         )
         self._planes, self._plain = planes, values
-        self._views, self._transposed, self._name = (), False, None
+        self._views, self._transposed, self._detached, self._name = (), False, False, None
         self._agreed, self._source = Agreed(), None
         return self
 
@@ -82,14 +88,14 @@ class CastOnGather(torch.Tensor):
         """The same values, or what a view shows of them."""
         other = self._wrap(self._planes, self._plain if values is None else values)
         other._views = self._views if view is None else (*self._views, view)
-        other._transposed = self._transposed != turned
+        other._transposed, other._detached = self._transposed != turned, self.is_detached
         other._name, other._agreed, other._source = self._name, self._agreed, self._source
         return other
 
     def _fresh(self, values: Tensor) -> Self:
         """Other values with the same metadata."""
         other = type(self)(values)
-        other._name = self._name
+        other._name, other._detached = self._name, self.is_detached
         return other
 
     # ------------------------------------------------------------------------------------------------------- what it is
@@ -99,6 +105,11 @@ class CastOnGather(torch.Tensor):
         whole, shown = self._planes["values"].detach(), self._plain
         # A view of all values, since a view that was made below autograd counts versions by itself.
         return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+
+    @property
+    def is_detached(self) -> bool:
+        """True for `.data`, `.detach()`, and views and copies of those; never for a parameter."""
+        return self._detached and not isinstance(self, nn.Parameter)
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -193,7 +204,9 @@ class CastOnGather(torch.Tensor):
     def data(self) -> Self:
         """An alias that autograd does not follow. Assigning replaces the values, their dtype and shape."""
         with torch.no_grad():
-            return self._alias()
+            alias = self._alias()
+        alias._detached = True
+        return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -204,7 +217,7 @@ class CastOnGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """All values, and the views that lead to these."""
-        return ["_whole"], (self._views, self._transposed, self._name)
+        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name)
 
     @property
     def _whole(self) -> Tensor:
@@ -215,17 +228,20 @@ class CastOnGather(torch.Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__."""
-        views, transposed, name = context
+        views, transposed, detached, name = context
         values = inner["_whole"]
         for func, args, place in views:
             values = func(values, *args) if place is None else func(values, *args)[place]
         self = cls._wrap({"values": inner["_whole"]}, values)
-        self._views, self._transposed, self._name = views, transposed, name
+        self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
         return self
 
     def _stable_hash_for_caching(self) -> str:
         """See flattening.stable_hash: graphs of casts to other recipes are others, though all tensors look alike."""
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
+
+    untyped_storage = storage.untyped_storage
+    data_ptr = storage.data_ptr
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.
@@ -275,11 +291,13 @@ class CastOnGather(torch.Tensor):
     ) -> Any:
         """One dict look-up; an operator without a handler goes to `cast_dispatch.other`."""
         handler = cls.HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        from layoutc.runtime.cast_dispatch import other
+        if handler is None:
+            from layoutc.runtime.cast_dispatch import other
 
-        return other(func, args, kwargs or {})
+            handler = other
+        if torch.is_inference_mode_enabled():
+            return in_inference_mode(handler, func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
 
 
 def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:

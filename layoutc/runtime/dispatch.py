@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layoutc.runtime import gathered, initial, operators, partial, staging, strict
+from layoutc.runtime import callers, gathered, initial, operators, partial, staging, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
@@ -127,13 +127,16 @@ def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """_to_copy: another device moves every plane and keeps the class; another dtype dequantizes."""
+    """_to_copy: another device moves every plane and keeps the class; another dtype dequantizes. Of a module that is
+    converted (`module.to(dtype)`) it is what the same bytes dequantize to from then on."""
     tensor: QuantizedTensor = args[0]
-    dtype = kwargs.get("dtype") or tensor.dtype
-    device = kwargs.get("device") or tensor.device
+    dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     if dtype != tensor.dtype:
-        strict.note(f"{func} to {dtype}", tensor._label())
-        return tensor.dequantize(dtype).to(device)
+        if not (dtype.is_floating_point and callers.converts_a_module()):
+            strict.note(f"{func} to {dtype}", tensor._label())
+            return tensor.dequantize(dtype).to(device)
+        if device == (tensor := tensor._alias(dtype=dtype)).device:
+            return tensor
     options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
     planes = tensor._map(lambda plane: aten._to_copy(plane, **options))
     if kwargs.get("pin_memory"):
@@ -183,7 +186,7 @@ def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
 
 def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """is_set_to: the same bytes of the same storages under the same shape and strides; never for a plain tensor."""
-    a, b = args[0], args[1]
+    a, b = args
     if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
         return False
     return all(plane.is_set_to(b._planes[name]) for name, plane in a._planes.items())

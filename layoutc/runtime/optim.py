@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp, initial, meshes, updates
+from layoutc.runtime import amax, fsdp, initial, meshes, replaced, updates
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
@@ -39,8 +39,11 @@ class MasterWeights(torch.optim.Optimizer):
     torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
     master.
 
+    Parameters that are put into `param_groups` in the place of others, as accelerate does when it shards the model, are
+    trained from then on; their masters go along.
+
     A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
-    are others, or with a quantized weight that has become plain since (model.half() after fully_shard).
+    are others, or with a quantized weight that something has made plain since.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
@@ -82,6 +85,7 @@ class MasterWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        replaced.follow(self)
         self._push_options()
         self._check_parameters()
         self._refresh_masters()
@@ -105,6 +109,7 @@ class MasterWeights(torch.optim.Optimizer):
         Parameters are not touched: they come from the model's own state. Everything is checked before anything is
         changed: raises ValueError when groups or parameters do not match.
         """
+        replaced.follow(self)
         saved_groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
@@ -212,8 +217,8 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(_local(param), QuantizedTensor):
                 raise LayoutError(
                     f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                    f"plain {param.dtype} now: model.half() and model.to(dtype) dequantize sharded weights; convert "
-                    "the model before quantize_, or give fully_shard a MixedPrecisionPolicy"
+                    f"plain {param.dtype} now: what module._apply was given has dequantized it; model.to(dtype) "
+                    "does not"
                 )
         if all(param.grad is None for param in self._masters):
             for param, (name, _) in self._recipes.items():

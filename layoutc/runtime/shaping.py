@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layoutc.runtime import callers, replicas
 from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.fallback import fallback
@@ -186,6 +187,8 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = pieces[0]
     if not isinstance(first, QuantizedTensor) or not _joinable(pieces, dim := dim_of(dim, first.dim())):
+        if callers.syncing_replicas() is not None:
+            return func(*replicas.dense(args), **kwargs)  # type: ignore[no-any-return]
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
     if dim:
         return _join_columns(pieces)

@@ -100,12 +100,18 @@ class QuantizedTensor(Generated, torch.Tensor):
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
-    def _alias(self, shape: Iterable[int] | None = None, *, transposed: bool | None = None) -> Self:
-        """The same planes, the very dict, under another outer shape."""
+    def _alias(
+        self,
+        shape: Iterable[int] | None = None,
+        *,
+        transposed: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The same planes, the very dict, under another outer shape or dtype."""
         other = type(self)(
             self._planes,
             self.shape if shape is None else shape,
-            self.dtype,
+            dtype or self.dtype,
             matrix=self._matrix,
             orientations=self._orientations,
             transposed=self._transposed if transposed is None else transposed,
@@ -298,6 +304,7 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     _stable_hash_for_caching = flattening.stable_hash
     untyped_storage = storage.untyped_storage
+    data_ptr = storage.data_ptr
 
     def __getattr__(self, name: str) -> Any:
         # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
@@ -347,11 +354,21 @@ class QuantizedTensor(Generated, torch.Tensor):
     ) -> Any:
         """One dict look-up; an operator without a handler goes to `fallback`."""
         handler = cls.HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs or {})
-        from layoutc.runtime.fallback import fallback
+        if handler is None:
+            from layoutc.runtime.fallback import fallback
 
-        return fallback(func, args, kwargs or {})
+            handler = fallback
+        if torch.is_inference_mode_enabled():
+            return in_inference_mode(handler, func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+
+def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a handler gives. A view of a tensor that was made outside is as ordinary as that; its version is tracked."""
+    if not func.is_view or args[0].is_inference():
+        return handler(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return handler(func, args, kwargs)
 
 
 def check_writable(tensor: QuantizedTensor) -> None:

@@ -151,17 +151,17 @@ def adamw_on_quantized_weights() -> None:
         optimizer.step()
 
 
-def a_sharded_model_made_half() -> None:
+def a_sharded_model_made_plain() -> None:
     model = shard(build("mxfp8", WIDTH))
     optimizer = adam(model)
-    model.half()
+    model._apply(lambda tensor: (tensor * 1).half())
     loss_of(model, torch.ones(4, WIDTH).half()).backward()
     optimizer.step()
 
 
-def a_sharded_model_made_half_under_strict() -> None:
+def a_sharded_weight_made_half_under_strict() -> None:
     with layoutc.strict():
-        shard(build("mxfp8", WIDTH)).half()
+        shard(build("mxfp8", WIDTH)).layers[0].weight.half()
 
 
 def autocast() -> None:
@@ -274,10 +274,10 @@ REFUSED: list[tuple[Case, list[str]]] = [
     ),
     (adamw_on_quantized_weights, ["would dequantize layers.0.weight of shape (32, 64) in mxfp8"]),
     (
-        a_sharded_model_made_half,
+        a_sharded_model_made_plain,
         ["layers.0.weight of shape (64, 64) was in mxfp8 when its master was made, and is plain torch.float16 now"],
     ),
-    (a_sharded_model_made_half_under_strict, ["to torch.float16", "would dequantize", "weight of shape (32, 64)"]),
+    (a_sharded_weight_made_half_under_strict, ["to torch.float16", "would dequantize", "weight of shape (32, 64)"]),
     (autocast, ["aten._to_copy.default to torch.bfloat16", "would dequantize layers.0.weight of shape (64, 64)"]),
     (
         a_gathered_weight_multiplied_in_place,

@@ -10,6 +10,7 @@ from quantized_cases import RECIPES, make, module, same_tensors, snapshot, weigh
 from torch import Tensor, nn
 
 import layoutc
+from layoutc.runtime.errors import LayoutError
 
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -120,17 +121,22 @@ def test_parameters_can_be_made_from_a_vector(recipe: str) -> None:
     assert torch.equal(model[0].weight.dequantize(), torch.ones(256, 256))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casting_a_model_keeps_its_weights_quantized(recipe: str, dtype: torch.dtype) -> None:
-    model, _ = trained(recipe)
-    before = model[0].weight.dequantize()
-    model.to(dtype)
-    param = model[0].weight
-    assert type(param) is module(recipe).Tensor
-    assert param.dtype == dtype
-    assert torch.equal(
-        param.dequantize(torch.float32), module(recipe).quantize(before.to(dtype)).dequantize(torch.float32)
-    )
+@pytest.mark.parametrize("written", [False, True])
+def test_assigned_data_brings_its_writes_along(recipe: str, written: bool) -> None:
+    """What has not come yet of one weight is not waited for in another that has taken its place, nor forgotten."""
+    rows = module(recipe).LAYOUT.block_rows
+    if rows == 1:
+        pytest.skip("no rows share a scale")
+    q, other, source = nn.Parameter(make(recipe)), make(recipe, seed=5), make(recipe, seed=6)
+    halves = (q if written else other)[: rows // 2], source[: rows // 2]
+    with torch.no_grad():
+        halves[0].copy_(halves[1])
+    q.data = other
+    if written:
+        assert torch.equal(q.dequantize(), other.dequantize())
+    else:
+        with pytest.raises(LayoutError, match="bytes were copied into rows 0 to"):
+            q.dequantize()
 
 
 def test_a_write_after_forward_is_seen_by_autograd(recipe: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import triton
+import triton.language as tl
 from one_rank import gather
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import layoutc
+from layoutc.runtime.errors import UnsupportedOperator
 
 RECIPES = ("fp8_current", "fp8_rowwise", "mxfp8", "nvfp4", "nvfp4_1d")
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
@@ -63,15 +66,70 @@ def test_weights_under_one_amax_do_not_share_memory(recipe: str) -> None:
 
 
 def test_bytes_are_those_that_can_be_read(recipe: str) -> None:
-    """A storage has as many as stand at its address; a tensor's own address is that of a wrapper."""
+    """A storage has as many as stand at its address."""
     w = weight(recipe)
     codes = next(plane for name, plane in w.planes().items() if name not in w.LAYOUT.shared)
     storage = w.untyped_storage()
     assert (storage.data_ptr(), storage.nbytes()) == (codes.data_ptr(), codes.nbytes)
     assert torch.equal(torch.tensor([], dtype=torch.uint8).set_(storage), codes.flatten().view(torch.uint8))
-    assert w.data_ptr() == w[128:].data_ptr() == 0
     assert w.nbytes == w.numel() * w.element_size()
     assert w.storage().nbytes() == storage.nbytes()
+
+
+def cast(recipe: str, seed: int = 0, rows: int = 256) -> Any:
+    """The weight's values, cast on gather."""
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+    return importlib.import_module(f"layoutc.recipes.{recipe}").CastTensor(x)
+
+
+def address(tensor: Any) -> int:
+    """Where what a wrapper holds begins."""
+    if hasattr(tensor, "plain"):
+        return int(tensor.plain.data_ptr())
+    return int(next(p for name, p in tensor.planes().items() if name not in tensor.LAYOUT.shared).data_ptr())
+
+
+@pytest.mark.parametrize("made", [weight, cast])
+def test_addresses_tell_weights_apart(recipe: str, made: Callable[..., Any]) -> None:
+    """As those of plain tensors do: by them accelerate finds parameters again."""
+    w = made(recipe)
+    assert w.data_ptr() == address(w) != 0
+    aliases = [w.detach(), w.data, w.view(-1), w.t(), w[:128], nn.Parameter(w), w.chunk(2)[0]]
+    assert {alias.data_ptr() for alias in aliases} == {w.data_ptr()}
+    piece = w[128:]
+    assert piece.data_ptr() == address(piece) > w.data_ptr()
+    assert piece[:64].data_ptr() == piece.data_ptr() < piece[64:].data_ptr()
+    others = [w, made(recipe, 1), w.clone(), copy.deepcopy(w), torch.empty_like(w), nn.Parameter(w.clone())]
+    assert len({other.data_ptr() for other in others}) == len(others)
+    assert torch.empty_like(w, device="meta").data_ptr() == 0
+    assert torch.empty_like(w, device="meta")[128:].data_ptr() == 0
+    w.untyped_storage().resize_(0)
+    assert w.data_ptr() == piece.data_ptr() == 0
+
+
+def test_a_weight_that_is_cast_has_the_storage_of_its_values(recipe: str) -> None:
+    """By which files that hold plain values find views and tied weights."""
+    w = cast(recipe)
+    assert w.untyped_storage().nbytes() == w.nbytes
+    for shares in ASKS.values():
+        assert all(shares(w, view) for view in (w.detach(), w.t(), w[128:], w.plain, nn.Parameter(w)))
+        assert not any(shares(w, other) for other in (cast(recipe, 1), w.clone(), copy.deepcopy(w)))
+
+
+@triton.jit
+def doubled(x, out, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As somebody would write it who knows nothing of wrappers."""
+    at = tl.arange(0, n)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+
+def test_a_kernel_that_would_take_codes_for_values_is_refused(recipe: str) -> None:
+    out = torch.zeros(64)
+    with pytest.raises(UnsupportedOperator, match="a Triton kernel can't read a weight of shape"):
+        doubled[(1,)](weight(recipe), out, 64)
+    assert not out.any()
+    doubled[(1,)](cast(recipe), out, 64)
+    assert torch.equal(out, 2 * cast(recipe).plain.view(-1)[:64])
 
 
 def test_is_set_to(recipe: str) -> None:

@@ -1,0 +1,91 @@
+"""accelerate's FSDP2 and DDP: both uses train as one process does, to the bit."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from models import adam, batch, build, my_share
+from test_cast_on_gather import build_cast
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
+
+WIDTH, STEPS = 64, 6
+
+
+def built(recipe: str, use: str) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and its optimizer, as users make them before accelerate sees them."""
+    if use == "quantized":
+        model = build(recipe, WIDTH)
+        return model, adam(model)
+    model = build_cast(recipe, WIDTH)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def accelerator(sharded: bool, precision: str = "no") -> Any:
+    """A fresh Accelerator for FSDP2, or for DDP, on the CPU.
+
+    accelerate takes the plugin on cards alone; nothing that it does with it needs one.
+    """
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    # What it asks of an environment, though the group is there already.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    engine = Accelerator(cpu=True, mixed_precision=precision)
+    if sharded:
+        engine.state.distributed_type = DistributedType.FSDP
+        engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+            reshard_after_forward=True,
+        )
+    return engine
+
+
+def trains(recipe: str, use: str, sharded: bool) -> list[float]:
+    """The loss curve, against that of one process; every parameter trains."""
+    alone, optimizer = built(recipe, use)
+    model, other = built(recipe, use)
+    engine = accelerator(sharded)
+    model, other = engine.prepare(model, other)
+    held = [param for group in other.param_groups for param in group["params"]]
+    assert {id(param) for param in held} == {id(param) for param in model.parameters()}
+    assert all(isinstance(param, DTensor) for param in held) is sharded
+    before = [param.detach().clone() for param in alone.parameters()]
+    losses: list[list[float]] = [[], []]
+    for step in range(STEPS):
+        x, y = batch(step, WIDTH)
+        loss = (alone(x) - y).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 1e-2, norm_type=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[0].append(float(loss.detach()))
+        loss = (model(x) - y).square().mean()
+        engine.backward(loss * my_share())
+        engine.clip_grad_norm_(model.parameters(), 1e-2, norm_type=float("inf"))
+        other.step()
+        other.zero_grad()
+        losses[1].append(float(loss.detach()))
+    assert losses[0] == losses[1], losses
+    for param, old in zip(alone.parameters(), before, strict=True):
+        assert not torch.equal(param.detach(), old)
+    return losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_accelerate_trains_as_one_process(two: Ranks, recipe: str, use: str, sharded: bool) -> None:
+    """prepare(model, optimizer) finds each parameter again; the optimizer was made before."""
+    for losses in two.run(trains, recipe, use, sharded):
+        assert losses[-1] < losses[0]
