@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from engines import forget, use_fsdp2
 from harness import Ranks
 from models import adam, batch, build, my_share
 from test_cast_on_gather import build_cast
@@ -28,26 +28,13 @@ def built(recipe: str, use: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def accelerator(sharded: bool, precision: str = "no") -> Any:
-    """A fresh Accelerator for FSDP2, or for DDP, on the CPU.
+    """A fresh Accelerator for FSDP2, or for DDP."""
+    from accelerate import Accelerator
 
-    accelerate takes the plugin on cards alone; nothing that it does with it needs one.
-    """
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    # What it asks of an environment, though the group is there already.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    forget()
     engine = Accelerator(cpu=True, mixed_precision=precision)
     if sharded:
-        engine.state.distributed_type = DistributedType.FSDP
-        engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Linear"],
-            reshard_after_forward=True,
-        )
+        use_fsdp2(engine, "Linear")
     return engine
 
 
@@ -89,3 +76,23 @@ def test_accelerate_trains_as_one_process(two: Ranks, recipe: str, use: str, sha
     """prepare(model, optimizer) finds each parameter again; the optimizer was made before."""
     for losses in two.run(trains, recipe, use, sharded):
         assert losses[-1] < losses[0]
+
+
+def upcasts(recipe: str) -> None:
+    """For mixed precision accelerate makes trained parameters fp32, by .data: a relabel, and no byte changes."""
+    from models import raw
+
+    model = build(recipe, WIDTH).to(torch.bfloat16)
+    before: Any = {name: param.data for name, param in model.named_parameters()}
+    held = {name: [raw(p) for p in one.planes().values()] for name, one in before.items() if hasattr(one, "planes")}
+    engine = accelerator(True, "bf16")
+    model, _ = engine.prepare(model, adam(model))
+    for name, planes in held.items():
+        whole: Any = model.get_parameter(name).full_tensor()
+        assert whole.dtype == torch.float32
+        assert all(torch.equal(raw(a), b) for a, b in zip(whole.planes().values(), planes, strict=True)), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_mixed_precision_changes_no_byte(two: Ranks, recipe: str) -> None:
+    two.run(upcasts, recipe)

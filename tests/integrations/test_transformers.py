@@ -1,0 +1,105 @@
+"""transformers.Trainer with a tiny Llama of its own making: both uses train as one process does, to the bit."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import forget, use_fsdp2
+from harness import Ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import layoutc
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'layoutc[integrations]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
+
+STEPS = 3
+
+
+def llama(recipe: str, use: str) -> Any:
+    """Two layers and 64 columns, nothing downloaded; linear layers but the head in the recipe."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, use_cache=False, **sizes))
+    convert = layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_
+    chosen = convert(model, recipe, filter_fn=lambda m, name: isinstance(m, torch.nn.Linear) and "layers" in name)
+    assert len(chosen) == 14
+    return model
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Token ids."""
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def trainer(model: Any, use: str, sharded: bool, folder: str) -> Any:
+    """Two texts a step: one on each of two ranks, or one after the other."""
+    from transformers import Trainer, TrainingArguments
+
+    forget()
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1 if dist.is_initialized() else 2,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+    )
+    options: dict[str, Any] = {}
+    if use == "quantized":
+        options["optimizers"] = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2), None
+    made = Trainer(model=model, args=arguments, train_dataset=Texts(), **options)
+    if sharded:
+        use_fsdp2(made.accelerator, "LlamaDecoderLayer")
+        made.is_fsdp_enabled = True
+    return made
+
+
+def values(param: Tensor) -> Tensor:
+    """All of a parameter, as it is trained."""
+    whole: Any = param.full_tensor() if isinstance(param, DTensor) else param.data
+    return getattr(whole, "plain", whole.dequantize() if hasattr(whole, "planes") else whole)  # type: ignore
+
+
+def trained(recipe: str, use: str, sharded: bool) -> tuple[list[float], list[list[float]]]:
+    """Losses as logged, and what every parameter is after the last step."""
+    model = llama(recipe, use)
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(model, use, sharded, folder)
+        made.train()
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    if sharded:
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    return losses, [values(param).flatten().tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("use", ["quantized", "cast"])
+def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str) -> None:
+    """On two ranks, sharded by FSDP2 and replicated by DDP, against two texts one after the other."""
+    losses, expected = trained(recipe, use, False)
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    for sharded in (True, False):
+        for found, held in two.run(trained, recipe, use, sharded):
+            assert found == losses
+            assert held == expected
