@@ -23,6 +23,7 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.stored import FORMAT
 
 METADATA = ".metadata"
+METADATA_BYTES = 2**30  # the largest that is read: some ten million pieces
 _PICKLE_BYTES = 2**26  # the largest pickle of an item: those of tensors have a few KB
 
 
