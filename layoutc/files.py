@@ -31,7 +31,7 @@ def compare(out: Path, files: dict[str, str], *, stale: bool = True) -> list[Fil
             states.append(FileState(path, "same"))
         else:
             states.append(FileState(path, "new" if before is None else "changed", _diff(path, before or "", text)))
-    left = [path for path in _ours(out) if str(path.relative_to(out)) not in files] if stale else []
+    left = [path for path in _ours(out) if path.relative_to(out).as_posix() not in files] if stale else []
     return states + [FileState(path, "stale") for path in left]
 
 
@@ -50,7 +50,7 @@ def write(out: Path, files: dict[str, str], states: list[FileState]) -> None:
     for state in states:
         if state.status in ("new", "changed"):
             state.path.parent.mkdir(parents=True, exist_ok=True)
-            state.path.write_text(files[str(state.path.relative_to(out))], encoding="utf-8", newline="\n")
+            state.path.write_text(files[state.path.relative_to(out).as_posix()], encoding="utf-8", newline="\n")
 
 
 def _ours(out: Path) -> list[Path]:
