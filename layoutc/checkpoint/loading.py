@@ -27,7 +27,7 @@ from layoutc.checkpoint.assembly import Destination, local_of, requantize
 from layoutc.checkpoint.folders import INCOMPLETE, previous, resolved
 from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
-from layoutc.checkpoint.reading import read_metadata
+from layoutc.checkpoint.reading import METADATA, read_metadata
 from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
@@ -55,8 +55,9 @@ def load(
     """Loads a folder that `save` or torch.distributed.checkpoint has written into the tensors of a state dict.
 
     state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way. convert: let
-    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks), plain weights take quantized
-    ones (dequantized), and one recipe another's; else LayoutError says what differs. strict: refuse checkpoints with
+    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks; float64 is rounded to float32
+    first, float8 is exact in it), plain weights take quantized ones (dequantized), and one recipe another's; else
+    LayoutError says what differs. strict: refuse checkpoints with
     entries, under the outer keys of the state dict, that it does not have.
 
     Collective. Raises on all ranks alike, and before anything of a live model is written: DamagedError for files that
@@ -199,6 +200,8 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
     if not isinstance(value, Tensor) or chunk is None or value.shape != chunk.sizes:
         held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise DamagedError(f"{name}: {held} is stored where a piece of shape {chunk and tuple(chunk.sizes)} belongs")
+    if (dtype := chunks.properties.dtype) != value.dtype:
+        raise DamagedError(f"{name}: {value.dtype} is stored where {METADATA} says {dtype}")
     whole = value.numel()
     try:
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
