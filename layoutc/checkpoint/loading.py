@@ -142,6 +142,9 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
     """Reads what the plan says, each stored item once, checks it and puts it together."""
     loaded, wanted = Loaded(), defaultdict(list)
     for item in planner.reads:
+        name = item.dest_index.fqn
+        if item.type == LoadItemType.BYTE_IO and isinstance(planner.state_dict[name], Tensor):
+            raise LayoutError(f"{name} is a tensor in the state dict, and a plain value in the checkpoint")
         wanted[item.storage_index].append(item)
         if item.type != LoadItemType.BYTE_IO and item.dest_index not in loaded.tensors:
             live = planner.lookup_tensor(item.dest_index).detach()

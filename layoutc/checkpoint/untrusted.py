@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from layoutc.runtime.errors import DamagedError
 
+DIMS = 64  # of a tensor: torch takes no more
 _CONTAINERS = 8  # bytes of JSON to each list and mapping in it, at the least: what is written has twice as many
 
 
