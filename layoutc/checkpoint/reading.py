@@ -176,7 +176,7 @@ def names_of(
 ) -> dict[tuple[str, str], Any]:
     """What the names in an item's pickle stand for. tensor, typed_tensor: called as torch._utils._rebuild_tensor_v2 and
     _v3 are; restored: as layoutc.restore_tensor. In persistent ids, a storage's class is its dtype."""
-    calls = []
+    calls: list[None] = []
 
     def once(state: Any) -> Any:
         calls.append(None)

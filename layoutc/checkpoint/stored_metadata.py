@@ -67,6 +67,8 @@ class _Given:
 
 
 class _Properties(_Given):
+    state: Any
+
     def __setstate__(self, state: Any) -> None:
         vars(self)["state"] = state
 

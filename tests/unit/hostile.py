@@ -185,7 +185,7 @@ def with_version(folder: Path, value: bytes) -> None:
     put_metadata(folder, data[:start] + value + data[end:])
 
 
-def many_chunks(folder: Path, count: int = 30_000) -> None:
+def many_chunks(folder: Path, count: int = 12_000) -> None:
     """Chunks that all meet along either dim, as far as can be."""
     metadata = metadata_of(folder)
     entry = metadata.state_dict_metadata[PLAIN]
