@@ -279,7 +279,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: replace_item(
             f,
             QUANTIZED,
-            changed_item(f, QUANTIZED, lambda s: s.update(matrix=(s["matrix"][0] + 2**24, WIDTH), halo=(0, 2**24))),
+            changed_item(f, QUANTIZED, lambda s: s.update(matrix=(s["shape"][0] + 2**24, WIDTH), halo=(0, 2**24))),
         ),
         "layers.0.weight.*has a halo of",
     ),

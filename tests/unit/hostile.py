@@ -169,7 +169,7 @@ def doubled(levels: int, one: bytes, two: bytes) -> bytes:
     return found
 
 
-TUPLES = doubled(60, b")", b"%%\x86")
+TUPLES = b")" + put(0) + b"".join(get(level) + b"\x86" + put(level + 1) for level in range(60))
 LISTS = doubled(60, b"]", b"](%%e")
 
 
@@ -234,6 +234,12 @@ def manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / "layoutc.json").write_text(json.dumps(found))
 
 
+def retyped(given: dict[str, Any]) -> None:
+    """A plane of the same shape and bytes."""
+    planes = given["planes"]
+    planes["rowwise_scale"] = planes["rowwise_scale"].view(torch.int8)
+
+
 def repeats(given: dict[str, Any]) -> None:
     """Planes that are one byte, over and over."""
     shape = (2**20, 2**15)
@@ -287,6 +293,10 @@ VERSION: dict[str, bytes] = {  # what makes the version in .metadata
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a halo": (lambda f: with_state(f, lambda s: s.update(matrix=(64 + 2**24, 64), halo=(0, 2**24))), "has a halo of"),
     "a negative halo": (lambda f: with_state(f, lambda s: s.update(halo=(-64, 64))), "halo is not what layoutc writes"),
+    "a plane of another dtype": (
+        lambda f: with_state(f, retyped),
+        r"rowwise_scale of .* should be \(4, 4\), but the file has \(4, 4\) torch.int8",
+    ),
     "planes of one byte": (lambda f: with_state(f, repeats), "more elements than|more bytes than|should be"),
     "a facts that is none": (lambda f: with_state(f, lambda s: s.update(facts=[1])), "facts is not what"),
     "a tensor again and again": (restores_often, "more tensors than bytes"),

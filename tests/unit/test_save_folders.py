@@ -226,6 +226,7 @@ def test_the_previous_checkpoint_is_there_until_the_next_one_is(
             checkpoint.save(state(3), folder)
     with pytest.warns(UserWarning, match="is loaded"):
         assert step_in(folder) == 1
+    killed_between_renames(folder, 3)
     assert step_in(old) == 1
     checkpoint.save(state(4), folder)
     assert step_in(folder) == 4
