@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath, PureWindowsPath
 
 import pytest
 from click.testing import CliRunner, Result
@@ -249,3 +249,16 @@ def test_missing_ruff_is_said_in_words(specs: Path, tmp_path: Path) -> None:
     assert (done.returncode, "pip install ruff" in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_names_of_generated_files_have_slashes_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a path below the output folder reads mine\\layout.py."""
+    texts = {name: f"{files.MARK}\n" for name in ("__init__.py", "mine/__init__.py", "mine/layout.py")}
+
+    def relative_to(self: PurePath, *other: Path) -> PureWindowsPath:
+        return PureWindowsPath(PurePath.relative_to(self, *other))
+
+    monkeypatch.setattr(Path, "relative_to", relative_to)
+    files.write(tmp_path, texts, files.compare(tmp_path, texts))
+    assert (tmp_path / "mine" / "layout.py").read_text() == texts["mine/layout.py"]
+    assert [state.status for state in files.compare(tmp_path, texts)] == ["same"] * 3

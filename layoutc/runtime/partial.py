@@ -55,7 +55,7 @@ class Rect(NamedTuple):
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
     """Bytes that wait: where they go, what they cover, what must be there before they can be written, and how many
     elements of that are missing."""
@@ -205,7 +205,9 @@ def _shared(piece: Piece, name: str, other: Rect) -> Tensor | None:
         found = found[low - first : max(high, low) - first]
     if columns is not None:
         begin, end = max(own.c0, other.c0), min(own.c1, other.c1)
-        low, high = (int((c - own.c0) // columns) for c in (begin, max(begin, end)))
+        if begin >= end:
+            return None
+        low, high = int((begin - own.c0) // columns), int(-(-(end - own.c0) // columns))  # a block may be cut short
         found = found[..., low:high]
     return found if found.numel() else None
 
