@@ -1,0 +1,253 @@
+"""Puts faults into modules, one at a time, runs their tests, and lists the faults that no test noticed.
+
+    python tests/mutate.py layoutc/runtime/partial.py              20 faults, chosen at random
+    python tests/mutate.py layoutc/checkpoint --count 60 --seed 3  60 faults in the modules of a folder
+    python tests/mutate.py layoutc/chain.py --tests tests/unit/test_layout.py
+    python tests/mutate.py layoutc/chain.py --only 3f2a91c         one fault again, once there is a test for it
+
+A fault that survives is a test to write, or changes nothing: read its diff. The faults of a seed are the same while the
+module is. Nothing is written into the checkout: tests run in copies of it, each fault in a process of its own.
+
+First those tests run that call the faulty function, fastest first, up to the first that fails. Where none does, the
+other tests of the module's area (AREAS) follow; --quick leaves those out, and with them what shows only in programs
+that tests start, and in results that are kept from test to test. Which test calls what is noted when a test file is
+new, and kept in the user's cache folder. A test that takes ten times as long as it did has noticed a fault. Nothing
+runs on a GPU.
+
+Exit codes: 0 all faults were noticed, 1 some survived, 2 usage, or no test passes without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mutation.faults import Fault, choose, faults_in, modules
+from mutation.workers import Run, Workers, preload
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layoutc-mutation"
+# Modules and their tests; the first pattern that fits.
+AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "layoutc/checkpoint/safetensors*",
+        ("unit/test_safetensors*.py", "unit/test_checkpoint_inspection.py", "distributed/test_safetensors*.py"),
+    ),
+    (
+        "layoutc/checkpoint/*",
+        (
+            "unit/test_check*.py",
+            "unit/test_safetensors*.py",
+            "unit/test_killed_saves.py",
+            "test_show_checkpoint.py",
+            "distributed/test_checkpoint*.py",
+            "distributed/test_async*.py",
+            "distributed/test_state.py",
+        ),
+    ),
+    (
+        "layoutc/runtime/triton_*",
+        ("unit/test_kernels.py", "unit/test_[dg]*.py", "unit/test_con*.py", "unit/test_four*.py", "unit/test_q*.py"),
+    ),
+    ("layoutc/runtime/*", ("unit/test_[!f]*.py", "distributed/test_*.py")),
+    ("layoutc/conformance/*", ("test_conformance.py",)),
+    ("layoutc/*", ("test_[!c]*.py", "test_c[!o]*.py", "unit/test_[filmnp]*.py")),
+    ("*", ("test_*.py", "unit/test_*.py")),
+)
+SLOW = ("unit/test_compiled_kernels.py", "unit/test_torchao_oracle.py", "test_mutate.py")
+Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
+
+
+def tests_of(module: str, root: Path) -> list[str]:
+    """Test files that are asked about a module, as paths below the root."""
+    globs = next(globs for pattern, globs in AREAS if fnmatch(module, pattern))
+    found = {path for glob in globs for path in (root / "tests").glob(glob)} - {root / "tests" / slow for slow in SLOW}
+    return sorted(path.relative_to(root).as_posix() for path in found)
+
+
+def recorded(workers: Workers, files: Iterable[str]) -> Record:
+    """What each test calls: kept from earlier, or noted now. Tests that fail are not among them."""
+    from mutation.running import Recorder
+
+    def place_of(file: str) -> Path:
+        digest = hashlib.sha256(file.encode() + (workers.root / file).read_bytes()).hexdigest()
+        return CACHE / f"{digest[:24]}.json"
+
+    def note(file: str, place: Path) -> Run:
+        def done(how: str, result: Any, took: float) -> None:
+            print(
+                f"  {file}: {'' if result is None else f'{len(result)} tests, '}{how}, {took:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            if result is not None:
+                place.write_text(json.dumps(result), encoding="utf-8")
+
+        return Run([file], lambda copy, path: Recorder(str(copy), path), done, 1200.0, stops=False)
+
+    CACHE.mkdir(parents=True, exist_ok=True)
+    places = {file: place_of(file) for file in files}
+    if missing := [(file, place) for file, place in places.items() if not place.is_file()]:
+        print(f"{len(missing)} test files are new; noting what their tests call", file=sys.stderr, flush=True)
+        workers.run([note(file, place) for file, place in missing])
+    found: Record = {}
+    for place in places.values():
+        found |= json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    return found
+
+
+def ordered(record: Record, names: Iterable[str]) -> list[str]:
+    """Tests by the time that they take, those of a file together; those that start ranks last."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        files.setdefault(name.partition("::")[0], []).append(name)
+
+    def seconds(name: str) -> float:
+        return float(record[name]["seconds"])
+
+    def cost(file: str) -> tuple[bool, float]:
+        return "/distributed/" in file, sum(map(seconds, files[file]))
+
+    return [name for file in sorted(files, key=cost) for name in sorted(files[file], key=seconds)]
+
+
+@dataclass
+class Trial:
+    """A fault, and what noticed it: a test, or how its process ended; "" where nothing did."""
+
+    fault: Fault
+    noticed: str = ""
+    seconds: float = 0.0
+    doubted: set[str] = field(default_factory=set)
+
+
+class Mutation:
+    """Tries faults on the tests of their modules."""
+
+    def __init__(self, workers: Workers, record: Record, areas: dict[str, list[str]], is_quick: bool) -> None:
+        self.workers, self.record, self.areas, self.is_quick = workers, record, areas, is_quick
+
+    def run(self, trials: list[Trial]) -> None:
+        """All of them. A test that fails without a fault has noticed nothing, so those are tried again without it."""
+        again = trials
+        while again:
+            self.workers.run([self._first(trial) for trial in again])
+            blamed = {trial.noticed for trial in again if trial.noticed in self.record}
+            wrong = self._fail_without(blamed)
+            again = [trial for trial in trials if trial.noticed in wrong]
+            for trial in again:
+                print(f"{trial.fault.key}  again: {trial.noticed} fails without it, too", flush=True)
+                trial.doubted, trial.noticed = trial.doubted | wrong, ""
+
+    def _first(self, trial: Trial) -> Run:
+        """Tests that call the faulty function, or any of a module for what it runs when it is imported; then others."""
+        module, scope = trial.fault.module, trial.fault.scope
+        files, first, others = set(self.areas[module]), list[str](), list[str]()
+        for name, test in self.record.items():
+            if name.partition("::")[0] in files and name not in trial.doubted:
+                is_called = any(place == module and scope in (function, "") for place, function in test["calls"])
+                (first if is_called else others).append(name)
+        then = self._run(trial, others, None) if others and not (self.is_quick and first) else None
+        return self._run(trial, first, then) if first or then is None else then
+
+    def _run(self, trial: Trial, names: list[str], then: Run | None) -> Run:
+        from mutation.running import Chooser
+
+        def done(how: str, failed: list[str] | None, took: float) -> Run | None:
+            trial.seconds += took
+            trial.noticed = failed[0] if failed else "" if how in ("exit 0", "exit 5") else how
+            if not trial.noticed and then is not None:
+                return then
+            fault, verdict = trial.fault, f"noticed by {trial.noticed}" if trial.noticed else "SURVIVED"
+            print(
+                f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}  {verdict}  {trial.seconds:.0f} s", flush=True
+            )
+            return None
+
+        limits = {name: 20 + 10 * float(self.record[name]["seconds"]) for name in ordered(self.record, names)}
+        files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
+        seconds = 60 + sum(limits.values()) / 4
+        return Run(files, lambda _, path: Chooser(limits, path), done, seconds, trial.fault)
+
+    def _fail_without(self, names: set[str]) -> set[str]:
+        """Of these tests, those that fail without a fault."""
+        from mutation.running import Chooser
+
+        found: set[str] = set()
+        limits = {name: 60 + 20 * float(self.record[name]["seconds"]) for name in ordered(self.record, names)}
+        files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
+
+        def done(how: str, failed: list[str] | None, _: float) -> None:
+            found.update(failed if failed is not None else limits)
+
+        if limits:
+            self.workers.run(
+                [Run(files, lambda _, path: Chooser(limits, path), done, sum(limits.values()), stops=False)]
+            )
+        return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="+", help="modules or folders of them, below the root")
+    parser.add_argument("--count", type=int, default=20, help="how many faults (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="which faults are chosen (default 0)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="KEY", help="these faults alone, of all there are"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", default=[], metavar="PATH", help="test files, in place of the module's area"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default 2)")
+    parser.add_argument("--quick", action="store_true", help="only tests that call the faulty function")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
+    asked = parser.parse_args(arguments)
+    root, start = asked.root.resolve(), time.monotonic()
+    names = list(modules([os.path.relpath(Path(root, place), root) for place in asked.modules], root))
+    if absent := [name for name in (*names, *asked.tests) if not (root / name).is_file()]:
+        parser.error(f"no such file below {root}: {', '.join(absent)}")
+    sources = {name: (root / name).read_text(encoding="utf-8") for name in names}
+    found = {name: faults_in(source, name) for name, source in sources.items()}
+    every = [fault for faults in found.values() for fault in faults]
+    chosen = (
+        [fault for fault in every if fault.key in asked.only]
+        if asked.only
+        else choose(found, sources, asked.count, asked.seed)
+    )
+    if asked.list or not chosen:
+        for fault in chosen:
+            print(f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
+        return 0 if chosen else 2
+    areas = {fault.module: asked.tests or tests_of(fault.module, root) for fault in chosen}
+    preload()
+    with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
+        workers = Workers(root, Path(folder), max(1, min(asked.jobs, len(chosen))))
+        record = recorded(workers, sorted({file for files in areas.values() for file in files}))
+        if not record:
+            print("no test passes without a fault", file=sys.stderr)
+            return 2
+        trials = [Trial(fault) for fault in chosen]
+        Mutation(workers, record, areas, asked.quick).run(trials)
+    survived = [trial.fault for trial in trials if not trial.noticed]
+    for fault in survived:
+        print(f"\n{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
+    minutes = (time.monotonic() - start) / 60
+    of, counts = f"of {len(every)} in {len(found)} modules", (len(trials) - len(survived), len(survived))
+    print(f"\n{len(trials)} faults {of}: {counts[0]} noticed, {counts[1]} survived; {minutes:.1f} min")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
