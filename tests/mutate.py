@@ -68,7 +68,7 @@ SLOW = ("unit/test_compiled_kernels.py", "unit/test_torchao_oracle.py", "test_mu
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
 
 
-def tests_of(module: str, root: Path) -> list[str]:
+def area_of(module: str, root: Path) -> list[str]:
     """Test files that are asked about a module, as paths below the root."""
     globs = next(globs for pattern, globs in AREAS if fnmatch(module, pattern))
     found = {path for glob in globs for path in (root / "tests").glob(glob)} - {root / "tests" / slow for slow in SLOW}
@@ -134,8 +134,11 @@ class Trial:
 class Mutation:
     """Tries faults on the tests of their modules."""
 
-    def __init__(self, workers: Workers, record: Record, areas: dict[str, list[str]], is_quick: bool) -> None:
+    def __init__(
+        self, workers: Workers, record: Record, areas: dict[str, list[str]], is_quick: bool, patience: float
+    ) -> None:
         self.workers, self.record, self.areas, self.is_quick = workers, record, areas, is_quick
+        self.patience = patience
 
     def run(self, trials: list[Trial]) -> None:
         """All of them. A test that fails without a fault has noticed nothing, so those are tried again without it."""
@@ -174,17 +177,20 @@ class Mutation:
             )
             return None
 
-        limits = {name: 20 + 10 * float(self.record[name]["seconds"]) for name in ordered(self.record, names)}
+        limits = {name: self._limit(name) for name in ordered(self.record, names)}
         files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
-        seconds = 60 + sum(limits.values()) / 4
+        seconds = 3 * self.patience + sum(limits.values()) / 4
         return Run(files, lambda _, path: Chooser(limits, path), done, seconds, trial.fault)
+
+    def _limit(self, name: str) -> float:
+        return self.patience + 10 * float(self.record[name]["seconds"])
 
     def _fail_without(self, names: set[str]) -> set[str]:
         """Of these tests, those that fail without a fault."""
         from mutation.running import Chooser
 
         found: set[str] = set()
-        limits = {name: 60 + 20 * float(self.record[name]["seconds"]) for name in ordered(self.record, names)}
+        limits = {name: 3 * self._limit(name) for name in ordered(self.record, names)}
         files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
 
         def done(how: str, failed: list[str] | None, _: float) -> None:
@@ -211,6 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default 2)")
     parser.add_argument("--quick", action="store_true", help="only tests that call the faulty function")
+    parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds that each test has at least")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     asked = parser.parse_args(arguments)
@@ -221,17 +228,16 @@ def main(arguments: list[str] | None = None) -> int:
     sources = {name: (root / name).read_text(encoding="utf-8") for name in names}
     found = {name: faults_in(source, name) for name, source in sources.items()}
     every = [fault for faults in found.values() for fault in faults]
-    chosen = (
-        [fault for fault in every if fault.key in asked.only]
-        if asked.only
-        else choose(found, sources, asked.count, asked.seed)
-    )
+    if unknown := set(asked.only) - {fault.key for fault in every}:
+        parser.error(f"no such fault in these modules, as they are: {', '.join(sorted(unknown))}")
+    chosen = [fault for fault in every if fault.key in asked.only] or choose(found, sources, asked.count, asked.seed)
     if asked.list or not chosen:
         for fault in chosen:
             print(f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
         return 0 if chosen else 2
-    areas = {fault.module: asked.tests or tests_of(fault.module, root) for fault in chosen}
-    preload()
+    areas = {fault.module: asked.tests or area_of(fault.module, root) for fault in chosen}
+    if (root / "layoutc").is_dir():
+        preload()
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         workers = Workers(root, Path(folder), max(1, min(asked.jobs, len(chosen))))
         record = recorded(workers, sorted({file for files in areas.values() for file in files}))
@@ -239,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("no test passes without a fault", file=sys.stderr)
             return 2
         trials = [Trial(fault) for fault in chosen]
-        Mutation(workers, record, areas, asked.quick).run(trials)
+        Mutation(workers, record, areas, asked.quick, asked.patience).run(trials)
     survived = [trial.fault for trial in trials if not trial.noticed]
     for fault in survived:
         print(f"\n{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")

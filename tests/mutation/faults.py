@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -90,10 +91,14 @@ def faults_in(source: str, module: str) -> list[Fault]:
 def is_fault(fault: Fault, source: str) -> bool:
     """True when the module compiles with it, and to other instructions."""
     try:
-        changed = compile(fault.apply(source), fault.module, "exec", dont_inherit=True)
+        return not _same_code(_compiled(source), _compiled(fault.apply(source)))
     except (SyntaxError, ValueError):
         return False
-    return not _same_code(compile(source, fault.module, "exec", dont_inherit=True), changed)
+
+
+@lru_cache(maxsize=4)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "module", "exec", dont_inherit=True)
 
 
 def choose(faults: dict[str, list[Fault]], sources: dict[str, str], count: int, seed: int) -> list[Fault]:
