@@ -110,7 +110,7 @@ def test_every_module_has_tests_that_are_asked() -> None:
             assert area_of(path.relative_to(ROOT).as_posix(), ROOT), path
 
 
-# --------------------------------------------------------------------------------------------------------- a toy project
+# -------------------------------------------------------------------------------------------------------- a toy project
 TOY = '''"""A toy."""
 
 
