@@ -8,11 +8,11 @@
 A fault that survives is a test to write, or changes nothing: read its diff. The faults of a seed are the same while the
 module is. Nothing is written into the checkout: tests run in copies of it, each fault in a process of its own.
 
-First those tests run that call the faulty function, fastest first, up to the first that fails. Where none does, the
-other tests of the module's area (AREAS) follow; --quick leaves those out, and with them what shows only in programs
-that tests start, and in results that are kept from test to test. Which test calls what is noted when a test file is
-new, and kept in the user's cache folder. A test that takes ten times as long as it did has noticed a fault. Nothing
-runs on a GPU.
+First those tests run that call the faulty function, a few cases of each, fastest first, up to the first that fails.
+Where none does, all other tests of the module's area (AREAS) follow; --quick leaves those out, and with them what shows
+only in certain cases, in programs that tests start, or in results that are kept from test to test. Which test calls
+what is noted when a test file is new, and kept in the user's cache folder. A test that takes ten times as long as it
+did has noticed a fault. Nothing runs on a GPU.
 
 Exit codes: 0 all faults were noticed, 1 some survived, 2 usage, or no test passes without a fault.
 """
@@ -23,9 +23,11 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -65,6 +67,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("*", ("test_*.py", "unit/test_*.py")),
 )
 SLOW = ("unit/test_compiled_kernels.py", "unit/test_torchao_oracle.py", "test_mutate.py")
+CASES = 4  # of a test with parameters, those that run first, or a few more
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
 
 
@@ -155,15 +158,17 @@ class Mutation:
     def _first(self, trial: Trial) -> Run:
         """Tests that call the faulty function, or any of a module for what it runs when it is imported; then others."""
         module, scope = trial.fault.module, trial.fault.scope
-        files, first, others = set(self.areas[module]), list[str](), list[str]()
+        files, calling, others = set(self.areas[module]), defaultdict[str, list[str]](list), list[str]()
         for name, test in self.record.items():
             if name.partition("::")[0] in files and name not in trial.doubted:
                 is_called = any(place == module and scope in (function, "") for place, function in test["calls"])
-                (first if is_called else others).append(name)
+                (calling[name.partition("[")[0]] if is_called else others).append(name)
+        first = {name for cases in calling.values() for name in cases[:: max(1, len(cases) // CASES)]}
+        others += [name for cases in calling.values() for name in cases if name not in first]
         then = self._run(trial, others, None) if others and not (self.is_quick and first) else None
         return self._run(trial, first, then) if first or then is None else then
 
-    def _run(self, trial: Trial, names: list[str], then: Run | None) -> Run:
+    def _run(self, trial: Trial, names: Iterable[str], then: Run | None) -> Run:
         from mutation.running import Chooser
 
         def done(how: str, failed: list[str] | None, took: float) -> Run | None:
@@ -216,7 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--tests", nargs="+", default=[], metavar="PATH", help="test files, in place of the module's area"
     )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default 2)")
-    parser.add_argument("--quick", action="store_true", help="only tests that call the faulty function")
+    parser.add_argument(
+        "--quick", action="store_true", help="only tests that call the faulty function, a few cases of each"
+    )
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds that each test has at least")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
@@ -238,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     areas = {fault.module: asked.tests or area_of(fault.module, root) for fault in chosen}
     if (root / "layoutc").is_dir():
         preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         workers = Workers(root, Path(folder), max(1, min(asked.jobs, len(chosen))))
         record = recorded(workers, sorted({file for files in areas.values() for file in files}))

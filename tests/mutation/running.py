@@ -58,6 +58,7 @@ class Recorder:
         self.root, self.file, self.tests = root, file, dict[str, dict[str, Any]]()
         self._ranks: Calls = set()
         self._failed: set[str] = set()
+        self._next_write = 0.0
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -69,6 +70,8 @@ class Recorder:
             yield
         calls = sorted(tracer.calls | self._ranks)
         self.tests[item.nodeid] = {"seconds": round(time.perf_counter() - start, 3), "calls": calls}
+        if time.perf_counter() > self._next_write:  # the run may be ended
+            self.pytest_sessionfinish()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Tests that fail, or are skipped, can't notice anything."""
@@ -79,6 +82,7 @@ class Recorder:
         """Writes."""
         passed = {name: test for name, test in self.tests.items() if name not in self._failed}
         self.file.write_text(json.dumps(passed), encoding="utf-8")
+        self._next_write = time.perf_counter() + 20
 
     def _follow_ranks(self) -> None:
         """Processes that tests start and send functions to: there, too, calls are noted."""

@@ -136,6 +136,7 @@ def _result(copy: Path) -> Any:
 def _child(run: Run, copy: Path, result: Path, scratch: Path) -> NoReturn:
     code = 3
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         log = os.open(copy.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for file, place in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
