@@ -67,7 +67,8 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("*", ("test_*.py", "unit/test_*.py")),
 )
 SLOW = ("unit/test_compiled_kernels.py", "unit/test_torchao_oracle.py", "test_mutate.py")
-CASES = 4  # of a test with parameters, those that run first, or a few more
+CASES = 3  # of those cases of a test that call the same functions of the module, so many run first, or a few more
+FILES = 3  # that are asked first: to collect the tests of all takes longer than to run some
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
 
 
@@ -156,17 +157,33 @@ class Mutation:
                 trial.doubted, trial.noticed = trial.doubted | wrong, ""
 
     def _first(self, trial: Trial) -> Run:
-        """Tests that call the faulty function, or any of a module for what it runs when it is imported; then others."""
+        """Tests of the files that are most about the faulty function, then all that call it, then others of the area.
+
+        What a module runs when it is imported is asked of all tests that call any function of it.
+        """
         module, scope = trial.fault.module, trial.fault.scope
-        files, calling, others = set(self.areas[module]), defaultdict[str, list[str]](list), list[str]()
+        files, calling, others = set(self.areas[module]), defaultdict[Any, list[str]](list), list[str]()
+        share: dict[str, list[bool]] = defaultdict(list)
         for name, test in self.record.items():
-            if name.partition("::")[0] in files and name not in trial.doubted:
-                is_called = any(place == module and scope in (function, "") for place, function in test["calls"])
-                (calling[name.partition("[")[0]] if is_called else others).append(name)
-        first = {name for cases in calling.values() for name in cases[:: max(1, len(cases) // CASES)]}
-        others += [name for cases in calling.values() for name in cases if name not in first]
-        then = self._run(trial, others, None) if others and not (self.is_quick and first) else None
-        return self._run(trial, first, then) if first or then is None else then
+            if (file := name.partition("::")[0]) in files and name not in trial.doubted:
+                called = frozenset(function for place, function in test["calls"] if place == module)
+                is_called = scope in called if scope else bool(called)
+                (calling[name.partition("[")[0], called] if is_called else others).append(name)
+                share[file].append(is_called)
+        few = {name for cases in calling.values() for name in cases[:: max(1, len(cases) // CASES)]}
+        near = sorted(share, key=lambda file: ("/distributed/" in file, -sum(share[file]) / len(share[file])))[:FILES]
+        stages = [
+            [name for name in few if name.partition("::")[0] in near],
+            [name for name in few if name.partition("::")[0] not in near],
+            [*others, *(name for cases in calling.values() for name in cases if name not in few)],
+        ]
+        if self.is_quick and few:
+            stages.pop()
+        then = None
+        for names in reversed([names for names in stages if names] or [[]]):
+            then = self._run(trial, names, then)
+        assert then is not None
+        return then
 
     def _run(self, trial: Trial, names: Iterable[str], then: Run | None) -> Run:
         from mutation.running import Chooser

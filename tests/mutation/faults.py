@@ -40,10 +40,10 @@ METHODS = {
     "strip",
     "rstrip",
     "resolve",
-    "items",
 }
 WRAPPERS = {"sorted", "list", "tuple", "set", "dict", "abs", "reversed", "frozenset", "deepcopy"}
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "floor": "ceil", "ceil": "floor"}
+KEPT = {None, "strict"}  # zip(strict=True) states what holds
 KEPT_DECORATORS = re.compile(
     r"property|setter|method|dataclass|overload|contextmanager|cache|jit|fixture|command|option"
 )
@@ -434,7 +434,7 @@ class _Finder(ast.NodeVisitor):
                 between = self.data[self._end(one) : self._start(other)].decode()
                 self._add("arguments exchanged", self._start(one), self._end(other), texts[1] + between + texts[0])
         spans = self._spans((*node.args, *node.keywords))
-        named = [i for i, item in enumerate((*node.args, *node.keywords)) if getattr(item, "arg", None)]
+        named = [i for i, item in enumerate((*node.args, *node.keywords)) if getattr(item, "arg", None) not in KEPT]
         if spans == sorted(spans):
             self._each_dropped("keyword dropped", spans, named)
         self.generic_visit(node)
