@@ -47,7 +47,7 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
     return planes
 
 
-@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes")
+@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes", compares="facts")
 def shapes(subject: Subject) -> None:
     """For all test shapes."""
     for shape in subject.shapes():
