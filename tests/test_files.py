@@ -242,18 +242,18 @@ def test_permissions_are_kept_and_nothing_else_is_left_behind(specs: Path, tmp_p
 def test_missing_ruff_is_said_in_words(specs: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from layoutc import emit; from pathlib import Path; from layoutc.cli import main\n"
-        "emit.sysconfig.get_path = lambda name: '/nowhere'; emit.shutil.which = lambda name: None\n"
+        "emit.sysconfig.get_path = lambda name: '/nowhere'; emit.shutil.which = emit.find_spec = lambda name: None\n"
         f"main(['build', '--specs', {str(specs)!r}, '--out', {str(tmp_path / 'out')!r}])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, "pip install ruff" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "pip install 'ruff" in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_names_of_generated_files_have_slashes_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a path below the output folder reads mine\\layout.py."""
-    texts = {name: f"{files.MARK}\n" for name in ("__init__.py", "mine/__init__.py", "mine/layout.py")}
+    texts = dict.fromkeys(("__init__.py", "mine/__init__.py", "mine/layout.py"), f"{files.MARK}\n")
 
     def relative_to(self: PurePath, *other: Path) -> PureWindowsPath:
         return PureWindowsPath(PurePath.relative_to(self, *other))
