@@ -241,6 +241,8 @@ class MasterWeights(torch.optim.Optimizer):
                     continue
                 elif not self._loaded:
                     self._take_values(param, master)
+                elif isinstance(local := _local(param), QuantizedTensor):
+                    initial.free(local)  # the masters that were loaded win
                 self._written[param] = _stamp(param)
 
     def _collect_state(self) -> None:
@@ -280,8 +282,9 @@ class MasterWeights(torch.optim.Optimizer):
             name, recipe = self._recipes[found[0]]
             updates.warn_once(
                 "coarse",
-                f"{len(found)} masters ({name} first) start as what their weights in {recipe} dequantize to, since the "
-                "values before quantization are not known: a small learning rate changes few codes for many steps. "
+                f"masters of quantized weights ({name} in {recipe} first, {len(found)} in all) start as what those "
+                "dequantize to, since the values before quantization are not known: a small learning rate changes few "
+                "codes for many steps. "
                 "Load the optimizer's state together with the weights, or load high-precision weights with "
                 "layoutc.checkpoint.load(state, folder, convert=True); quantize_ and quantized_init keep the values "
                 "that they quantize, unless keep_values=False, for the first MasterWeights of a model",

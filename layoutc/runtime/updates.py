@@ -35,7 +35,8 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
 
     Initializers have no such operands, and in a weight with initial values nothing is lost.
     """
-    if not func._schema.name.endswith("_"):
+    name = func._schema.name
+    if not name.endswith("_") or name.endswith("copy_"):
         return
     shapes = {tuple(target.shape): target for target in targets if initial.held(target) is None}
     for other in others:

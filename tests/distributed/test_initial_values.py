@@ -200,6 +200,26 @@ def test_masters_follow_what_is_written(two: Ranks, recipe: str, shape: tuple[in
     two.run(refreshes, recipe, shape)
 
 
+def drops(recipe: str) -> None:
+    """A weight that is frozen after it was sharded, and one that a collective writes in place."""
+    model = quantized(plain((64, 64)), recipe)
+    fully_shard(model)
+    model.requires_grad_(False)
+    shard_of: Any = local(model.weight)  # type: ignore[arg-type]
+    assert shard_of._writes.initial is not None
+    model(torch.ones(2, 64))
+    assert shard_of._writes.initial is None
+    other = quantized(plain((64, 64)), recipe)
+    dist.broadcast(other.weight.detach(), src=0)  # type: ignore[operator]
+    assert other.weight._writes.initial is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8"])
+def test_values_end_with_training_and_with_their_bytes(two: Ranks, recipe: str) -> None:
+    """Frozen weights lose them as they are gathered; a broadcast drops them on all ranks, so that replicas agree."""
+    two.run(drops, recipe)
+
+
 def tensor_parallel(recipe: str) -> None:
     """DTensors that quantize_ makes shards of, sharded by FSDP2 as well."""
     mesh = mesh_of(2, 2, names=("slices", "parts"))

@@ -193,12 +193,15 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["held", "empty"])
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(
+    ("how", "empty"),
+    [
+        *((how, False) for how in WRITES),
+        *((how, True) for how in WRITES if how not in ("rows", "columns", "zeros in rows")),
+    ],
+)
 def test_plain_values_that_are_written_become_masters(how: str, empty: bool) -> None:
     """As they would be in a plain weight, also into weights that have come from the meta device without values."""
-    if empty and how in ("rows", "columns", "zeros in rows"):
-        pytest.skip("needs values in the rest of the weight")
     expected = values_of().clone()
     if empty:
         with torch.device("meta"), layoutc.quantized_init("mxfp8"):

@@ -165,7 +165,9 @@ def test_masters_that_start_from_codes_are_said_once() -> None:
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     assert not warned(lambda: get_optimizer_state_dict(model, optimizer))
     (message,) = warned(lambda: steps(model, optimizer))
-    assert "2 masters (0.weight first) start as what their weights in mxfp8 dequantize to" in message
+    assert (
+        "masters of quantized weights (0.weight in mxfp8 first, 2 in all) start as what those dequantize to" in message
+    )
     assert "layoutc.checkpoint.load(state, folder, convert=True)" in message
     assert not warned(lambda: steps(model, optimizer, 3))
     fresh = model_of("mxfp8")
@@ -183,6 +185,11 @@ def test_masters_that_are_loaded_are_not_said_to_start_from_codes() -> None:
     other = layoutc.MasterWeights(torch.optim.AdamW, resumed.parameters(), lr=1e-3)
     other.load_state_dict(state)
     assert not warned(lambda: steps(resumed, other))
+    with torch.no_grad():
+        resumed[0].weight.copy_(values_of(5))
+    other.load_state_dict(state)
+    steps(resumed, other)
+    assert resumed[0].weight._writes.initial is None, "not taken, and not kept either"  # type: ignore[union-attr]
     assert not warned(lambda: steps(model, optimizer))
 
 
@@ -220,6 +227,7 @@ def test_initializers_and_master_weights_are_told_nothing() -> None:
                     weight.mul_(2).add_(0.5).clamp_(-1, 1)
                     weight.mul_(torch.tensor(0.5))
                     weight.copy_(values_of())
+                torch._foreach_copy_(list(one.parameters()), [values_of(), values_of(1)])
         steps(model, layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3))
 
     assert not warned(act)

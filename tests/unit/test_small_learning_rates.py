@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 import layoutc
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
-WIDTH, HEADS, STEPS = 64, 4, 30
+WIDTH, HEADS, STEPS = 32, 2, 30
 
 
 class Block(nn.Module):
@@ -35,7 +37,7 @@ class Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bytes, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256, bias=False)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(Block())
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, t) -> (n, t, 256)."""
@@ -59,12 +61,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
         if step < steps:
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()
     return losses
 
 
 def of_blocks(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("blocks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Thousands of small products: threads would wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -76,47 +87,47 @@ def trained() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def curve(trained: dict[str, Tensor], recipe: str, use: str, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
-    """Losses, and the fp32 values of all parameters at the end. All are stepped in fp32."""
+def curve(trained: dict[str, Tensor], recipe: str, use: str) -> tuple[list[float], list[Tensor]]:
+    """Losses, and the fp32 values of the blocks' parameters, which alone are trained, at the end."""
     model = Llama()
     model.load_state_dict(trained)
-    model.to(dtype)
+    if use == "bf16":
+        model.blocks.bfloat16()
     if use == "cast":
         layoutc.cast_on_gather_(model, recipe, filter_fn=of_blocks)
     elif use != "plain":
-        layoutc.quantize_(model, recipe, filter_fn=of_blocks, keep_values=use == "quantized")
-    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-5)
+        layoutc.quantize_(model, recipe, filter_fn=of_blocks, keep_values=use != "coarse")
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.blocks.parameters(), lr=1e-5)
     losses = train(model, optimizer, STEPS)
     return losses, list(optimizer.masters().values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(scope="module")
+def gain(trained: dict[str, Tensor]) -> float:
+    """What the plain model gains in those steps."""
+    losses, _ = curve(trained, "none", "plain")
+    return losses[0] - losses[-1]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_weights_train_as_those_cast_on_gather(
-    trained: dict[str, Tensor], recipe: str, dtype: torch.dtype
-) -> None:
-    """Within 1e-3 after 30 steps at lr 1e-5; and more than half as far as the plain model comes."""
-    quantized, _ = curve(trained, recipe, "quantized", dtype)
-    cast, _ = curve(trained, recipe, "cast", dtype)
-    plain, _ = curve(trained, recipe, "plain", dtype)
+def test_quantized_weights_train_as_those_cast_on_gather(trained: dict[str, Tensor], gain: float, recipe: str) -> None:
+    """Within 1e-3 after 30 steps at lr 1e-5, and as far as the plain model, more or less.
+
+    Where both have fp32 values, the arithmetic is the same: every loss and every value, to the bit. Gradients of bf16
+    weights are rounded, so that they come close.
+    """
+    cast, params = curve(trained, recipe, "cast")
+    quantized, masters = curve(trained, recipe, "fp32")
+    rounded, _ = curve(trained, recipe, "bf16")
     assert abs(quantized[-1] - cast[-1]) < 1e-3
-    assert quantized[0] - quantized[-1] > (plain[0] - plain[-1]) / 2
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_masters_are_the_parameters_of_cast_on_gather(trained: dict[str, Tensor], recipe: str) -> None:
-    """Where both are fp32, the arithmetic is the same: every loss and every value, to the bit."""
-    quantized, masters = curve(trained, recipe, "quantized", torch.float32)
-    cast, params = curve(trained, recipe, "cast", torch.float32)
+    assert abs(rounded[-1] - cast[-1]) < 1e-3
+    assert quantized[0] - quantized[-1] > gain / 2
     assert quantized == cast
     for master, param in zip(masters, params, strict=True):
-        values = getattr(param, "plain", param)
-        assert torch.equal(master, values)
+        assert torch.equal(master, getattr(param, "plain", param))
 
 
-def test_masters_that_start_from_codes_hardly_move(trained: dict[str, Tensor]) -> None:
-    """What keeping the values is for: without them the same steps gain little, and the recipe is not to blame."""
-    kept, _ = curve(trained, "mxfp8", "quantized", torch.float32)
-    coarse, _ = curve(trained, "mxfp8", "coarse", torch.float32)
-    assert kept[0] == coarse[0]
-    assert kept[0] - kept[-1] > 2 * (coarse[0] - coarse[-1])
+def test_masters_that_start_from_codes_hardly_move(trained: dict[str, Tensor], gain: float) -> None:
+    """What the values are kept for."""
+    coarse, _ = curve(trained, "mxfp8", "coarse")
+    assert coarse[0] - coarse[-1] < gain / 4
