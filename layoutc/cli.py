@@ -4,7 +4,7 @@ Exit codes: 0 nothing found, 1 findings (errors in specs, drift), 2 the command 
 people (full, concise) and everything that says what is going on go to stderr; data goes to stdout, and so do findings
 that a machine will read (github, json, sarif).
 
-Anything slow is imported by the command that needs it: `layoutc check` takes a fifth of a second.
+Anything slow is imported by the command that needs it: `layoutc check` of 20 specs takes less than a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import click
 from layoutc import cli_bench, cli_layout, cli_test
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.renderers import FORMS, page, render, summary
-from layoutc.shipped import Command, specs_in, specs_option
+from layoutc.shipped import Command, chosen, specs_option
 
 if TYPE_CHECKING:
     from layoutc.files import FileState
@@ -80,10 +80,9 @@ def _reporting(command: Command) -> Command:
 
 
 def _choosing(command: Command) -> Command:
-    """Adds SPEC... and --specs."""
-    path = click.Path(path_type=Path)
-    specs = click.argument("specs", nargs=-1, metavar="[SPEC]...", type=path)
-    return specs(specs_option("Where specs are looked for when none is named.")(command))
+    """Adds RECIPE or SPEC... and --specs."""
+    specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...")
+    return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
 
 
 @main.command()
@@ -96,13 +95,13 @@ def _choosing(command: Command) -> Command:
 @click.option("-q", "--quiet", is_flag=True, help="Print findings only.")
 @_reporting
 def build(
-    specs: tuple[Path, ...], folder: Path, out: Path, check: bool, diff: bool, quiet: bool, form: str | None, color: str
+    specs: tuple[str, ...], folder: Path, out: Path, check: bool, diff: bool, quiet: bool, form: str | None, color: str
 ) -> None:
     """Compile specs into Python packages.
 
     \b
     layoutc build                             every spec in specs/ into generated/
-    layoutc build specs/mxfp8.yaml            one of them
+    layoutc build mxfp8                       one of them
     layoutc build --specs mine --out my_pkg/quant
     layoutc build --check                     in CI: fails on drift, writes nothing
     layoutc build --diff | less               what a build would change
@@ -110,9 +109,11 @@ def build(
     from layoutc import compiler
 
     try:
-        result = compiler.build(_chosen(specs, folder), out, check or diff, whole=not specs)
+        result = compiler.build(chosen(specs, folder), out, check or diff, whole=not specs)
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
+    except RuntimeError as error:
+        _refuse(str(error))
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)
@@ -132,27 +133,27 @@ def build(
 @click.option("-q", "--quiet", is_flag=True, help="No summary line.")
 @_reporting
 def check(
-    specs: tuple[Path, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
+    specs: tuple[str, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
 ) -> None:
-    """Find every problem in specs, and write nothing.
+    """Find every problem in specs, and write nothing. What passes builds.
 
     \b
     layoutc check                             every spec in specs/
-    layoutc check specs/mxfp8.yaml mine/      files and folders
+    layoutc check mxfp8 specs/a.yaml mine/    recipes by name, files and folders
     layoutc check --format github             annotations for a workflow
     layoutc check --format json | jq .code    one object for each finding
     layoutc check --explain specs/mxfp8.yaml  what is proved about its layout, and how
     """
-    from layoutc.schema import read_spec_bytes
+    from layoutc import compiler
 
-    paths = _chosen(specs, folder)
+    paths = chosen(specs, folder)
     found: list[Diagnostic] = []
     for path in paths:
         try:
             content = path.read_bytes()
         except OSError as error:
             _refuse(f"{path}: {error.strerror}")
-        found += read_spec_bytes(content, str(path))[1]
+        found += compiler.check(content, str(path))
     if explain:
         found += cli_layout.explain_specs(paths, form)
     _report(tidy(found), form, color)
@@ -247,23 +248,6 @@ main.add_command(cli_layout.breaking)
 main.add_command(cli_test.new)
 main.add_command(cli_test.test)
 main.add_command(cli_bench.bench)
-
-
-def _chosen(specs: tuple[Path, ...], folder: Path) -> list[Path]:
-    """The spec files that arguments name: files as they are, folders for the YAML files in them."""
-    paths: list[Path] = []
-    for place in specs or (folder,):
-        if not place.is_dir():
-            if not place.exists():
-                hint = "" if specs else "; name a spec, or a folder with --specs"
-                _refuse(f"{place} does not exist{hint}")
-            paths.append(place)
-            continue
-        inside = specs_in(place)
-        if not inside:
-            _refuse(f"{place} holds no YAML file")
-        paths += inside
-    return list(dict.fromkeys(paths))
 
 
 def _drift(state: FileState) -> Diagnostic | None:

@@ -16,7 +16,7 @@ import click
 
 from layoutc.diagnostics import Diagnostic, has_errors, nearest, tidy
 from layoutc.renderers import FORMS
-from layoutc.shipped import SUFFIXES, specs_in, specs_option
+from layoutc.shipped import spec_of, specs_in, specs_option
 
 if TYPE_CHECKING:
     from layoutc.describe import Description
@@ -73,7 +73,7 @@ def show(
     layouts, bytes. No weights are loaded, and nothing in the folder is trusted.
 
     \b
-    layoutc show mxfp8                                        the recipe of specs/mxfp8.yaml
+    layoutc show mxfp8                                        a recipe of specs/, or one that comes with layoutc
     layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
     layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
@@ -92,7 +92,7 @@ def show(
         raise click.UsageError("--thorough needs --checkpoint" if recipe else "name a RECIPE, or a --checkpoint")
     from layoutc import describe
 
-    path = _spec_of(recipe, folder)
+    path = spec_of(recipe, folder)
     plan = _plan(path)
     names = [buffer.name for buffer in plan.layout.buffers]
     if picture is not None and picture not in names:
@@ -281,21 +281,6 @@ def _proof_data(proof: Proof) -> dict[str, object]:
         "holds": proof.holds,
         "counter": proof.counter or None,
     }
-
-
-def _spec_of(recipe: str, folder: Path) -> Path:
-    """The spec that an argument names: a path, or the name of a recipe in the folder."""
-    path = Path(recipe)
-    if path.suffix in SUFFIXES or len(path.parts) > 1:
-        if not path.is_file():
-            raise click.UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
-        return path
-    known = {path.stem: path for path in specs_in(folder)}
-    if recipe in known:
-        return known[recipe]
-    meant = nearest(recipe, known)
-    recipes = f"It has {', '.join(known)}." if known else "It has none; name a spec, or a folder with --specs."
-    raise click.UsageError(f"{folder} has no recipe {recipe}. {f'Did you mean {meant}?' if meant else recipes}")
 
 
 def _plan(path: Path) -> Plan:

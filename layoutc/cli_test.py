@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from layoutc.diagnostics import nearest
-from layoutc.shipped import SUFFIXES, folders, specs_in, specs_option
+from layoutc.shipped import SUFFIXES, chosen, spec_of, specs_in, specs_option
 
 if TYPE_CHECKING:
     from layoutc.conformance.registry import Check
@@ -143,37 +143,6 @@ def _tell_bad(path: Path, bad: Exception, as_json: bool) -> None:
         click.echo(json.dumps({"recipe": path.stem, "spec": str(path), "passed": False, "findings": found}))
 
 
-def chosen(recipes: tuple[str, ...], folder: Path) -> list[Path]:
-    """The specs that arguments name: files as they are, folders for what is in them, and recipes of `folder`."""
-    paths: list[Path] = []
-    for given in recipes or (str(folder),):
-        place = Path(given)
-        if place.is_dir():
-            inside = specs_in(place)
-            if not inside:
-                _refuse(f"{place} holds no YAML file")
-            paths += inside
-        elif place.is_file():
-            paths.append(place)
-        elif place.suffix in SUFFIXES or len(place.parts) > 1 or not recipes:
-            hint = "" if recipes else "; name a spec, or a folder with --specs"
-            _refuse(f"{place} does not exist{hint}")
-        else:
-            paths.append(_recipe(given, folder))
-    return list(dict.fromkeys(paths))
-
-
-def _recipe(name: str, folder: Path) -> Path:
-    """The spec of a recipe in a folder. Refuses an unknown one with the name that was probably meant."""
-    known = {path.stem: path for path in specs_in(folder)}
-    if name not in known:
-        if not known:
-            _refuse(f"no recipe is named '{name}': {folder} holds no specs; name a folder with --specs")
-        listed = f" Recipes of {folder}: {', '.join(known)}."
-        _refuse(f"{folder} has no recipe '{name}'.{_meant(name, known) or listed}")
-    return known[name]
-
-
 @click.command()
 @click.argument("name")
 @click.option("--from", "original", metavar="RECIPE", help="Begin with a copy of this recipe's spec.")
@@ -197,12 +166,8 @@ def new(name: str, original: str | None, folder: Path) -> None:
         _refuse(f"{taken} exists; choose another name, or delete it")
     text = files("layoutc").joinpath("starter.yaml").read_text(encoding="utf-8")
     if original is not None:
-        places = [folder, Path("specs"), *folders().values()]
-        holding = (p for p in places if original in {path.stem for path in specs_in(p)})
-        near = next(holding, Path("specs"))
-        source = Path(original) if original.endswith(SUFFIXES) else _recipe(original, near)
-        if not source.is_file():
-            _refuse(f"{source} does not exist")
+        places = (path.parent for path in (*specs_in(folder), *specs_in(Path("specs"))) if path.stem == original)
+        source = spec_of(original, next(places, Path("specs")), everywhere=True)
         text = source.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     renamed, count = re.subn(r"(?m)^name:[ ]*[^\s#]+", f"name: {name}", text, count=1)
     if not count:

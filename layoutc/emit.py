@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import textwrap
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +188,20 @@ def format_files(files: dict[str, str]) -> dict[str, str]:
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        command = [_ruff(), "format", "--isolated", "--no-cache", f"--line-length={LINE_LENGTH}", folder]
+        command = [*_ruff(), "format", "--isolated", "--no-cache", f"--line-length={LINE_LENGTH}", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"a template wrote what is not Python; this is a bug in layoutc: {done.stderr.strip()}")
         return {name: (root / name).read_text(encoding="utf-8") for name in files}
 
 
-def _ruff() -> str:
+def _ruff() -> list[str]:
     """The ruff that is installed beside layoutc, before any other on the path: its version is pinned with layoutc's."""
     beside = Path(sysconfig.get_path("scripts")) / "ruff"
-    found = str(beside) if beside.exists() else shutil.which("ruff")
-    if found is None:
-        raise RuntimeError("`layoutc build` formats with ruff, which is not installed: pip install ruff")
-    return found
+    if beside.exists():
+        return [str(beside)]
+    if find_spec("ruff") is not None:
+        return [sys.executable, "-m", "ruff"]
+    if (found := shutil.which("ruff")) is None:
+        raise RuntimeError("`layoutc build` formats with ruff, which is not installed: pip install 'ruff>=0.17,<0.18'")
+    return [found]

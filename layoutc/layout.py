@@ -301,12 +301,12 @@ def resolve(spec: schema.Spec) -> Layout:
 
 
 def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
-    """True for buffers that a GEMM wants swizzled."""
-    return layout.swizzle is not None and buffer.kind == "scale" and len(buffer.dims) == 2
+    """True for buffers that a GEMM wants swizzled: scales, and zero points, which lie as the scales do."""
+    return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
 
 
 def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
-    """The chain of a GEMM scale swizzle on a padded (free, contraction) array of `shape`."""
+    """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
     sizes = dict(swizzle.sizes)
     first, second = swizzle.groups
     steps: tuple[Step, ...] = (

@@ -30,8 +30,14 @@ def moves_view(layout: Layout) -> View:
         "word": 32 // min(bits, default=32) if bits <= {4, 8} else 1,
         "place": _place_view(layout),
         "swizzled_names": tuple(b.name for b in moved if is_swizzled(layout, b)),
-        "swizzled_planes": tuple(b.name for b in layout.buffers if is_swizzled(layout, b) and b not in moved),
+        "swizzled_planes": [_swizzled_plane(b) for b in layout.buffers if is_swizzled(layout, b) and b not in moved],
     }
+
+
+def _swizzled_plane(buffer: Buffer) -> View:
+    """A plane that a GEMM reads in another order, and what the reference's function for that is given."""
+    which = f'"{buffer.orientation}"' + (', "zero"' if buffer.kind == "zero" else "")
+    return {"name": buffer.name, "which": which}
 
 
 def is_fused(layout: Layout) -> bool:

@@ -23,6 +23,7 @@ from layoutc.format_checks import (
     sound_format,
 )
 from layoutc.formats import BUILTIN, Format
+from layoutc.rule_checks import bound_fits_scale, candidates_differ, candidates_need_blocks, constants_fit_fp32
 from layoutc.rules import RULES, Parameter, Rule
 from layoutc.schema import Spec
 from layoutc.source import Path, Source
@@ -175,40 +176,6 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
             yield source.find("LC340", message, label, help="write a number of rows")
 
 
-def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Which scale errs least is a sum over the block, which no shard has whole if the block has no size."""
-    for name in ("rowwise", "columnwise"):
-        orientation = getattr(spec.orientations, name)
-        rule = RULES.get((orientation.quantize.scale or spec.scale).rule) if orientation is not None else None
-        if rule is None or not rule.candidates:
-            continue
-        for axis in ("m", "k"):
-            if getattr(orientation.block, axis) == "all":
-                label = source.value(("orientations", name, "block", axis), "a block without a size")
-                used = source.value(
-                    ("scale", "rule")
-                    if orientation.quantize.scale is None
-                    else ("orientations", name, "quantize", "scale", "rule"),
-                    "tries several scales for each block",
-                )
-                message = f"{rule.name} adds up the errors of a block, and this one runs over all of {axis}"
-                yield source.find("LC341", message, label, used, help="write a number, for instance 16")
-
-
-def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What a rule takes for the largest scale is one that the scale's format has."""
-    rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
-    bound = spec.scale.parameters.get("bound")
-    if rule is None or fmt is None or not holds_scales(fmt) or "bound" not in rule.parameters:
-        return
-    if isinstance(bound, float) and bound > fmt.max:
-        given = "bound" in source.data["scale"]
-        label = source.value(("scale", "bound" if given else "rule"), "" if given else f"bound: {bound:g}")
-        used = source.value(("scale", "format"), f"holds up to {fmt.max:g}")
-        help = f"write `bound: {fmt.max:g}`, or less"
-        yield source.find("LC322", f"the largest scale of {fmt.name} is below `scale.bound`", label, used, help=help)
-
-
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
@@ -272,6 +239,8 @@ CHECKS = (
     nan_survives,
     zero_points_fit,
     bound_fits_scale,
+    candidates_differ,
+    constants_fit_fp32,
 )
 
 
@@ -373,9 +342,10 @@ def _misfit(
         )
     uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
     if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
+        cures = BUILTIN["e4m3"].max * element.max <= 2.0**120
         return (
-            f"{rule.name} needs a scale format of a narrower range",
+            f"{rule.name} needs {'a scale' if cures else 'an element'} format of a narrower range",
             f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
-            "write `format: e4m3`",
+            "write `format: e4m3`" if cures else "give the element's format a larger bias",
         )
     return None

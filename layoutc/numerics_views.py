@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from layoutc import rule_text
-from layoutc.formats import Format, f32, thresholds
+from layoutc.constants import CONSTANTS, constant
+from layoutc.formats import Format, thresholds
 from layoutc.layout import Block, Layout, Quantization, Source, codes_per_group
 from layoutc.plan import Plan
 
@@ -154,7 +155,7 @@ def nan_code(fmt: Format) -> int:
 
 def constants_view(quantization: Quantization, suffix: str) -> list[View]:
     """The constants of one quantization's codecs and rule: name, value as text, and what it is."""
-    element, scale, parameters = quantization.element, quantization.scale, dict(quantization.parameters)
+    element, scale = quantization.element, quantization.scale
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
     found: list[View] = []
 
@@ -174,24 +175,10 @@ def constants_view(quantization: Quantization, suffix: str) -> list[View]:
         if not native and not fmt.integer:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
-    power = 2.0 ** math.floor(math.log2(element.max))
-    lowest = math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max
-    bound, below = float(parameters.get("bound", 1)), element.magnitudes[-2]
-    inverse = {
-        "ELEMENT_MIN": (lowest, ""),
-        "ELEMENT_STEP": (f32(element.max / below), f"{element.max:g} / {below:g}"),
-        "BOUNDED_RANGE": (f32(bound * element.max), f"{bound:g} * {element.max:g}"),
-        "INVERSE_BOUNDED_RANGE": (f32(1 / (bound * element.max)), f"fp32(1 / ({element.max:g} * {bound:g}))"),
-        "INVERSE_ELEMENT_SPAN": (f32(1 / (element.max - lowest)), f"fp32(1 / {element.max - lowest:g})"),
-        "INVERSE_ELEMENT_MAX": (f32(1 / element.max), f"fp32(1 / {element.max:g})"),
-        "INVERSE_ELEMENT_POWER": (1 / power, f"1 / {power:g}, the largest power of two up to {element.max:g}"),
-        "INVERSE_RANGE": (f32(1 / (element.max * scale.max)), f"fp32(1 / ({element.max:g} * {scale.max:g}))"),
-        "INVERSE_MARGIN": (2.0 ** -float(parameters.get("margin", 0)), "2 to minus the margin"),
-        "EPSILON": (f32(float(parameters.get("epsilon", 0))), ""),
-    }
-    for name, (value, doc) in inverse.items():
-        if name in used:
-            add(name, repr(value), doc)
+    for name in CONSTANTS:
+        if name.upper() in used:
+            value, doc = constant(name, element, scale, dict(quantization.parameters))
+            add(name.upper(), repr(value), doc)
     return found
 
 
@@ -287,7 +274,8 @@ def swizzle_view(layout: Layout) -> View | None:
     inverse = tuple(swizzle.order.index(name) for name in names)
     pattern = " ".join(f"({' '.join(group)})" for group in swizzle.groups) + f" -> {' '.join(swizzle.order)}"
     turned = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
-    scale = 'buffers[f"{orientation}_scale"]'
+    zeros = any(buffer.kind == "zero" for buffer in layout.buffers)
+    scale = 'buffers[f"{orientation}_{kind}"]' if zeros else 'buffers[f"{orientation}_scale"]'
     body = [f"return swizzle({scale})"]
     if turned:  # the buffer has the contraction axis first
         tests = " or ".join(f'orientation == "{name}"' for name in turned)
@@ -299,6 +287,9 @@ def swizzle_view(layout: Layout) -> View | None:
         "ordered": ", ".join(size[name] for name in swizzle.order),
         "inverse": inverse,
         "body": body,
+        "zeros": zeros,
+        "kind": ', kind: str = "scale"' if zeros else "",
+        "what": "scale, or zero point," if zeros else "scale",
         "free_text": "m for rowwise, k for columnwise",
     }
 

@@ -67,8 +67,9 @@ def full(item: Diagnostic, paint: Paint = plain) -> str:
 
 
 def concise(item: Diagnostic) -> str:
-    """path:line:col: severity[code] headline."""
-    return f"{_place(item)}: {item.severity}[{item.code}] {printable(item.message)}"
+    """path:line:col: severity[code] headline; of a whole file, also what to do, which no excerpt suggests."""
+    advice = f"; {printable(item.help)}" if item.help and item.primary is None else ""
+    return f"{_place(item)}: {item.severity}[{item.code}] {printable(item.message)}{advice}"
 
 
 def github(item: Diagnostic) -> str:

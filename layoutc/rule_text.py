@@ -133,6 +133,9 @@ def expression(
             return is_constant(node.left) and is_constant(node.right)
         return isinstance(node, ast.Constant)
 
+    def tensors_of(node: ast.expr) -> list[str]:
+        return [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not is_constant(one)]
+
     def call(node: ast.Call) -> str:
         assert isinstance(node.func, ast.Name)
         arguments = [show(argument) for argument in node.args]
@@ -178,6 +181,8 @@ def expression(
                 return divided(node)
             case ast.BinOp():
                 left = f"({show(node.left)})" if _needs_parentheses(node.left, node, right=False) else show(node.left)
+                if is_constant(node.left) and (tensors := tensors_of(node.right)):
+                    left = dialect.constant.format(tensors[0], left)
                 right = (
                     f"({show(node.right)})" if _needs_parentheses(node.right, node, right=True) else show(node.right)
                 )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+Parameters = dict[str, float | int | bool | str]
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -57,22 +59,22 @@ class Rule:
         """True when the rule gives each block a zero point beside its scale."""
         return any(step.name == "zero" for step in self.steps)
 
-    def active_steps(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+    def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
         """The steps that these parameters leave in."""
         return _active(self.steps, parameters)
 
-    def active_error(self, parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+    def active_error(self, parameters: Parameters) -> tuple[Step, ...]:
         """The steps of the error that these parameters leave in."""
         return _active(self.error, parameters)
 
-    def program(self, parameters: dict[str, float | int | bool | str]) -> list[tuple[str, str]]:
+    def program(self, parameters: Parameters) -> list[tuple[str, str]]:
         """Every (name, expression) that decides stored bytes and decoded values, in order."""
         tried = [(self.candidate, value) for value in self.candidates]
         steps = (*self.active_steps(parameters), *self.active_error(parameters))
         return [*tried, *((step.name, step.expression) for step in steps), ("decode", self.decode)]
 
 
-def _active(steps: tuple[Step, ...], parameters: dict[str, float | int | bool | str]) -> tuple[Step, ...]:
+def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]:
     return tuple(
         step
         for step in steps

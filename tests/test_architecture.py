@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 # What trains and what measures stands on the runtime, and on nothing of the compiler.
 ABOVE = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path.name.startswith(("bench", "demo")))
 COMPILER = sorted(path for path in (ROOT / "layoutc").glob("*.py") if path not in ABOVE)
 CHECKPOINT = sorted((ROOT / "layoutc" / "checkpoint").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 RUNTIME = sorted((ROOT / "layoutc" / "runtime").glob("*.py"))
 GENERATED = sorted((ROOT / "generated").rglob("*.py"))
 # What only a card needs, imported when there is one.
@@ -108,10 +110,10 @@ def test_layout_and_plan_are_pure() -> None:
         }
 
 
-def test_private_parts_of_fsdp2_are_read_in_one_file() -> None:
+def test_private_parts_of_fsdp2_are_read_in_two_files() -> None:
     for path in (*RUNTIME, *GENERATED, *ABOVE):
         text = path.read_text(encoding="utf-8")
-        if path.name != "fsdp.py":
+        if path.name not in ("fsdp.py", "registry.py"):
             assert not re.search(r"_fully_shard|_composable_state|_training_state|_fsdp_param", text), path
 
 
@@ -154,3 +156,12 @@ def _without_prose(text: str) -> str:
 def test_importing_layoutc_and_the_command_line_imports_no_torch() -> None:
     program = "import sys, layoutc, layoutc.cli, layoutc.compiler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", [*TESTS, *COMPILER, *ABOVE, *RUNTIME, *CHECKPOINT], ids=lambda path: path.name)
+def test_programs_of_the_environment_are_started_as_modules(path: Path) -> None:
+    """By the Python that runs: where the environment is not activated, the path has none of them."""
+    programs = {"layoutc", "mypy", "pip", "pytest", "python", "python3", "ruff", "torchrun"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.List) and len(node.elts) > 1 and isinstance(node.elts[0], ast.Constant):
+            assert node.elts[0].value not in programs, f"{path}:{node.lineno}: [sys.executable, '-m', ...]"

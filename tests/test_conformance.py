@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,9 +18,11 @@ import yaml
 from click.testing import CliRunner, Result
 
 from layoutc.cli import main
+from layoutc.conformance.check_codecs import search_disagrees
 from layoutc.conformance.codes import codes_of, pack, unpack
+from layoutc.conformance.material import expect, expect_same
 from layoutc.conformance.ranks import RankError, Ranks
-from layoutc.conformance.registry import all_checks
+from layoutc.conformance.registry import Check, all_checks
 from layoutc.conformance.report import explanation, line
 from layoutc.conformance.runner import Outcome, run_check, run_checks
 from layoutc.conformance.subject import BadSpec, Edit, Subject, compile_subject
@@ -72,7 +77,7 @@ def test_recipes_that_nobody_ships_pass(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_restore_as_one_and_a_fault_in_a_hook_is_caught_there_too() -> None:
+def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too() -> None:
     """One group of processes serves both; a rank that raises ends it, and it starts again."""
     path = ROOT / "specs" / "mxfp8.yaml"
     wanted = [check for check in CHECKS.values() if check.needs_processes]
@@ -82,13 +87,16 @@ def test_two_processes_train_and_restore_as_one_and_a_fault_in_a_hook_is_caught_
         outcomes = [run_check(subject, check) for check in wanted]
         subject.close()
         assert [outcome.status for outcome in outcomes] == ["pass"] * 3, failures(outcomes)
-        pattern, replacement = MUTANTS["backward sends its codes in reverse"][2:4]
-        broken = compile_subject(path, ranks=ranks, edit=edit("tensor.py", pattern, replacement))
-        outcome = run_check(broken, CHECKS["fsdp2"])
-        broken.close()
-        assert outcome.status == "fail"
-        assert "rank 0" in outcome.message
-        assert "differs" in outcome.message or "loss" in outcome.message
+        assert all(outcome.compared for outcome in outcomes)
+        for name, catching in IN_PROCESSES.items():
+            recipe, file, pattern, replacement, _ = MUTANTS[name]
+            broken = compile_subject(
+                ROOT / "specs" / f"{recipe}.yaml", ranks=ranks, edit=edit(file, pattern, replacement)
+            )
+            found = [run_check(broken, CHECKS[check]) for check in catching]
+            broken.close()
+            assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
+            assert all("differs" in outcome.message or "loss" in outcome.message for outcome in found), failures(found)
         with pytest.raises(RankError, match=r"(?s)rank 1: .*KeyError"):
             ranks.run(fails_on_one_rank)
         assert ranks.run(int, "7") == [7, 7]
@@ -293,6 +301,113 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "        return type(self), (self._planes, tuple(self.shape), self.dtype)\n\n",
         ("pickle",),
     ),
+    "one orientation stores both": (
+        "mxfp8",
+        "tensor.py",
+        r"quantize_reference\(x, amax=amax, orientations=tuple\(orientations\)\)",
+        "quantize_reference(x, amax=amax)",
+        ("one-orientation",),
+    ),
+    "another layout id is taken": (
+        "mxfp8",
+        "tensor.py",
+        r"    LAYOUT = LAYOUT\n",
+        "    LAYOUT = LAYOUT\n\n    @classmethod\n"
+        "    def __tensor_unflatten__(cls, inner, context, *outer):\n"
+        "        return super().__tensor_unflatten__(inner, context._replace(layout_id=LAYOUT.layout_id), *outer)\n\n",
+        ("flatten",),
+    ),
+    "bytes are not copied": (
+        "nvfp4",
+        "dispatch.py",
+        r"aten\.copy_\.default: common\.copy_",
+        "aten.copy_.default: lambda func, args, kwargs: "
+        "args[0] if type(args[0]) is type(args[1]) else common.copy_(func, args, kwargs)",
+        ("checkpoint", "copies", "writes"),
+    ),
+    "quantizing into a tensor keeps its scale": (
+        "mxfp8",
+        "tensor.py",
+        r"    return amaxes\.quantize\((.*)\)\n",
+        "    kept = None if out is None else out.rowwise_scale.clone()\n"
+        r"    made = amaxes.quantize(\1)" + "\n"
+        "    if kept is not None:\n"
+        "        out.rowwise_scale.copy_(kept)\n"
+        "    return made\n",
+        ("out",),
+    ),
+    "the first expert stands for all": (
+        "nvfp4",
+        "dispatch.py",
+        r"aten\.select\.int: shaping\.select",
+        "aten.select.int: lambda func, args, kwargs: shaping.select(func, (*args[:2], 0), kwargs)",
+        ("experts",),
+    ),
+    "zeros_like has the values": (
+        "fp8_current",
+        "dispatch.py",
+        r"aten\.zeros_like\.default: common\.like_plain",
+        "aten.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()",
+        ("new-tensors",),
+    ),
+    "a sum is not counted": (
+        "fp8_current",
+        "dispatch.py",
+        r"HANDLERS = \{\n",
+        "HANDLERS = {\n    aten.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1],\n",
+        ("strict",),
+    ),
+    "a gather marks the shard": (
+        "mxfp8",
+        "tensor.py",
+        r"gathering = fsdp\.begin\(self, mesh\)",
+        "gathering = fsdp.begin(self, mesh)\n        self._is_new = True",
+        ("shards-untouched",),
+    ),
+    "a refresh clears the shard": (
+        "fp8_current",
+        "tensor.py",
+        r"        return fsdp\.finish\(",
+        '        if out is not None:\n            self._planes["rowwise_data"].zero_()\n        return fsdp.finish(',
+        ("shards-untouched",),
+    ),
+    "a kernel has another NaN": (
+        "fp8_current",
+        "kernels.py",
+        r"ELEMENT_NAN = tl\.constexpr\(0x7F\)",
+        "ELEMENT_NAN = tl.constexpr(0x7E)",
+        ("kernels",),
+    ),
+    "a shape that fits no block is taken": (
+        "mxfp8",
+        "layout.py",
+        r"multiple_m=32",
+        "multiple_m=1",
+        ("refused",),
+    ),
+}
+
+# Faults of what generated code stands on, and of the suite's own model: what is replaced, by what makes it of the
+# original, a recipe, the checks of which each must catch it.
+PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
+    "a step is taken twice": (
+        "layoutc.MasterWeights.step",
+        lambda step: lambda self: [step(self), step(self)][0],
+        "mxfp8",
+        ("master-weights",),
+    ),
+    "the model rounds ties up": (
+        "layoutc.conformance.codes.Codes.encode",
+        lambda encode: lambda self, x, how: encode(self, np.nextafter(x, np.float32(np.inf)), how),
+        "mxfp8",
+        ("rounding",),
+    ),
+}
+
+# Faults that processes must find, as MUTANTS.
+IN_PROCESSES: dict[str, tuple[str, ...]] = {
+    "backward sends its codes in reverse": ("fsdp2",),
+    "bytes are not copied": ("reshard", "fsdp2-checkpoint"),
 }
 
 
@@ -306,6 +421,52 @@ def test_a_fault_is_caught(name: str) -> None:
         subject.close()
     missed = [outcome.check for outcome in found if outcome.status != "fail"]
     assert not missed, f"{name}: {missed} did not see it"
+    assert not any("it compared no" in outcome.message for outcome in found)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_fault_outside_of_generated_code_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, fault, recipe, catching = PATCHES[name]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", seed=71)
+    try:
+        assert [run_check(subject, CHECKS[check]).status for check in catching] == ["pass"] * len(catching)
+        search_disagrees.cache_clear()
+        monkeypatch.setattr(place, fault(resolve_name(place)))
+        found = [run_check(subject, CHECKS[check]) for check in catching]
+    finally:
+        search_disagrees.cache_clear()
+        subject.close()
+    assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
+
+
+def test_each_check_catches_a_fault_that_is_put_there_for_it() -> None:
+    """A check that nothing has ever made fail may compare nothing."""
+    named = [*(fault[-1] for fault in (*MUTANTS.values(), *PATCHES.values())), *IN_PROCESSES.values()]
+    assert {name for names in named for name in names} == set(CHECKS)
+    assert set(IN_PROCESSES) <= set(MUTANTS)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "facts"])
+def test_a_check_that_compares_nothing_fails(kind: Literal["bytes", "facts"]) -> None:
+    """Also one that compares arrays without entries, and expects something besides."""
+    subject = compile_subject(ROOT / "specs" / "fp8_current.yaml")
+
+    def compares(_: Subject, entries: int, facts: int) -> None:
+        expect_same(subject, "a plane", torch.zeros(0), torch.zeros(0))
+        if entries:
+            expect_same(subject, "a plane", torch.zeros(entries), torch.zeros(entries))
+        for _ in range(facts):
+            expect(True, "a fact")
+
+    def outcome_of(entries: int, facts: int) -> Outcome:
+        return run_check(subject, Check("mine", "", lambda s: compares(s, entries, facts), compares=kind))
+
+    outcomes = [outcome_of(0, 0), outcome_of(0, 1), outcome_of(3, 0), outcome_of(3, 1)]
+    subject.close()
+    wanted = ["fail", "fail", "pass", "pass"] if kind == "bytes" else ["fail", "pass", "fail", "pass"]
+    assert [outcome.status for outcome in outcomes] == wanted
+    assert outcomes[3].compared == (12 if kind == "bytes" else 1)
+    assert f"compared no {kind}" in outcomes[0].message
 
 
 def test_a_failure_says_where() -> None:
@@ -457,6 +618,11 @@ def test_the_plugin_reports_what_was_found_and_not_its_own_frames(tmp_path: Path
     assert "error[" in done.stdout
     assert "Traceback" not in done.stdout
     assert pytest_run(tmp_path, "--layoutc-spec", "none.yaml").returncode == 4
+
+
+def test_the_plugin_takes_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
+    done = pytest_run(tmp_path, "--layoutc-spec", "mxfp8", "--collect-only", "-q")
+    assert done.stdout.count("::encode") == 1, done.stdout + done.stderr
 
 
 def test_the_plugin_imports_nothing_heavy_until_it_is_asked() -> None:

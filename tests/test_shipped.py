@@ -100,3 +100,62 @@ def test_the_built_in_specs_are_shipped(tmp_path: Path, monkeypatch: pytest.Monk
     assert run("new", "my_format", "--from", "nvfp4").exit_code == 0
     ours = (SPECS / "nvfp4.yaml").read_text(encoding="utf-8").replace("name: nvfp4", "name: my_format")
     assert Path("specs/my_format.yaml").read_text(encoding="utf-8") == ours
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "nvfp4"),
+        ("check", "nvfp4", "mxfp8"),
+        ("check", "--explain", "mxfp8"),
+        ("build", "mxfp8", "--out", "quant", "--quiet"),
+        ("test", "fp8_current", "--check", "encode"),
+        ("new", "my_format", "--from", "nvfp4", "--specs", "mine"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_recipes_are_found_by_name_in_any_directory(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("command", ["show", "check", "build", "test"])
+def test_a_name_that_nothing_has_is_answered_with_those_there_are(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    everything = ", ".join(sorted(path.stem for path in SPECS.glob("*.yaml")))
+    refused = run(command, "zebra")
+    assert refused.exit_code == 2
+    assert refused.output.endswith(f"Error: there is no recipe 'zebra'. With layoutc come {everything}.\n")
+    assert run(command, "nvfp5").output.endswith("Error: there is no recipe 'nvfp5'. Did you mean nvfp4?\n")
+    Path("mine").mkdir()
+    Path("mine/own.yaml").write_bytes((SPECS / "mxfp8.yaml").read_bytes())
+    for name, hint in {"own1": "Did you mean own?", "nvfp4": "leave out --specs, or write --specs layoutc."}.items():
+        refused = run(command, name, "--specs", "mine")
+        assert refused.exit_code == 2
+        assert f"mine has no recipe '{name}'." in refused.output
+        assert refused.output.endswith(f"{hint}\n")
+
+
+@pytest.mark.parametrize("command", ["check", "build", "test"])
+def test_a_directory_without_specs_is_answered_with_what_can_be_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = run(command)
+    assert refused.exit_code == 2
+    assert (
+        "specs does not exist; name a recipe or a spec, or a folder with --specs. With layoutc come" in refused.output
+    )
+
+
+def test_a_recipe_that_two_packages_ship_is_not_chosen_between(installed: Path) -> None:
+    (installed / "layouts" / "nvfp4.yaml").write_bytes((SPECS / "nvfp4.yaml").read_bytes())
+    refused = run("check", "nvfp4")
+    assert refused.exit_code == 2
+    assert "layoutc and theirs ship a recipe nvfp4; name one: --specs layoutc" in refused.output
+    assert run("check", "nvfp4", "--specs", "theirs").exit_code == 0

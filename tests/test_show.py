@@ -98,7 +98,7 @@ def test_what_is_no_shape_is_a_usage_error(shape: str) -> None:
         (["qqq"], "It has e3m4_block"),
         (["nowhere.yaml"], "does not exist"),
         (["no/where"], "does not exist"),
-        (["."], "has no recipe"),
+        (["."], "is not a file"),
         (["nvfp4", "--world", "0"], "--world"),
         (["nvfp4", "--picture", "rowwise_scales"], "Did you mean rowwise_scale?"),
         (["nvfp4", "--picture", "x"], "It has rowwise_data"),
@@ -240,6 +240,7 @@ def test_sarif_paths() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- pre-commit
+@pytest.mark.checkout
 def test_pre_commit_hooks_are_commands() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert [hook["id"] for hook in hooks] == ["layoutc-check", "layoutc-build"]

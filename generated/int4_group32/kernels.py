@@ -87,7 +87,7 @@ def scales(lowest, highest, HARDWARE: tl.constexpr):
     highest = maximum(highest, 0)
     scale = (highest - lowest) * INVERSE_ELEMENT_SPAN
     multiplier = tl.where(scale == 0, 1.0, minimum(divide(like(scale, 1.0), scale), F32_MAX))
-    zero = encode_zero(ELEMENT_MIN - (lowest * multiplier), HARDWARE)
+    zero = encode_zero(like(lowest, ELEMENT_MIN) - (lowest * multiplier), HARDWARE)
     return scale, zero, multiplier
 
 

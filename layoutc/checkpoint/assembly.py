@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import stored
+from layoutc.runtime import amax, fsdp, gathered, stored
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.halo import check_place
 from layoutc.runtime.partial import check_whole
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -37,10 +39,12 @@ class Destination:
     def take(self, source: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> None:
         """Puts in a piece: source has the shape `lengths` and goes to `offsets` of the shard.
 
-        Raises LayoutError for a precision or layout that is not the shard's and may not be converted, and for pieces
-        that were not quantized together.
+        Raises LayoutError for a precision or layout that is not the shard's and may not be converted, for a weight that
+        can't be quantized where it is, and for pieces that were not quantized together.
         """
         self._check_kind(source)
+        if isinstance(self.live, QuantizedTensor) and not isinstance(source, QuantizedTensor):
+            source = source if source.dtype in amax.FLOATS else source.to(torch.float32)
         self.missing -= prod(lengths)
         same = self._is_same(source)
         if tuple(lengths) == tuple(self.live.shape) and (same or not isinstance(source, QuantizedTensor)):
@@ -92,6 +96,8 @@ class Destination:
     def _check_kind(self, source: Tensor) -> None:
         live, theirs, ours = self.live, _layout(source), _layout(self.live)
         if theirs is None and ours is None:
+            if not _casts(source.dtype, live.dtype):
+                raise LayoutError(f"{self.name}: {_kind(source)} in the checkpoint can't become {_kind(live)}")
             return
         if isinstance(source, QuantizedTensor) and isinstance(live, QuantizedTensor):
             if theirs == ours:
@@ -107,15 +113,18 @@ class Destination:
                     f"{self.name} has layout {theirs} in the checkpoint and {ours} in the model: {what}; convert=True "
                     "dequantizes and quantizes anew"
                 )
+            _check_takes_values(live)
             return
         plain = live if isinstance(source, QuantizedTensor) else source
-        if not plain.is_floating_point():
+        if not plain.is_floating_point() or not _casts(plain.dtype, torch.float32):
             raise LayoutError(f"{self.name}: {_kind(source)} in the checkpoint can't become {_kind(live)}")
         if not self.convert:
             how = "dequantizes it" if isinstance(source, QuantizedTensor) else "quantizes it"
             raise LayoutError(
                 f"{self.name} is {_kind(source)} in the checkpoint and {_kind(live)} in the model; convert=True {how}"
             )
+        if isinstance(live, QuantizedTensor):
+            _check_takes_values(live)
 
 
 def requantize(live: QuantizedTensor, found: Sequence[Destination]) -> None:
@@ -130,6 +139,29 @@ def local_of(value: object) -> Tensor | None:
     if isinstance(value, DTensor):
         return value._local_tensor
     return value if isinstance(value, Tensor) else None
+
+
+def _check_takes_values(live: QuantizedTensor) -> None:
+    """Raises LayoutError where a weight takes no values to be quantized, as `copy_` would when others are written."""
+    gathered.refuse_write(live)
+    if live._transposed:
+        raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
+    check_place(live, fsdp.place(live))
+    amax.check_out(live.LAYOUT, live, live, None, alone=not fsdp.amax_groups(live)[0])
+
+
+@cache
+def _casts(source: torch.dtype, to: torch.dtype) -> bool:
+    """True where torch converts one dtype to another, and neither fractions nor imaginary parts are lost."""
+    lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not _has_fractions(to))
+    try:
+        return source == to or (not lossy and torch.empty(1, dtype=source).to(to).dtype == to)
+    except (RuntimeError, TypeError):  # 4-bit codes, which have no values by themselves
+        return False
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _layout(tensor: Tensor) -> str | None:

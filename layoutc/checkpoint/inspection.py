@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from layoutc.checkpoint import loading, reading
+from layoutc.checkpoint import reading
 from layoutc.checkpoint.entries import VALUE, EntryFacts, entry_of
+from layoutc.checkpoint.manifest import check_manifest
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.errors import LayoutError as LayoutError
 
@@ -98,7 +99,7 @@ def _totals(entries: Sequence[EntryFacts]) -> tuple[TotalFacts, ...]:
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 def _entries(folder: Path, thorough: bool) -> Iterator[EntryFacts]:
     metadata = reading.read_metadata(folder)
-    loading.check_manifest(folder)
+    check_manifest(folder)
     reading.check_files(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
 from math import prod
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint import unpickling, zips
-from layoutc.checkpoint.reading import names_of
+from layoutc.checkpoint.reading import is_shape, is_storage, names_of
+from layoutc.checkpoint.untrusted import open_file
 from layoutc.runtime import stored
 from layoutc.runtime.checksums import crc32
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -39,20 +41,22 @@ def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> A
     directory = zips.check(memoryview(data.numpy()), where)  # type: ignore[arg-type]
     if getattr(info, "crc32", directory.crc32) != directory.crc32:
         raise DamagedError(f"{where} is another item than was saved there")
-    if is_tensor and (value := _tensor(data, directory, where)) is not None:
+    program, places = _program(data, directory, where)
+    if is_tensor and program and (value := _tensor(data, directory, program, places, where)) is not None:
         return value
+    _check_program(program, where)
     return _any(data, name, where)
 
 
 def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
     """The bytes of an item, in memory that torch has aligned; none is asked for where the file has not as many."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             there = max(os.fstat(file.fileno()).st_size - info.offset, 0)
             data = torch.empty(min(info.length, there), dtype=torch.uint8)
             view, so_far = memoryview(data.numpy()), 0  # type: ignore[arg-type]
             file.seek(info.offset)
-            while so_far < len(view) and (more := file.readinto(view[so_far:])):
+            while so_far < len(view) and (more := file.readinto(view[so_far:])):  # type: ignore[attr-defined]
                 so_far += more
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing ({name} is stored there)") from error
@@ -64,7 +68,8 @@ def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
 def _any(data: Tensor, name: str, where: str) -> Any:
     """What torch.load makes of an item."""
     try:
-        return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        with stored.at_most(2 * data.numel()):
+            return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
         raise DamagedError(f"{where} holds more than tensors and plain values; nothing was run: {told}") from error
@@ -74,14 +79,26 @@ def _any(data: Tensor, name: str, where: str) -> Any:
         raise DamagedError(f"{where} can't be read: {error}") from error
 
 
+# What torch.load knows, and makes as large as a pickle asks for.
+_SIZED = re.compile(rb"c(builtins\nbytearray|__builtin__\nbytearray|torch(\.(cuda|sparse|cuda\.sparse))?\n\w*Tensor)\n")
+
+
+def _check_program(program: bytes, where: str) -> None:
+    """Raises DamagedError for what torch.load would be kept busy with, or would ask for any memory for."""
+    unpickling.check(program, where)
+    if (found := _SIZED.search(program)) is not None:
+        name = found[1].decode().replace("\n", ".")
+        raise DamagedError(f"{where} calls {name}, which makes something of any size; save it as a tensor")
+
+
 # ------------------------------------------------------------------------------------------------- tensors in the bytes
 class _Storage(NamedTuple):
     dtype: torch.dtype
     data: Tensor  # uint8
 
 
-def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | None:
-    """The tensor that an item is, over the item's bytes; None for what only torch.load can make, or refuse."""
+def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes, dict[str, slice]]:
+    """The pickle of an item, b"" where it has none; and where each of its records lies."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
 
     def place_of(record: zips.Record) -> slice:
@@ -90,8 +107,15 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
 
     root = directory.records[0].name.split("/")[0]
     places = {record.name.removeprefix(f"{root}/"): place_of(record) for record in directory.records}
-    order = bytes(view[places["byteorder"]]) if "byteorder" in places else b"little"
-    if "data.pkl" not in places or len(places) < len(directory.records) or order != sys.byteorder.encode():
+    return bytes(view[places["data.pkl"]]) if "data.pkl" in places else b"", places
+
+
+def _tensor(
+    data: Tensor, directory: zips.Directory, program: bytes, places: dict[str, slice], where: str
+) -> Tensor | None:
+    """The tensor that an item is, over the item's bytes; None for what only torch.load can make, or refuse."""
+    order = data[places["byteorder"]].numpy().tobytes() if "byteorder" in places else b"little"
+    if len(places) < len(directory.records) or order != sys.byteorder.encode():
         return None
     starts = (data.data_ptr() + place.start for place in places.values())
     checked = {(start, one.size): one.crc32 for start, one in zip(starts, directory.records, strict=True) if one.size}
@@ -101,9 +125,11 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
         return crc32(plane) if known is None else known
 
     def storage(pid: Any) -> _Storage:
-        kind, dtype, key, _, elements = pid
-        found = data[places[f"data/{key}"]]
-        if kind != "storage" or found.numel() != elements * dtype.itemsize:
+        if not is_storage(pid):
+            raise DamagedError(f"{where} has a persistent id that names no storage")
+        _, dtype, key, _, elements = pid
+        place = places.get(f"data/{key}")
+        if place is None or (found := data[place]).numel() != elements * dtype.itemsize:
             raise DamagedError(f"{where} has a storage of another size than its tensor says")
         return _Storage(dtype, found)
 
@@ -117,7 +143,6 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
 
     names = names_of(tensor, typed_tensor, lambda state: stored.restored(state, crc32_of))
     try:
-        program = bytes(view[places["data.pkl"]])
         value = unpickling.read(program, names, where, dtypes=True, persistent=storage, builds=False)
     except DamagedError:
         return None
@@ -126,9 +151,12 @@ def _tensor(data: Tensor, directory: zips.Directory, where: str) -> Tensor | Non
 
 def _view(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
     """A tensor over a storage. Raises ValueError where there is more to it, or it reaches beyond its storage."""
+    sizes = is_shape(shape) and is_shape(strides) and len(shape) == len(strides)
+    if not sizes or type(offset) is not int or not isinstance(dtype, torch.dtype):
+        raise ValueError("no shape, strides, offset and dtype of a tensor")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     beyond = prod(shape) > 0 and last * dtype.itemsize >= storage.data.numel()
-    if more or beyond or min((offset, *shape, *strides), default=0) < 0:
+    if more or beyond or offset < 0:
         raise ValueError("no plain tensor within its storage")
     flat = storage.data.view(dtype)
     return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

@@ -5,10 +5,8 @@ So a load that fails has changed nothing, on any rank. Torch's own load reads in
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +24,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
+from layoutc.checkpoint.folders import INCOMPLETE, previous, resolved
 from layoutc.checkpoint.items import read_item
-from layoutc.checkpoint.reading import read_metadata
-from layoutc.checkpoint.saving import FORMAT, INCOMPLETE, MANIFEST, previous
+from layoutc.checkpoint.manifest import check_manifest
+from layoutc.checkpoint.reading import METADATA, read_metadata
 from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.tensor import QuantizedTensor
@@ -56,8 +55,9 @@ def load(
     """Loads a folder that `save` or torch.distributed.checkpoint has written into the tensors of a state dict.
 
     state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way. convert: let
-    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks), plain weights take quantized
-    ones (dequantized), and one recipe another's; else LayoutError says what differs. strict: refuse checkpoints with
+    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks; float64 is rounded to float32
+    first, float8 is exact in it), plain weights take quantized ones (dequantized), and one recipe another's; else
+    LayoutError says what differs. strict: refuse checkpoints with
     entries, under the outer keys of the state dict, that it does not have.
 
     Collective. Raises on all ranks alike, and before anything of a live model is written: DamagedError for files that
@@ -98,6 +98,7 @@ class _Planner(DefaultLoadPlanner):
 
 def _metadata(folder: Path) -> tuple[Metadata, Path]:
     """What a folder says of itself, checked, and where it is. On one rank: a large model's takes seconds to read."""
+    folder = resolved(folder)
     if not folder.exists() and previous(folder).exists():
         warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
         folder = previous(folder)
@@ -118,29 +119,6 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
     if strict:
         _check_unexpected(states, planner, metadata)
     return planner
-
-
-def check_manifest(folder: Path) -> None:
-    """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return
-    try:
-        manifest = json.loads(path.read_bytes())
-        form, expected, files = manifest["format"], manifest["metadata"], manifest["files"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is no manifest of a checkpoint: {error}") from error
-    if form != FORMAT:
-        raise LayoutError(f"{path} has form {form}; this version of layoutc reads {FORMAT}")
-    held = (folder / ".metadata").read_bytes() if (folder / ".metadata").exists() else b""
-    if {"bytes": len(held), "crc32": zlib.crc32(held)} != expected:
-        raise DamagedError(f"{folder / '.metadata'} is not what was saved: its CRC-32 or size differs from {MANIFEST}")
-    for name, size in files:
-        file = folder / str(name)
-        if not file.is_file():
-            raise DamagedError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise DamagedError(f"{file} has {file.stat().st_size} bytes, not the {size} that were saved")
 
 
 def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metadata) -> None:
@@ -164,6 +142,9 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
     """Reads what the plan says, each stored item once, checks it and puts it together."""
     loaded, wanted = Loaded(), defaultdict(list)
     for item in planner.reads:
+        name = item.dest_index.fqn
+        if item.type == LoadItemType.BYTE_IO and isinstance(planner.state_dict[name], Tensor):
+            raise LayoutError(f"{name} is a tensor in the state dict, and a plain value in the checkpoint")
         wanted[item.storage_index].append(item)
         if item.type != LoadItemType.BYTE_IO and item.dest_index not in loaded.tensors:
             live = planner.lookup_tensor(item.dest_index).detach()
@@ -222,6 +203,8 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
     if not isinstance(value, Tensor) or chunk is None or value.shape != chunk.sizes:
         held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise DamagedError(f"{name}: {held} is stored where a piece of shape {chunk and tuple(chunk.sizes)} belongs")
+    if (dtype := chunks.properties.dtype) != value.dtype:
+        raise DamagedError(f"{name}: {value.dtype} is stored where {METADATA} says {dtype}")
     whole = value.numel()
     try:
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

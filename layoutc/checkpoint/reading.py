@@ -7,7 +7,6 @@ few KB each; no tensor data is read for that.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint import unpickling, zips
 from layoutc.checkpoint.stored_metadata import metadata_of
+from layoutc.checkpoint.untrusted import DIMS, open_file, read_at, read_whole, short
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.stored import FORMAT
+from layoutc.runtime.stored import FORMAT, wrong_field
 
 METADATA = ".metadata"
+METADATA_BYTES = 2**30  # the largest that is read: some ten million pieces
 _PICKLE_BYTES = 2**26  # the largest pickle of an item: those of tensors have a few KB
 
 
@@ -43,11 +44,9 @@ def read_metadata(folder: Path) -> dcp.Metadata:
     """
     path = folder / METADATA
     try:
-        data = path.read_bytes()
+        data = read_whole(path, METADATA_BYTES)
     except FileNotFoundError:
         raise LayoutError(_missing(folder)) from None
-    except OSError as error:
-        raise LayoutError(f"{path} can't be read: {error.strerror}") from error
     return metadata_of(data, str(path))
 
 
@@ -127,8 +126,8 @@ class _Window:
         self._info = info
         path = folder / info.relative_path
         try:
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
+            self._file = open_file(path)
+        except FileNotFoundError as error:
             raise DamagedError(f"{path} can't be read, and {METADATA} names it: {error.strerror}") from error
 
     def __enter__(self) -> zips.Read:
@@ -141,11 +140,7 @@ class _Window:
         length = min(length, self._info.length - offset)
         if offset < 0 or length <= 0:
             return b""
-        self._file.seek(self._info.offset + offset)
-        found = b""
-        while len(found) < length and (more := self._file.read(length - len(found))):
-            found += more
-        return found
+        return read_at(self._file, self._info.offset + offset, length)
 
 
 # ------------------------------------------------------------------------------------------------------- item pickles
@@ -181,23 +176,30 @@ def names_of(
 ) -> dict[tuple[str, str], Any]:
     """What the names in an item's pickle stand for. tensor, typed_tensor: called as torch._utils._rebuild_tensor_v2 and
     _v3 are; restored: as layoutc.restore_tensor. In persistent ids, a storage's class is its dtype."""
+    calls: list[None] = []
+
+    def once(state: Any) -> Any:
+        calls.append(None)
+        if len(calls) > 1:
+            raise ValueError("an item is one tensor, and this restores several")
+        return restored(state)
+
     return {
         **{("torch", name): dtype for name, dtype in _STORAGES.items()},
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): lambda state: restored(state),  # no function that a pickle could change
+        ("layoutc", "restore_tensor"): once,  # no function that a pickle could change
         ("collections", "OrderedDict"): lambda: {},
     }
 
 
 def _header(data: bytes, where: str) -> dict[str, Any]:
     def storage(pid: Any) -> _Storage:
-        kind, dtype, _, _, elements = pid
-        if kind != "storage" or not _is_size(elements):
+        if not is_storage(pid):
             raise DamagedError(f"{where} has a persistent id that names no storage")
-        return _Storage(dtype, elements)
+        return _Storage(pid[1], pid[4])
 
     def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, *rest: Any) -> Plain:
         return _plain(storage, shape, storage.dtype, where)
@@ -217,7 +219,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or not _is_shape(shape):
+    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or not is_shape(shape):
         raise DamagedError(f"{where} holds a tensor whose storage, shape or dtype is none")
     return Plain(dtype, tuple(shape))
 
@@ -226,60 +228,25 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_size, value))
+def is_shape(value: Any) -> bool:
+    """True for a tuple of as many sizes as a tensor may have."""
+    return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
 
 
-def _is_planes(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(n, str) and isinstance(p, Plain) for n, p in value.items())
-
-
-def is_facts(value: Any) -> bool:
-    """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
-    if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
+def is_storage(pid: Any) -> bool:
+    """True for what stands for a storage: ("storage", dtype, key, device, elements)."""
+    if not isinstance(pid, tuple) or len(pid) != 5:
         return False
-    blocks, planes = value["blocks"], value["planes"]
-    if not isinstance(blocks, dict) or not isinstance(planes, dict):
-        return False
-    return all(isinstance(text, str) for pair in blocks.items() for text in pair) and all(
-        isinstance(name, str)
-        and isinstance(plane, tuple | list)
-        and len(plane) == 3
-        and all(one is None or (isinstance(one, int | float) and one > 0) for one in plane[:2])
-        and isinstance(plane[2], str)
-        for name, plane in planes.items()
-    )
-
-
-_STATE: dict[str, Callable[[Any], bool]] = {
-    "recipe": lambda value: isinstance(value, str),
-    "layout_id": lambda value: isinstance(value, str),
-    "language": _is_size,
-    "spec_sha256": lambda value: isinstance(value, str),
-    "facts": is_facts,
-    "module": lambda value: isinstance(value, str),
-    "shape": _is_shape,
-    "dtype": lambda value: isinstance(value, str) and isinstance(vars(torch).get(value), torch.dtype),
-    "matrix": lambda value: _is_shape(value) and len(value) == 2,
-    "halo": lambda value: _is_shape(value) and len(value) == 2,
-    "orientations": lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
-    "transposed": lambda value: isinstance(value, bool),
-    "requires_grad": lambda value: isinstance(value, bool),
-    "parameter": lambda value: isinstance(value, bool),
-    "crc32": lambda value: isinstance(value, dict) and all(_is_size(one) for one in value.values()),
-    "planes": _is_planes,
-}
+    kind, dtype, key, _, elements = pid
+    return kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str) and _is_size(elements)
 
 
 def _checked(state: Any, where: str) -> dict[str, Any]:
     """A state of which every part has the type that `state_of` gives it."""
     if not isinstance(state, dict):
         raise DamagedError(f"{where} holds a quantized tensor without a state")
-    if (form := state.get("format")) != FORMAT:
-        raise LayoutError(f"{where} holds a tensor in form {form!r}; this version of layoutc reads {FORMAT}")
-    for name, fits in _STATE.items():
-        if name not in state or not fits(state[name]):
-            raise DamagedError(f"{where} holds a quantized tensor whose {name} is not what layoutc writes")
-    if math.prod(state["shape"]) != (state["matrix"][0] - sum(state["halo"])) * state["matrix"][1]:
-        raise DamagedError(f"{where} holds a quantized tensor whose shape and matrix have other numbers of elements")
+    if type(form := state.get("format")) is not int or form != FORMAT:
+        raise LayoutError(f"{where} holds a tensor in form {short(form)}; this version of layoutc reads {FORMAT}")
+    if (wrong := wrong_field(state, lambda plane: isinstance(plane, Plain))) is not None:
+        raise DamagedError(f"{where} holds a quantized tensor whose {wrong} is not what layoutc writes")
     return state

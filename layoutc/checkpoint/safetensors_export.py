@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layoutc.checkpoint.folders import sync
 from layoutc.checkpoint.gathering import gathered_whole
 from layoutc.checkpoint.safetensors_files import DTYPES, INDEX, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors_load import Rename, file_name
-from layoutc.checkpoint.saving import sync
 from layoutc.checkpoint.verdicts import Problem, agree, noted, rank_of
 from layoutc.runtime import checksums, gathered, meshes, partial, stored
 from layoutc.runtime.casting import CastOnGather

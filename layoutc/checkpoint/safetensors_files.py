@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.checkpoint.untrusted import DIMS, json_of, open_file, read_at, read_whole, short
 from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.stored import is_facts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OURS = "layoutc"  # the key of a file's metadata under which quantized weights are described
+HEADER = 100_000_000  # the most bytes of a header, or of an index; the safetensors library reads no longer ones
 CHUNK = 1 << 24  # bytes of a file that are held at once where only a checksum is asked for
 DTYPES = {
     "F64": torch.float64,
@@ -98,13 +101,13 @@ def read_folder(folder: Path) -> Contents:
 
 def _index(path: Path) -> dict[str, list[str] | None]:
     """File name -> names of tensors in it, of an index."""
-    mapping = _json(path, path.read_bytes(), "index").get("weight_map")
+    mapping = json_of(read_whole(path, HEADER), f"{path}: the index").get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
         raise DamagedError(f"{path} has no weight_map of names to files")
     files: dict[str, list[str] | None] = {}
     for name, file in mapping.items():
-        if Path(file).name != file:
-            raise DamagedError(f"{path} names {file!r}, which is not a file of its own folder")
+        if Path(file).name != file or file in (".", "..") or {*file} & {"/", "\\", "\0", ":"}:
+            raise DamagedError(f"{path} names {short(file)}, which is not a file of its own folder")
         names = files.setdefault(file, [])
         assert names is not None
         names.append(name)
@@ -116,15 +119,17 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes
 
     Raises DamagedError where the header is none, or does not describe a file of this size.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else size
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(read_at(file, 0, 8), "little") if size >= 8 else size
         if length > size - 8:
             raise DamagedError(
                 f"{path} is truncated or no safetensors file: {size} bytes, of which a header of {length} is announced"
             )
-        raw = file.read(length)
-    header = _json(path, raw, "header")
+        if length > HEADER:
+            raise DamagedError(f"{path} announces a header of {length:,} bytes, and none has more than {HEADER:,}")
+        raw = read_at(file, 8, length)
+    header = json_of(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise DamagedError(f"{path}: the metadata of the header is no mapping")
@@ -142,23 +147,13 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes
     return tensors, metadata, raw
 
 
-def _json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(raw)
-    except ValueError as error:
-        raise DamagedError(f"{path}: the {what} is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise DamagedError(f"{path}: the {what} is JSON of {type(found).__name__}, not of a mapping")
-    return found
-
-
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        numbers = (*shape, begin, end)
+        numbers = (*shape, begin, end) if len(shape) <= DIMS else (-1,)
     except (TypeError, KeyError, ValueError):
         numbers = (-1,)
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(dtype, str):
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(dtype, str):
         raise DamagedError(f"{path}: the header's entry of {name} has no dtype, shape and data_offsets")
     if start + end > size:
         raise DamagedError(f"{path} is truncated: {name} ends at byte {start + end}, the file at {size}")
@@ -172,15 +167,21 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str
     """The quantized weights that a file's metadata describes, in the form that `export_safetensors` writes."""
     if OURS not in metadata:
         return {}
-    found = _json(path, str(metadata[OURS]).encode(), f"metadata of {OURS}")
+    text = metadata[OURS]
+    found = json_of(text.encode() if isinstance(text, str) else b"", f"{path}: the metadata of {OURS}")
     for name, entry in found.items():
         try:
             lacking = [plane for plane in entry["planes"] if not isinstance(entry["crc32"].get(plane), int)]
             fine = not lacking and isinstance(entry["format"], int)
-            fine = fine and bool(entry["planes"]) and all(isinstance(size, int) for size in entry["shape"])
+            fine = fine and bool(entry["planes"]) and isinstance(entry["planes"], dict)
+            shape = entry["shape"]
+            fine = fine and isinstance(shape, list) and 2 <= len(shape) <= DIMS
+            fine = fine and all(type(size) is int and 0 <= size < 2**63 for size in shape)
             strings = ("recipe", "layout_id", "spec_sha256", "dtype")
             fine = fine and all(isinstance(entry[key], str) for key in strings)
-            fine = fine and entry["facts"].keys() >= {"blocks", "planes"} and isinstance(entry["orientations"], list)
+            fine = fine and is_facts(entry["facts"]) and type(entry["language"]) is int
+            fine = fine and all(isinstance(one, str) for one in (*entry["orientations"], *entry["planes"]))
+            fine = fine and isinstance(entry["orientations"], list)
         except (TypeError, KeyError, AttributeError):
             fine = False
         if not fine:
@@ -229,7 +230,7 @@ def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
 def crc32_of(stored: Stored) -> int:
     """CRC-32 of a tensor's bytes in its file, CHUNK bytes at a time."""
     found, left = 0, stored.end - stored.begin
-    with stored.path.open("rb") as file:
+    with open_file(stored.path) as file:
         file.seek(stored.begin)
         while left:
             piece = file.read(min(left, CHUNK))

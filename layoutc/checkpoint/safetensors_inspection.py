@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.checkpoint.entries import EntryFacts, entry_of
-from layoutc.checkpoint.reading import is_facts
 from layoutc.checkpoint.safetensors_files import DTYPES, Stored, read_folder
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.stored import FORMAT
+from layoutc.runtime.stored import FORMAT, is_facts
 
 
 def entries(folder: Path) -> tuple[EntryFacts, ...]:

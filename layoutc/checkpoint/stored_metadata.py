@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint import unpickling
+from layoutc.checkpoint.untrusted import DIMS, short
 from layoutc.runtime.errors import DamagedError
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -49,15 +50,27 @@ _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(va
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by the number in the file
 
 
+_PAIRS = 20  # of chunks that are compared, for each chunk of a tensor that is cut in no grid
+_ELEMENT, _REST = 32, 2**20  # bytes of an item for each element, and besides: several times what any recipe stores
+
+
 class _Given:
     """An object of a file: its class, and what the file sets on it."""
 
     _class = ""
 
+    def __setstate__(self, state: Any) -> None:
+        known = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
+        if type(state) is not dict or len(state) > 2 * len(known) + 2 or not all(type(key) is str for key in state):
+            raise ValueError(f"a {self._class} has a state that is none")
+        vars(self).update(state)
+
 
 class _Properties(_Given):
+    state: Any
+
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        vars(self)["state"] = state
 
 
 def metadata_of(data: bytes, where: str) -> dcp.Metadata:
@@ -72,14 +85,28 @@ def _names() -> dict[tuple[str, str], Any]:
         (module, name): type(name, (_Properties if name == "TensorProperties" else _Given,), {"_class": name})
         for module, name in _FIELDS
     }
-    names["torch", "Size"] = torch.Size
-    names["torch.serialization", "_get_layout"] = lambda name: _LAYOUTS[name]
-    names[_METADATA, "_MEM_FORMAT_ENCODING"] = lambda number: _FORMATS[number]
+    names["torch", "Size"] = _size
+    names["torch.serialization", "_get_layout"] = lambda name: _LAYOUTS[name if type(name) is str else ""]
+    names[_METADATA, "_MEM_FORMAT_ENCODING"] = lambda number: _FORMATS[number if type(number) is int else -9]
     names["collections", "OrderedDict"] = lambda: {}
     for module in ("pathlib", "pathlib._local"):
         for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-            names[module, kind] = lambda *parts: PurePosixPath(*parts)
+            names[module, kind] = _path
     return names
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    """Not torch.Size itself, which copies a list of any length, as often as the file says."""
+    if type(sizes) not in (tuple, list) or len(sizes) > DIMS:
+        raise ValueError(f"a size has more than {DIMS} dims")
+    return torch.Size(sizes)
+
+
+def _path(*parts: Any) -> PurePosixPath:
+    """Of text alone: paths in paths could be twice as long each time."""
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > 2**14:
+        raise ValueError("a path is made of more than text, or of too much")
+    return PurePosixPath(*parts)
 
 
 def _index_of(fqn: str, offset: torch.Size | None = None, index: int | None = None) -> dcp.MetadataIndex:
@@ -113,8 +140,8 @@ class _Maker:
             self._fail("it has no entries, or no list of what is stored")
         made: dict[str, Any] = {}
         for name, entry in entries.items():
-            if type(name) is not str:
-                self._fail(f"an entry has the name {name!r}")
+            if type(name) is not str or len(name) > 2**16:
+                self._fail(f"an entry has the name {short(name)}")
             made[name] = self._entry(entry, name)
         items = {}
         for given, info in stored.items():
@@ -122,11 +149,11 @@ class _Maker:
             if index in items:
                 self._fail(f"two items are the same piece of {index.fqn}")
             items[index] = self._info(info, index.fqn)
-        self._check_items(made, items)
         self._check_places(items)
+        self._check_items(made, items)
         version = found.get("version")
         if version is not None and type(version) is not str:
-            self._fail(f"its version is {version!r}")
+            self._fail(f"its version is {short(version)}")
         meta = found.get("storage_meta")
         return dcp.Metadata(
             made,
@@ -176,15 +203,19 @@ class _Maker:
         full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
         if (held := sum(math.prod(chunk.sizes) for chunk in full)) != math.prod(size):
             self._fail(f"the chunks of {name} have {held:,} elements together, and the tensor {math.prod(size):,}")
-        if len(full) > 1:
+        if len(full) > 1 and not _is_grid(full):
             cuts = [len({chunk.offsets[dim] for chunk in full}) for dim in range(len(size))]
             self._check_apart(full, cuts.index(max(cuts)), name)
 
     def _check_apart(self, chunks: list[dcp.ChunkStorageMetadata], dim: int, name: str) -> None:
         """Compares only chunks that meet along the dim that is cut most."""
         near: list[dcp.ChunkStorageMetadata] = []
+        left = _PAIRS * len(chunks) + 10**6
         for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
             near = [one for one in near if one.offsets[dim] + one.sizes[dim] > chunk.offsets[dim]]
+            left -= len(near)
+            if left < 0:
+                self._fail(f"{name} is cut into {len(chunks):,} chunks in a way that no save cuts tensors")
             for other in near:
                 places = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
                 if all(a < c + d and c < a + b for a, b, c, d in places):
@@ -202,7 +233,7 @@ class _Maker:
         found = self._fields(value, "_StorageInfo", f"an item of {name}")
         path, transforms = found["relative_path"], found.get("transform_descriptors")
         if type(path) is not str or not path or path in (".", "..") or {*path} & {"/", "\\", "\0", ":"}:
-            self._fail(f"an item of {name} lies in {path!r}, which is no file of this folder")
+            self._fail(f"an item of {name} lies in {short(path)}, which is no file of this folder")
         if not _is_size(found["offset"]) or not _is_size(found["length"]):
             self._fail(f"an item of {name} has no place in its file")
         if transforms is not None and not _texts(transforms):
@@ -210,7 +241,7 @@ class _Maker:
         info: Any = _StorageInfo(path, found["offset"], found["length"], transforms)
         if (crc32 := found.get("crc32")) is not None:
             if type(crc32) is not int:
-                self._fail(f"an item of {name} has the CRC-32 {crc32!r}")
+                self._fail(f"an item of {name} has the CRC-32 {short(crc32)}")
             info.crc32 = crc32
         return info  # type: ignore[no-any-return]
 
@@ -221,7 +252,11 @@ class _Maker:
             if isinstance(entry, dcp.BytesStorageMetadata):
                 wanted.add(_index_of(name))
             else:
-                wanted |= {_index_of(name, chunk.offsets) for chunk in entry.chunks}
+                for chunk in entry.chunks:
+                    wanted.add(index := _index_of(name, chunk.offsets))
+                    most = _ELEMENT * math.prod(max(size, 1) for size in chunk.sizes) + _REST
+                    if index in items and items[index].length > most:
+                        self._fail(f"{name} at {tuple(chunk.offsets)} has more bytes than it needs")
         for index in chain(wanted - items.keys(), items.keys() - wanted):
             have = "is stored, and no entry has it" if index in items else "is nowhere stored"
             self._fail(f"{index.fqn}{f' at {tuple(index.offset)}' if index.offset else ''} {have}")
@@ -244,7 +279,7 @@ class _Maker:
             self._fail("its planner data are not the paths of entries, which DefaultSavePlanner writes")
         for name, path in value.items():
             if name != ".".join(map(str, path)):
-                self._fail(f"{name} is not the name of {path!r}")
+                self._fail(f"{name} is not the name of {short(path)}")
         return value
 
     def _storage_meta(self, value: Any) -> dcp.StorageMeta:
@@ -252,12 +287,21 @@ class _Maker:
         for name, one in found.items():
             fits = isinstance(one, str | PurePosixPath) if name != "modules" else _texts(one)
             if one is not None and not fits:
-                self._fail(f"where it was saved has the {name} {one!r}")
+                self._fail(f"where it was saved has the {name} {short(one)}")
         return dcp.StorageMeta(**found)
 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_grid(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
+    """True where cuts go through the whole tensor, as those between ranks do: then different places do not overlap."""
+    for dim in range(len(chunks[0].sizes)):
+        spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
+        if any(at + size > after for (at, size), (after, _) in pairwise(spans)):
+            return False
+    return len({tuple(chunk.offsets) for chunk in chunks}) == len(chunks)
 
 
 def _texts(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 A pickle is a program. Here it may only make plain values and what the caller's names stand for; these are made anew for
 each reading, so that a program which changes them changes nothing else. No opcode can ask for more memory than there
-are bytes in the file.
+are bytes in the file, nor for time: tuples that hold one another many times over take for ever to be hashed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,25 @@ _FIXED = {
 }
 # Bytes of the length that comes before the value.
 _SIZED = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x8A: 1, ord("U"): 1}
-_PUT, _GLOBAL, _BUILD, _STOP = ord("r"), ord("c"), ord("b"), ord(".")
+_PUT, _GLOBAL, _BUILD, _STOP, _MARK = ord("r"), ord("c"), ord("b"), ord("."), ord("(")
 _NUMBER = 0x8A
+# What opcodes do to the stack: so many values fewer, or more.
+_MEMO = {**dict.fromkeys(b"q", 1), **dict.fromkeys(b"r", 4)}
+_PUSH, _POP, _FROM_MARK, _TUPLES, _GET = 1, 2, 3, 4, 5
+_EFFECTS: dict[int, tuple[int, int]] = {
+    **dict.fromkeys((*b"]}NKMJGXBCUc", 0x88, 0x89, 0x8F, 0x8C, 0x8D, 0x8E, 0x8A), (_PUSH, 1)),
+    **dict.fromkeys(b"0ab", (_POP, 1)),  # POP, APPEND, BUILD
+    ord("s"): (_POP, 2),
+    **dict.fromkeys((ord("R"), 0x81, 0x93), (_POP, -2)),  # two values become one that is no tuple
+    ord("Q"): (_POP, -1),
+    **dict.fromkeys((*b"1eu", 0x90), (_FROM_MARK, 0)),
+    **dict.fromkeys((ord("t"), 0x91), (_TUPLES, -1)),
+    ord(")"): (_TUPLES, 0),
+    **{0x84 + count: (_TUPLES, count) for count in (1, 2, 3)},
+    ord("h"): (_GET, 1),
+    ord("j"): (_GET, 4),
+}
+_DEEP, _DEPTH = 64, 40  # levels of tuples in tuples; the bits before those of the level, which count tuples
 
 
 def read(
@@ -48,13 +65,26 @@ def read(
 
     Raises DamagedError that names what the pickle asks for and may not have.
     """
-    _check_opcodes(data, where, builds)
+    check(data, where, builds)
     try:
         return _Reader(io.BytesIO(data), names, where, dtypes, persistent).load()
     except DamagedError:
         raise
     except Exception as error:  # a broken pickle can raise nearly anything
-        raise DamagedError(f"{where} is damaged: {error or type(error).__name__}") from error
+        told = error.args[0] if error.args and isinstance(error.args[0], str) else type(error).__name__
+        raise DamagedError(f"{where} is damaged: {told[:200]}") from error
+
+
+def check(data: bytes, where: str, builds: bool = True) -> None:
+    """Raises DamagedError for a pickle that holds an opcode that is not listed, or asks for more memory or time than
+    its size justifies."""
+    _check_opcodes(data, where, builds)
+    try:
+        fits = _tuples(data) <= _DEEP * len(data)
+    except (IndexError, KeyError):
+        raise DamagedError(f"{where} is damaged: it takes values that it has not made") from None
+    if not fits:
+        raise DamagedError(f"{where} is damaged: it has tuples in tuples, many times over")
 
 
 class _Reader(pickle.Unpickler):
@@ -71,8 +101,8 @@ class _Reader(pickle.Unpickler):
         if self._dtypes and module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         raise DamagedError(
-            f"{self._where} names {module}.{name}, which nothing in such a file is made of; it is not read, since that "
-            "could run anything"
+            f"{self._where} names {module[:80]}.{name[:80]}, which nothing in such a file is made of; it is not read, "
+            "since that could run anything"
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -109,3 +139,62 @@ def _check_opcodes(data: bytes, where: str, builds: bool) -> None:
             raise DamagedError(f"{where} is damaged: byte {at - 1} is no instruction that such a file has ({code:#x})")
     if not size or at != size or data[-1] != _STOP:
         raise DamagedError(f"{where} is damaged: it does not end where its last value does")
+
+
+def _tuples(data: bytes) -> int:
+    """The tuples that a reader would come by if it went through every tuple that is made or fetched, and those in it:
+    what it takes to hash each once. More than _DEEP levels of them count as endless.
+
+    Follows the pickle, whose opcodes are all listed, without making anything. A value on the stack is 0 where it is no
+    tuple, else its levels << _DEPTH | the tuples in it, and itself. Raises IndexError, KeyError where one is missing.
+    """
+    at, total, level, fixed, sized, effects = 0, 0, 1 << _DEPTH, _FIXED, _SIZED, _EFFECTS
+    stack: list[int] = []
+    below: list[list[int]] = []  # stacks under marks
+    memo: dict[int, int] = {}
+    while True:
+        code = data[at]
+        at += 1
+        kind, count = effects.get(code, (0, 0))
+        if kind == _PUSH:
+            stack.append(0)
+        elif kind == _GET:
+            stack.append(value := memo[int.from_bytes(data[at : at + count], "little")])
+            total += value & level - 1
+        elif code == 0x94:
+            memo[len(memo)] = stack[-1]
+        elif (width := _MEMO.get(code)) is not None:
+            memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
+        elif code == _MARK:
+            below.append(stack)
+            stack = []
+        elif kind == _TUPLES:
+            parts = stack if count < 0 else stack[len(stack) - count :]
+            if len(parts) < count:
+                raise IndexError
+            if count < 0:
+                stack = below.pop()
+            elif count:
+                del stack[-count:]
+            deepest = max(parts, default=0) >> _DEPTH
+            held = sum(part & level - 1 for part in parts) + 1 if deepest else 1
+            total += held
+            if deepest >= _DEEP or total > _DEEP * len(data):
+                return _DEEP * len(data) + 1
+            stack.append((deepest + 1) * level | held)
+        elif kind == _FROM_MARK:
+            stack = below.pop()
+        elif kind == _POP:
+            if len(stack) < abs(count):
+                raise IndexError
+            del stack[len(stack) - abs(count) :]
+            if count < 0:
+                stack.append(0)
+        elif code == _STOP:
+            return total
+        if (more := fixed.get(code)) is not None:
+            at += more
+        elif (width := sized.get(code)) is not None:
+            at += width + int.from_bytes(data[at : at + width], "little")
+        else:  # a name, in two lines
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1

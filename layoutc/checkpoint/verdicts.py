@@ -12,6 +12,7 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 
 T = TypeVar("T")
 SHOWN = 8  # problems that a message spells out
+LONGEST = 4000  # characters of a problem: what a file says may be of any length
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (LayoutError, DamagedError, FileNotFoundError, FileExistsError, OSError, ImportError, TypeError)
@@ -33,7 +34,8 @@ def noted(problems: list[Problem]) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         known = kind if kind in KINDS else "OSError" if isinstance(error, OSError) else "LayoutError"
-        problems.append(Problem(known, str(error) if kind in KINDS else f"{kind}: {error}"))
+        text = str(error) if kind in KINDS else f"{kind}: {error}"
+        problems.append(Problem(known, text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."))
 
 
 def rank_of(group: dist.ProcessGroup | None) -> int:

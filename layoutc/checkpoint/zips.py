@@ -23,6 +23,7 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")  # PK12: a record, in the directory
 _LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same, before the record's bytes
 _SIZES, _WIDE_SIZES = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")  # PK78: CRC-32 and sizes, after its bytes
 _TAIL = _END.size + _LOCATOR.size + _WIDE_END.size
+_NAMES = 2**10  # the most bytes of a record's name and extra field in the directory
 _FULL = 0xFFFFFFFF  # the value is in the extra field for 64 bits
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that a record may have
 
@@ -58,7 +59,7 @@ def directory(read: Read, length: int, where: str) -> Directory:
         raise _damaged(where, "it ends too early")
     found, at, alike = [], 0, set()
     for _ in range(count):
-        record, size, unread = _entry(data[at:], where)
+        record, size, unread = _entry(data, at, where)
         found.append(record)
         alike.add(unread)
         at += size
@@ -145,14 +146,17 @@ def _place(tail: bytes, length: int, where: str) -> tuple[int, int, int]:
     return start, end, count
 
 
-def _entry(data: bytes, where: str) -> tuple[Record, int, tuple[int, ...]]:
+def _entry(directory: bytes, at: int, where: str) -> tuple[Record, int, tuple[int, ...]]:
     """A record of the directory, the size of its entry, and the fields that no reader looks at."""
+    data = directory[at : at + _ENTRY.size + _NAMES]
     if len(data) < _ENTRY.size or data[:4] != b"PK\1\2":
         raise _damaged(where, "its directory is not as torch.save writes it")
     made, *repeated, crc32, packed, size, names, extras, comment, disk, inner, outer, start = _ENTRY.unpack(
         data[: _ENTRY.size]
     )[1:]
     ends = _ENTRY.size + names + extras
+    if names + extras > _NAMES:
+        raise _damaged(where, "a record's name is too long")
     try:
         name = data[_ENTRY.size : _ENTRY.size + names].decode()
     except UnicodeDecodeError:

@@ -12,7 +12,7 @@ import torch
 from layoutc.conformance.codes import F32, Array, codes_of, pack, rounded
 from layoutc.conformance.material import expect_same, expect_same_all, generator, input_max
 from layoutc.conformance.model import FLT_MAX, Planes, planes_of
-from layoutc.conformance.registry import Failure, check
+from layoutc.conformance.registry import TALLY, Failure, check
 from layoutc.conformance.subject import Subject
 from layoutc.formats import Format
 from layoutc.layout import Source, cdiv, up
@@ -50,10 +50,15 @@ def _formats(subject: Subject) -> set[tuple[Format, str]]:
     return scales | {(q.element, "nearest") for q in quantizations}
 
 
-@check("rounding", "the independent model rounds as a plain search over all codes, in exact fractions, does")
+@check(
+    "rounding",
+    "the independent model rounds as a plain search over all codes, in exact fractions, does",
+    compares="facts",
+)
 def rounding(subject: Subject) -> None:
     """The ground that the other checks stand on: ties, saturation, NaN and infinities by definition."""
     for fmt, how in _formats(subject):
+        TALLY.facts += 1
         if (found := search_disagrees(fmt, how, subject.seed)) is not None:
             x, code, expected = found
             raise Failure(f"{fmt.name}, rounded {how}: {x!r} gives 0x{code:02x}, not 0x{expected:02x}")

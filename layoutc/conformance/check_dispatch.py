@@ -98,7 +98,11 @@ def _inside(row: int) -> dict[str, Cut]:
     return {"rows from": lambda x: x[row:], "rows to": lambda x: x[:row], "transposed from": lambda x: x.t()[:, row:]}
 
 
-@check("refused-views", "cuts inside blocks of columns or bytes, steps and scattered rows are refused, never wrong")
+@check(
+    "refused-views",
+    "cuts inside blocks of columns or bytes, steps and scattered rows are refused, never wrong",
+    compares="facts",
+)
 def refused_views(subject: Subject) -> None:
     """At every offset that is not a multiple, up to the first one. Cuts between rows read exactly anywhere."""
     m, k = subject.whole()

@@ -95,6 +95,14 @@ def weights(subject: Subject, world: int) -> Iterator[tuple[int, ...]]:
     yield from (shape for shape in seen if prod(shape) <= large or shape == seen[0] or subject.thorough)
 
 
+def held_of(subject: Subject, tensor: Any, which: PassName) -> dict[str, Tensor]:
+    """The planes of a gathered weight but the amax. Fails unless all are there that the pass serves."""
+    held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+    served = {name for orientation in subject.facts.serves[which] for name in subject.facts.sources[orientation]}
+    expect(served - {"amax"} <= set(held), f"the gathered weight holds {', '.join(held)} alone", **{"pass": which})
+    return held
+
+
 @check("gather", "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte")
 def gather(subject: Subject) -> None:
     """Uneven and empty shards included; then the same object refreshed with other values."""
@@ -128,7 +136,7 @@ def _gathers(
         expect(type(tensor) is subject.tensor and freed, "the post hook returns something else", **details)
         expect(tuple(tensor.shape) == shape, f"gathered shape {tuple(tensor.shape)}", **details)
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
-        held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+        held = held_of(subject, tensor, which)
         matrix = subject.matrix(shape)
         expect_same_all(subject, held, {name: expected[name] for name in held}, matrix, rank=rank, **details)
         laid = buffers(subject.layout, {n: expected[n] for n in held}, *matrix)
@@ -164,14 +172,18 @@ def gather_again(subject: Subject) -> None:
             result = fresh[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32, out=tensor)
             expect(result is None, "with out=, the post hook returns something", **details)
             expected = subject.model.quantize(as_fp32(second))
-            held = {n: plane for n, plane in tensor.planes().items() if n != "amax"}
+            held = held_of(subject, tensor, which)
             expect_same_all(subject, held, {n: expected[n] for n in held}, subject.matrix(shape), **details)
             for orientation in subject.facts.serves[which]:
                 seen, wanted = (q._dequantize(orientation, torch.float32) for q in (view, tensor))
                 expect_same(subject, "values of a view", seen, wanted.flatten(), **details)
 
 
-@check("gather-sizes", "all ranks send contiguous bytes of equal sizes, the same in forward and backward, as planned")
+@check(
+    "gather-sizes",
+    "all ranks send contiguous bytes of equal sizes, the same in forward and backward, as planned",
+    compares="facts",
+)
 def gather_sizes(subject: Subject) -> None:
     """FSDP2 allocates the outputs once; LAYOUT.gather announces them."""
     for world in WORLDS:
@@ -242,7 +254,7 @@ def _joins(subject: Subject, shards: list[Any], whole: Any, which: PassName) -> 
     planned = subject.facts.gather(*shape, world, which).bytes_per_rank
     expect(sum(next(iter(sent))) == planned, f"a rank sends {sent}, planned {planned} bytes", **details)
     tensor, inner = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
-    held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+    held = held_of(subject, tensor, which)
     expect_same_all(subject, held, {name: whole.planes()[name] for name in held}, **details)
     owned = all(plane.untyped_storage().nbytes() == plane.numel() * plane.element_size() for plane in inner)
     expect(owned, "an inner tensor does not own its storage", **details)

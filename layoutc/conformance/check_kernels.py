@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layoutc.conformance.material import expect_same, weight
+from layoutc.conformance.placing import swizzled_buffers
 from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 
@@ -59,6 +60,11 @@ def _compare(subject: Subject, module: Any, x: Tensor, device: str, **details: A
             for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
                 for buffers in (laid_out, at_once, *together):
                     expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
+            if subject.facts.swizzled:
+                moved_on = module.lay_out(held, m, k, orientations, True)
+                stored = {name: plane.numpy() for name, plane in planes.items()}
+                for name, entries in swizzled_buffers(layout, stored, m, k).items():
+                    expect_same(subject, f"{name} for a GEMM", moved_on[name].cpu(), entries, (m, k), **details)
         for orientation in orientations:
             values = subject.reference.dequantize_reference(planes, m, k, orientation)
             out = module.dequantize(held, m, k, orientation, torch.float32)

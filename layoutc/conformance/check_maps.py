@@ -14,7 +14,7 @@ from layoutc.chain import Chain
 from layoutc.conformance.codes import Array
 from layoutc.conformance.material import expect, expect_same, expect_same_all, generator
 from layoutc.conformance.model import Planes
-from layoutc.conformance.placing import buffers, plane_values
+from layoutc.conformance.placing import buffers, plane_values, swizzled_buffers
 from layoutc.conformance.registry import Failure, Skipped, check
 from layoutc.conformance.subject import LARGEST, Subject
 from layoutc.layout import Buffer, swizzle_chain, up
@@ -47,7 +47,7 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
     return planes
 
 
-@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes")
+@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes", compares="facts")
 def shapes(subject: Subject) -> None:
     """For all test shapes."""
     for shape in subject.shapes():
@@ -83,9 +83,9 @@ def index_maps(subject: Subject) -> None:
             expect_same(subject, buffer.name, actual, written, (m, k), against="chain")
 
 
-def _laid_out(subject: Subject, planes: Planes, m: int, k: int) -> dict[str, torch.Tensor]:
+def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool = False) -> dict[str, torch.Tensor]:
     tensors = {name: torch.from_numpy(plane.copy()) for name, plane in planes.items()}
-    made: dict[str, torch.Tensor] = subject.tensor(tensors, (m, k), torch.float32).buffers()
+    made: dict[str, torch.Tensor] = subject.tensor(tensors, (m, k), torch.float32).buffers(swizzled=swizzled)
     return made
 
 
@@ -127,7 +127,10 @@ def placed(subject: Subject) -> None:
         expect_same_all(subject, _laid_out(subject, planes, m, k), expected, (m, k))
 
 
-@check("swizzle", "the GEMM's scale order is a permutation, the generated one is the pattern's, and it can be undone")
+@check(
+    "swizzle",
+    "the GEMM's order of scales and zero points is a permutation, the pattern's, and it can be undone",
+)
 def swizzled(subject: Subject) -> None:
     """Pattern against numpy's reshape and transpose, and against its chain."""
     swizzle = subject.layout.swizzle
@@ -151,9 +154,7 @@ def swizzled(subject: Subject) -> None:
         expect_same(subject, "swizzled scale", actual, by_chain, shape=shape, against="chain")
     m, k = subject.whole(3, 2)
     planes = random_planes(subject, m, k)
-    made = _laid_out(subject, planes, m, k)
-    for buffer in (b for b in subject.layout.buffers if b.kind == "scale" and len(b.dims) == 2):
-        free = "m" if buffer.orientation == "rowwise" else "k"
-        turned = made[buffer.name] if buffer.axes[0] == free else made[buffer.name].t()
-        wanted = reference.swizzle(turned.contiguous())
-        expect_same(subject, f"{buffer.name} for a GEMM", reference.gemm_scale(made, buffer.orientation), wanted)
+    made = _laid_out(subject, planes, m, k, swizzled=True)
+    expect_same_all(subject, made, swizzled_buffers(subject.layout, planes, m, k), (m, k))
+    stated = {name for name, tensor in made.items() if tensor.dim() == 1 and name != "amax"}
+    expect(stated == set(subject.facts.swizzled), f"LAYOUT swizzles {subject.facts.swizzled}, buffers has {stated}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.conformance.ranks import RankError
-from layoutc.conformance.registry import Failure, Skipped, check
+from layoutc.conformance.registry import TALLY, Failure, Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -94,8 +94,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _same(where: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    if not actual.keys() <= expected.keys() or not actual:
+        raise Different(f"{where}: there are {', '.join(actual) or 'none'}, not {', '.join(expected)}")
     for name, tensor in actual.items():
         a, b = _bytes(tensor), _bytes(expected[name])
+        TALLY.bytes += len(a)
         if a.shape != b.shape or not torch.equal(a, b):
             byte = int((a != b).nonzero()[0]) if a.shape == b.shape else -1
             raise Different(f"{where}: {name} differs, first at byte {byte} of {len(b)}")
@@ -192,6 +195,13 @@ def _loads_alone(job: Job, folder: str) -> None:
             _same("loaded", {name: found}, {name: expected})
 
 
+def _counted(function: Any, *arguments: Any) -> int:
+    """What a rank runs: a job; the bytes that it has compared."""
+    TALLY.clear()
+    function(*arguments)
+    return TALLY.bytes
+
+
 def _job(subject: Subject) -> Job:
     if subject.ranks is None:
         raise Skipped("processes were not asked for")
@@ -208,7 +218,7 @@ def _job(subject: Subject) -> Job:
 def _run(subject: Subject, job: Job, function: Any, *arguments: Any) -> None:
     assert subject.ranks is not None
     try:
-        subject.ranks.run(function, job, *arguments)
+        TALLY.bytes += min(subject.ranks.run(_counted, function, job, *arguments))
     except RankError as error:
         raise Failure(str(error), world=subject.ranks.world, shape=(job[2], job[2]), seed=subject.seed) from None
 

@@ -91,7 +91,9 @@ def one_orientation(subject: Subject) -> None:
     expect_refused(ValueError, lambda: subject.package.quantize(x, orientations=("sideways",)), "unknown orientation")
 
 
-@check("nan", "a NaN in the weight is a NaN after dequantize, at its element at least, wherever it is")
+@check(
+    "nan", "a NaN in the weight is a NaN after dequantize, at its element at least, wherever it is", compares="facts"
+)
 def nan(subject: Subject) -> None:
     """At corners and random places, in all dtypes, under infinities and zeros."""
     for shape in subject.shapes():
@@ -109,7 +111,9 @@ def nan(subject: Subject) -> None:
                     expect(bool(value.isnan()), message, shape=shape, index=(i, j), seed=subject.seed, kind=kind)
 
 
-@check("refused", "shapes, dtypes and arguments that the recipe does not take are refused, with its name")
+@check(
+    "refused", "shapes, dtypes and arguments that the recipe does not take are refused, with its name", compares="facts"
+)
 def refused(subject: Subject) -> None:
     """Before anything is computed."""
     name, quantize_ = subject.name, subject.package.quantize

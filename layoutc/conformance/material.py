@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layoutc.conformance.codes import F32, Array
 from layoutc.conformance.placing import logical
-from layoutc.conformance.registry import Failure
+from layoutc.conformance.registry import TALLY, Failure
 from layoutc.conformance.subject import Subject
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,6 +99,7 @@ def expect_same(
     if a.dtype != b.dtype or a.shape != b.shape:
         raise Failure(f"{name} is {a.dtype} {a.shape}, not {b.dtype} {b.shape}", **where)
     one, other = _canonical(a), _canonical(b)
+    TALLY.bytes += one.size
     if np.array_equal(one, other):
         return
     different = np.flatnonzero(one != other)
@@ -135,12 +136,14 @@ def expect_same_all(
 
 def expect(holds: bool, message: str, **details: Any) -> None:
     """Fails unless something holds."""
+    TALLY.facts += 1
     if not holds:
         raise Failure(message, **details)
 
 
 def expect_refused(errors: type[BaseException] | tuple[type[BaseException], ...], call: Any, what: str) -> str:
     """Fails unless a call raises one of these; its message."""
+    TALLY.facts += 1
     try:
         call()
     except errors as error:

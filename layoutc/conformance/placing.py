@@ -45,6 +45,24 @@ def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
     return found | ({"amax": planes["amax"]} if "amax" in planes else {})
 
 
+def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
+    """As buffers, but scales and zero points in the order of the spec's swizzle, flat: by reshape and transpose."""
+    found, swizzle = buffers(layout, planes, m, k), layout.swizzle
+    for buffer in layout.buffers if swizzle else ():
+        if buffer.name not in found or buffer.kind == "data":
+            continue
+        assert swizzle is not None
+        free = "m" if buffer.orientation == "rowwise" else "k"
+        entries = found[buffer.name] if buffer.axes[0] == free else found[buffer.name].T
+        sizes = dict(swizzle.sizes)
+        for group, extent in zip(swizzle.groups, entries.shape, strict=True):
+            sizes[group[0]] = extent // int(np.prod([sizes[name] for name in group[1:]]))
+        names = [name for group in swizzle.groups for name in group]
+        parts = entries.reshape([sizes[name] for name in names])
+        found[buffer.name] = parts.transpose([names.index(name) for name in swizzle.order]).ravel()
+    return found
+
+
 def logical(plane_or_buffer: str, layout: Layout, m: int, k: int, byte: int) -> tuple[int, int] | str | None:
     """The first (i, j) of the weight that a byte of a plane or buffer holds something of; `padding`; None: unknown."""
     buffer = next((b for b in layout.buffers if b.name == plane_or_buffer), None)

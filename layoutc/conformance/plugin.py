@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options."""
     group = parser.getgroup("layoutc", "conformance of layout specs")
-    group.addoption(
-        "--layoutc-spec", action="append", default=[], metavar="SPEC", help="add the conformance suite of this spec"
-    )
+    words = "add the conformance suite of this spec, or of a recipe that comes with a package"
+    group.addoption("--layoutc-spec", action="append", default=[], metavar="SPEC", help=words)
     group.addoption("--layoutc-seed", type=int, default=0, metavar="N", help="seed of the weights (default 0)")
     group.addoption("--layoutc-thorough", action="store_true", help="try more shapes")
     group.addoption("--layoutc-no-distributed", action="store_true", help="leave out what starts processes")
@@ -32,17 +31,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Adds the specs to what is collected."""
     for spec in config.getoption("--layoutc-spec"):
-        path = Path(spec) if Path(spec).is_absolute() else config.invocation_params.dir / spec
-        if not path.is_file():
-            raise pytest.UsageError(f"--layoutc-spec: {path} does not exist")
-        config.args.append(str(path))
+        config.args.append(str(_place(spec, config)))
+
+
+def _place(spec: str, config: pytest.Config) -> Path:
+    """The file of a spec: a path, from where pytest was started, or the name of a recipe that a package ships."""
+    from layoutc import shipped
+
+    path = config.invocation_params.dir / spec
+    if not path.is_file() and Path(spec).name == spec:
+        found = [specs[spec] for specs in shipped.by_package().values() if spec in specs]
+        path = found[0] if len(found) == 1 else path
+    if not path.is_file():
+        raise pytest.UsageError(f"--layoutc-spec: {path} does not exist")
+    return path.resolve()
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """The suite of a spec that was named."""
     named = parent.config.getoption("--layoutc-spec")
-    places = {(parent.config.invocation_params.dir / spec).resolve() for spec in named}
-    if not named or file_path.resolve() not in places:
+    if not named or file_path.resolve() not in {_place(spec, parent.config) for spec in named}:
         return None
     suite: Suite = Suite.from_parent(parent, path=file_path)
     return suite

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from layoutc.conformance.subject import Subject
+
+Kind = Literal["bytes", "facts"]
+
+
+@dataclass
+class Tally:
+    """What the check that runs has compared so far: bytes of arrays, and facts, which are all else that it expects."""
+
+    bytes: int = 0
+    facts: int = 0
+
+    def clear(self) -> None:
+        """Before a check."""
+        self.bytes = self.facts = 0
+
+
+TALLY = Tally()
 
 
 class Failure(Exception):
@@ -30,12 +47,16 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name on the command line, and one sentence that says what passing means."""
+    """One check: its name on the command line, and one sentence that says what passing means.
+
+    `compares` is what it must have compared some of to pass.
+    """
 
     name: str
     meaning: str
     run: Callable[[Subject], None]
     needs_processes: bool = False
+    compares: Kind = "bytes"
 
 
 @dataclass
@@ -45,12 +66,12 @@ class Registry:
     checks: list[Check] = field(default_factory=list)
 
     def check(
-        self, name: str, meaning: str, *, needs_processes: bool = False
+        self, name: str, meaning: str, *, needs_processes: bool = False, compares: Kind = "bytes"
     ) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
         """Decorator: adds a check."""
 
         def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-            self.checks.append(Check(name, meaning, function, needs_processes))
+            self.checks.append(Check(name, meaning, function, needs_processes, compares))
             return function
 
         return add

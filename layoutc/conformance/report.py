@@ -55,6 +55,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
         "meaning": outcome.meaning,
         "status": outcome.status,
         "seconds": round(outcome.seconds, 3),
+        "compared": outcome.compared,
         "message": outcome.message,
         "details": {k: v if isinstance(v, int | float | str) else _plain(v) for k, v in outcome.details.items()},
     }

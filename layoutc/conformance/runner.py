@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from layoutc.conformance.registry import Check, Failure, Skipped, all_checks
+from layoutc.conformance.registry import TALLY, Check, Failure, Skipped, all_checks
 from layoutc.conformance.subject import Subject
 
 Status = Literal["pass", "fail", "skip"]
@@ -25,6 +25,7 @@ class Outcome:
     seconds: float
     message: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    compared: int = 0  # bytes, or facts where the check compares those
 
 
 def one_thread() -> None:
@@ -35,14 +36,18 @@ def one_thread() -> None:
 
 
 def run_check(subject: Subject, one: Check) -> Outcome:
-    """One check. An exception that it did not mean to raise is a failure, with the end of its traceback."""
+    """One check. A failure is also an exception that it did not mean to raise, with the end of its traceback, and to
+    have compared nothing."""
     start = time.perf_counter()
     status: Status = "pass"
     message, details = "", dict[str, Any]()
+    TALLY.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             one.run(subject)
+        if not getattr(TALLY, one.compares):
+            raise Failure(f"it compared no {one.compares}: no weight that it tries fits this spec", seed=subject.seed)
     except Skipped as skipped:
         status, message = "skip", str(skipped)
     except Failure as failure:
@@ -53,7 +58,8 @@ def run_check(subject: Subject, one: Check) -> Outcome:
         status = "fail"
         message = f"{type(error).__name__}: {error}"
         details = {"seed": subject.seed, "traceback": "".join(traceback.format_exception(error)[-4:]).rstrip()}
-    return Outcome(one.name, one.meaning, status, time.perf_counter() - start, message, details)
+    seconds, compared = time.perf_counter() - start, int(getattr(TALLY, one.compares))
+    return Outcome(one.name, one.meaning, status, seconds, message, details, compared)
 
 
 def run_checks(subject: Subject, wanted: Callable[[Check], bool] = lambda _: True) -> Iterator[Outcome]:

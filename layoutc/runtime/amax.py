@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime import gathered, launch, operators
+from layoutc.runtime import gathered, initial, launch, operators
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.halo import Place, check_place, extended
@@ -81,8 +81,9 @@ def quantize(
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_place(out, place)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
-        current = _current(cls, matrix, amax, group, tag)
+        current, before = _current(cls, matrix, amax, group, tag), initial.held(out)
         _overwrite_(cls, [out], extended([layout], [matrix], [place]), [current], restart)
+        initial.keep(out, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))

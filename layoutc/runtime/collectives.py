@@ -20,9 +20,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 
 from layoutc.runtime import operators
-from layoutc.runtime.dispatch import Args, Kwargs, fallback
+from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
 from layoutc.runtime.facts import Layout, up
+from layoutc.runtime.fallback import fallback
 from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import callers, gathered, operators, partial, staging, strict
+from layoutc.runtime import callers, gathered, initial, operators, partial, staging, strict
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
@@ -122,7 +121,9 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """clone: every plane copied, compact, scales and amax included."""
     tensor: QuantizedTensor = args[0]
-    return tensor._with_planes(tensor._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+    copy = tensor._with_planes(tensor._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+    initial.carry(copy, tensor)
+    return copy
 
 
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -136,19 +137,24 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             return tensor.dequantize(dtype).to(device)
         if device == (tensor := tensor._alias(dtype=dtype)).device:
             return tensor
-    planes = tensor._map(lambda p: aten._to_copy(p, device=device, non_blocking=kwargs.get("non_blocking", False)))
+    options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
+    planes = tensor._map(lambda plane: aten._to_copy(plane, **options))
     if kwargs.get("pin_memory"):
         planes = {name: plane.pin_memory() for name, plane in planes.items()}
     moved = tensor._with_planes(planes)
     from layoutc.runtime import fsdp
 
-    fsdp.remember_copy(moved, tensor)
+    if not fsdp.remember_copy(moved, tensor):
+        initial.carry(moved, tensor)
     return moved
 
 
 def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """_pin_memory: every plane."""
-    return args[0]._with_planes(args[0]._map(lambda plane: plane.pin_memory()))  # type: ignore[no-any-return]
+    tensor: QuantizedTensor = args[0]
+    pinned = tensor._with_planes(tensor._map(lambda plane: plane.pin_memory()))
+    initial.carry(pinned, tensor)
+    return pinned
 
 
 def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -193,20 +199,21 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor: QuantizedTensor = args[0]
     check_writable(tensor)
     gathered.refuse_write(tensor)
+    before = initial.held(tensor)
     place = None if tensor.is_meta else fsdp.place(tensor)
     if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
         amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
-        return tensor
-    if not tensor._common and not tensor._transposed and not tensor.is_meta:
+    elif not tensor._common and not tensor._transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
         matrix = zeros.view(tensor._matrix)
         shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
         amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
-        return tensor
-    for name, plane in tensor._planes.items():
-        if name not in tensor._common:
-            plane.zero_()
-    written([tensor])
+    else:
+        for name, plane in tensor._planes.items():
+            if name not in tensor._common:
+                plane.zero_()
+        written([tensor])
+    initial.zeroed(tensor, before)
     return tensor
 
 
@@ -250,8 +257,9 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         source = source.dequantize(torch.float32)
     if target._transposed:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
-    from layoutc.runtime import amax
+    from layoutc.runtime import amax, updates
 
+    updates.note_average(target)
     amax.requantize_(target, source.to(target.device))
     return target
 
@@ -303,9 +311,11 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
 
 
 def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    before = initial.held(target)
     for name in target._planes:
         target._entries(name).copy_(source._entries(name))
     written([target])
+    initial.carry(target, source, before)
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
@@ -323,6 +333,7 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
         tensor._matrix, tensor._halo = source._matrix, Halo(*source._halo[:2])
     new._held = target.shape[0]
     written([target])
+    initial.carry(target, source)
     return target
 
 
@@ -352,49 +363,3 @@ def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) 
     """Left operands contract their last dim, right operands the one before it."""
     contracts_k = is_left != tensor._transposed
     return tensor._dequantize("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------- the rest
-def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operators without a handler.
-
-    Composite ones (all that inference mode hands over whole: linear, matmul, reshape, chunk) are taken apart, and their
-    parts handled. Views are refused; the rest runs on dequantized copies, and what is written is requantized.
-    """
-    if func._can_decompose():
-        taken_apart = func.decompose(*args, **kwargs)
-        if taken_apart is not NotImplemented:
-            return taken_apart
-    schema = func._schema
-    label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
-    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
-        raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
-    strict.note(str(func), label)
-
-    def plain(value: Any) -> Any:
-        return value.dequantize() if isinstance(value, QuantizedTensor) else value
-
-    plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
-    result = func(*plain_args, **plain_kwargs)
-    if not schema.is_mutable:
-        return result
-    return _write_back(func, args, kwargs, plain_args, plain_kwargs, result)
-
-
-def _write_back(func: Any, args: Args, kwargs: Kwargs, plain_args: Args, plain_kwargs: Kwargs, result: Any) -> Any:
-    """Requantizes what the operator has written, lists included, and returns the quantized tensors in place of the
-    copies."""
-    back: dict[int, QuantizedTensor] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        original = args[position] if position < len(args) else kwargs.get(argument.name)
-        written: Any = plain_args[position] if position < len(args) else plain_kwargs.get(argument.name)
-        pairs: Any = (
-            zip(original, written, strict=True) if isinstance(original, list | tuple) else [(original, written)]
-        )
-        for target, values in pairs:
-            if isinstance(target, QuantizedTensor):
-                copy_(aten.copy_.default, (target, values), {})
-                back[id(values)] = target
-    return tree_map(lambda value: back.get(id(value), value), result)

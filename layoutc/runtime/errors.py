@@ -26,3 +26,7 @@ class MissingOrientation(LayoutError):
 
 class DamagedError(LayoutError, ValueError):
     """Bytes of a file that are not those that were written."""
+
+
+class UnsupportedTorch(LayoutError):
+    """The installed torch has changed a private name that layoutc reads, so that shards can't be found."""

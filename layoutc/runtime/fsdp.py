@@ -1,4 +1,4 @@
-"""The FSDP2 shim: the one file that reads private parts of torch.distributed.fsdp, for torch 2.11 to 2.13.
+"""The FSDP2 shim: with registry.py, what reads private parts of torch.distributed.fsdp, for torch 2.11 to 2.14.
 
 FSDP2's extension hooks are told the mesh and nothing else that a layout needs: which pass gathers, whether the weight
 stays gathered for backward, how many rows the padded shard has, how large the whole weight is. All of it is on the
@@ -25,13 +25,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from layoutc.runtime import meshes
+from layoutc.runtime import initial, meshes
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.halo import Place, gather_bytes
 from layoutc.runtime.partial import check_whole
 from layoutc.runtime.pieces import GatheredPlanes
+from layoutc.runtime.registry import parameters as _parameters
+from layoutc.runtime.registry import refuse
 from layoutc.runtime.sharding import Cuts
 from layoutc.runtime.tensor import QuantizedTensor
 from layoutc.runtime.transport import Gathering, Route, arrived, route, to_be_freed, wire
@@ -79,20 +81,6 @@ def _scan() -> None:
         if isinstance(local, Shard) and _look_up(local) is None:
             references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
             _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
-
-
-def _parameters() -> Iterator[tuple[Any, Any]]:
-    """Every FSDPParam, and the FSDPParamGroup that it is in."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11: one group at most
-            groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) else []
-        for group in groups:
-            for param in group.fsdp_params:
-                yield param, group
 
 
 def remember_copy(copy: Shard, shard: Shard) -> bool:
@@ -195,9 +183,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         which, shape, rows = simulated
         found = route(layout, which, mesh.size(), shape, rows, shard._matrix[1], 0)
     elif (known := find(shard)) is None:
-        world = mesh.size()
-        shape = (shard.shape[0] * world, *shard.shape[1:])
-        found = route(layout, "forward", world, shape, shard._rows, shard._matrix[1], 0)
+        refuse(f"_module_state_mapping does not lead to {parameter_name(shard) or 'a weight'}, which FSDP2 gathers")
     else:
         found = _route(known, shard)
     missing = [name for name in layout.travels[found.which] if name not in shard._planes]
@@ -208,6 +194,8 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         )
     if shard._writes.waiting:
         check_whole(shard)
+    if known is not None and shard._writes.initial is not None and not known.param().sharded_param.requires_grad:
+        initial.free(shard)  # frozen since
     gathering = Gathering(found)
     if layout.shared:
         # Copies: a weight that is still gathered when the shard is requantized keeps the scale of its codes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import fsdp, meshes
+from layoutc.runtime import fsdp, initial, meshes, updates
 from layoutc.runtime.amax import FLOATS, quantize
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.plain_state import keep_plain
@@ -24,7 +25,9 @@ Filter = Callable[[nn.Module, str], bool]
 Recipe = str | ModuleType
 
 
-def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
+def quantize_(
+    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True
+) -> list[str]:
     """Replaces `weight` of the chosen modules by quantized parameters; returns their names.
 
     recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
@@ -32,12 +35,17 @@ def quantize_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = No
     one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard; weights that
     tensor parallelism has sharded become shards of the whole weight quantized, byte for byte, on all ranks together.
 
+    keep_values: weights that require a gradient keep the values that they are quantized from, in their own dtype, until
+    `MasterWeights` starts its masters from them; so do plain values that are written into them later. Each shard keeps
+    its own. Where no optimizer follows they would stay for good: pass False for inference. Frozen weights keep none.
+
     Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
     take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
     chosen.
     """
     cls = recipe_class(recipe)
-    return list(_replace([model], cls, partial(_quantized, cls), filter_fn).values())
+    updates.watch()
+    return list(_replace([model], cls, partial(_quantized, cls, keep_values), filter_fn).values())
 
 
 def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
@@ -75,13 +83,15 @@ def _replace(
                 _check_weight(cls, weight, name, caller)
                 chosen.setdefault(module, name)
     _check_ties(roots, chosen, cls)
-    made: dict[Tensor, nn.Parameter] = {}
-    for module, name in chosen.items():
-        weight = module.weight
+    tied: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in chosen:
+        tied[id(module.weight)].append(module)
+    for modules in tied.values():  # what is replaced is freed before the next one is made
+        weight = modules[0].weight
         assert isinstance(weight, nn.Parameter)
-        if weight not in made:
-            made[weight] = nn.Parameter(make(weight, name), requires_grad=weight.requires_grad)
-        module.weight = made[weight]
+        made = nn.Parameter(make(weight, chosen[modules[0]]), requires_grad=weight.requires_grad)
+        for module in modules:
+            module.weight = made
     return chosen
 
 
@@ -96,7 +106,7 @@ def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller:
 
 
 @contextmanager
-def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterator[None]:
+def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True) -> Iterator[None]:
     """Modules built inside hold quantized weights when it ends, as after `quantize_` with the same arguments.
 
     Weights are quantized at the end, not as they are registered, so that every initializer has run in high precision.
@@ -117,7 +127,8 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None) -> Iterat
         nn.Module.__init__ = original  # type: ignore[method-assign]
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
-    _replace(roots, cls, partial(_quantized, cls), filter_fn, among=set(built))
+    updates.watch()
+    _replace(roots, cls, partial(_quantized, cls, keep_values), filter_fn, among=set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
@@ -139,7 +150,7 @@ def _recipe(recipe: Recipe) -> ModuleType:
     raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
 
 
-def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> Tensor:
+def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:
     """The weight's values quantized; of a DTensor each rank's shard, to the bytes that the whole weight would have."""
     local = meshes.local_of(weight.detach())
     groups = meshes.amax_groups(cls.LAYOUT, weight, name)
@@ -149,7 +160,8 @@ def _quantized(cls: type[QuantizedTensor], weight: Tensor, name: str) -> Tensor:
         tensor = cls(planes, local.shape, local.dtype)
     else:
         tensor = quantize(cls, local, group=groups or None)
-    tensor._name = name
+    tensor._name, tensor._writes.trains = name, keep_values and weight.requires_grad
+    initial.keep(tensor, local)
     if not isinstance(weight, DTensor):
         return tensor
     tensor._peers = tuple(group.group_name for group in groups) or None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp, meshes, replaced
+from layoutc.runtime import amax, fsdp, initial, meshes, replaced, updates
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
@@ -30,8 +30,10 @@ class MasterWeights(torch.optim.Optimizer):
     parameter without a gradient is left as it is, byte for byte, and one that does not require a gradient has no
     master. Parameters may be DTensors (FSDP2) or plain.
 
-    A master starts as the dequantized weight. Weights that somebody else has written since the last step (a checkpoint,
-    an initializer) become the masters at the next one; masters loaded by `load_state_dict` win over them once.
+    A master starts from the values that its weight was quantized from, which quantize_ and quantized_init keep until
+    then; where there are none, as the dequantized weight, which is said in a warning at the first step. Weights that
+    somebody else has written since the last step (a checkpoint, an initializer) become the masters at the next one,
+    with the values that were written; masters loaded by `load_state_dict` win over them once.
 
     `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
     torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
@@ -52,12 +54,15 @@ class MasterWeights(torch.optim.Optimizer):
             members = group["params"]
             members = [members] if isinstance(members, Tensor) else list(members)
             group["params"] = [m[1] if isinstance(m, tuple) else m for m in members]  # named_parameters()
-        self._masters: dict[Tensor, Tensor] = {p: _master(p) for group in groups for p in group["params"]}
-        self._recipes: dict[Tensor, tuple[str, str]] = _recipes(self._masters)
-        self._written: dict[Tensor, Any] = {p: _stamp(p) for p in self._masters}
+        self._masters: dict[Tensor, Tensor] = {}
+        self._recipes: dict[Tensor, tuple[str, str]] = {}
+        self._written: dict[Tensor, Any] = {}
+        self._coarse: dict[Tensor, None] = {}  # whose masters come from codes
         self._loaded = False
+        self._adopt([param for group in groups for param in group["params"]])
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
+        _own_options(self.inner.param_groups)
         super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -67,6 +72,7 @@ class MasterWeights(torch.optim.Optimizer):
         if len(self.inner.param_groups) < len(self.param_groups):
             self._adopt(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
+            _own_options(self.inner.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,6 +89,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._push_options()
         self._check_parameters()
         self._refresh_masters()
+        self._loaded = False
         for param, master in self._masters.items():
             if master is not param:
                 master.grad = None if param.grad is None else param.grad.to(torch.float32)
@@ -114,13 +121,25 @@ class MasterWeights(torch.optim.Optimizer):
                 _check_state(param, self._masters[param], state)
                 found.append((param, state))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
         self.state.clear()
         for param, state in found:
             self._load_one(param, state)
         self._push_options()
         self._collect_state()
         self._loaded = True
+
+    @torch.no_grad()
+    def masters(self) -> dict[Tensor, Tensor]:
+        """Each parameter, in the order of the groups, and its fp32 master, sharded as it is: what to average or export.
+
+        A parameter that is its own master (fp32, or it does not train) comes with itself. The tensors are the ones that
+        are stepped: read them; to change a weight, write into the parameter. Where weights have been written since the
+        last step, masters are made of them first.
+        """
+        if not self._loaded:
+            self._refresh_masters()
+        return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
         """A copy on the copied parameters, as torch.optim gives one."""
@@ -132,20 +151,56 @@ class MasterWeights(torch.optim.Optimizer):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: Optimizer's own leaves out what it does not know."""
-        return dict(self.__dict__)
+        """Everything: Optimizer's own leaves out what it does not know. What is restored starts from its masters."""
+        return {**self.__dict__, "_loaded": True}
 
-    def _adopt(self, params: Sequence[Tensor]) -> None:
+    def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters of parameters that are new to it."""
-        self._masters.update({param: _master(param) for param in params})
-        self._written.update({param: _stamp(param) for param in params})
-        self._recipes.update(_recipes(params))
+        for param in params:
+            local = _local(param)
+            if isinstance(local, QuantizedTensor):
+                self._recipes[param] = local._name or "a weight", local.LAYOUT.name
+                if not param.requires_grad:
+                    initial.free(local)
+            self._masters[param] = self._master(param)
+            self._written[param] = _stamp(param)
+
+    def _master(self, param: Tensor) -> Tensor:
+        """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32, or does not train."""
+        local = _local(param)
+        quantized = isinstance(local, QuantizedTensor)
+        if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
+            return param
+        if isinstance(local, QuantizedTensor):
+            meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # refused now, not after the first step
+            local._writes.trains = True
+        with torch.no_grad():
+            # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
+            master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+            self._take_values(param, master)
+        return nn.Parameter(master)
+
+    def _take_values(self, param: Tensor, master: Tensor) -> None:
+        """Gives a master its parameter's values: those that a weight was quantized from, which are freed, if it has
+        them."""
+        local = _local(param)
+        self._coarse.pop(param, None)
+        if not isinstance(local, QuantizedTensor):
+            _local(master).copy_(local)
+            return
+        values = initial.values(local, torch.float32)
+        initial.free(local)
+        if values is None:
+            values = local.dequantize(torch.float32)
+            self._coarse.update({param: None} if local.numel() else {})
+        _local(master).copy_(values)
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         master = self._masters[param]
         if master is not param and "master" in saved:
             with torch.no_grad():
                 master.copy_(saved["master"])
+            self._coarse.pop(param, None)
         self.inner.state.pop(master, None)
         values = {name: _moved(value, master, name) for name, value in saved.items() if name != "master"}
         if values:
@@ -154,7 +209,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _push_options(self) -> None:
         """Learning rates and other options, which schedulers change on the outer groups, to the inner ones."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+            _set_options(inner, {key: value for key, value in outer.items() if key != "params"})
 
     def _check_parameters(self) -> None:
         """Raises LayoutError for parameters that are not what they were when masters were made. Alike on all ranks."""
@@ -179,11 +234,14 @@ class MasterWeights(torch.optim.Optimizer):
             for position, param in enumerate(outer["params"]):
                 master = self._masters[param]
                 if master is param:
-                    if param.requires_grad and (made := _master(param)) is not param:
-                        self._masters[param] = inner["params"][position] = made
-                elif not self._loaded and self._written[param] != _stamp(param):
-                    _local(master).copy_(_values(_local(param)))
-        self._loaded = False
+                    if not param.requires_grad or (made := self._master(param)) is param:
+                        continue
+                    self._masters[param] = inner["params"][position] = made
+                elif self._written[param] == _stamp(param):
+                    continue
+                elif not self._loaded:
+                    self._take_values(param, master)
+                self._written[param] = _stamp(param)
 
     def _collect_state(self) -> None:
         for param, master in self._masters.items():
@@ -196,10 +254,12 @@ class MasterWeights(torch.optim.Optimizer):
         """Parameters from masters; what shards must share is reduced for all parameters of a process group at once."""
         batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, Place | None]]] = defaultdict(list)
         groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        moved = [p for group in self.param_groups if bool(group.get("lr", 1)) for p in group["params"]]
+        groups_that_move = [group["params"] for group in self.param_groups if bool(group.get("lr", 1))]
+        moved = [p for params in groups_that_move for p in params if p.grad is not None]
+        self._say_what_is_coarse(moved)
         for param in moved:
             master = self._masters[param]
-            if master is param or param.grad is None:
+            if master is param:
                 continue
             target, values = _local(param), _local(master)
             if not isinstance(target, QuantizedTensor):
@@ -214,13 +274,38 @@ class MasterWeights(torch.optim.Optimizer):
             requantize_batch_(list(zip(*weights, strict=True)), groups[key], places)
         self._written = {param: _stamp(param) for param in self._masters}
 
+    def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
+        """Warns once in a process of masters that are stepped and have started from codes."""
+        if self._coarse and (found := [param for param in moved if param in self._coarse]):
+            name, recipe = self._recipes[found[0]]
+            updates.warn_once(
+                "coarse",
+                f"{len(found)} masters ({name} first) start as what their weights in {recipe} dequantize to, since the "
+                "values before quantization are not known: a small learning rate changes few codes for many steps. "
+                "Load the optimizer's state together with the weights, or load high-precision weights with "
+                "layoutc.checkpoint.load(state, folder, convert=True); quantize_ and quantized_init keep the values "
+                "that they quantize, unless keep_values=False, for the first MasterWeights of a model",
+            )
+            self._coarse.clear()
 
-def _recipes(params: Iterable[Tensor]) -> dict[Tensor, tuple[str, str]]:
-    """Name and recipe of each quantized parameter."""
-    held = ((param, _local(param)) for param in params)
-    return {
-        p: (local._name or "a weight", local.LAYOUT.name) for p, local in held if isinstance(local, QuantizedTensor)
-    }
+
+def _own_options(groups: Iterable[dict[str, Any]]) -> None:
+    """Lets options that are tensors be the inner optimizer's own: who sets one aside for a step expects it back."""
+    for group in groups:
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Sets options of a parameter group. Tensors stay the objects that they are, as who reads them relies on it: graphs
+    of compiled steps, and optimizers that refuse a learning rate that is a number."""
+    for key, value in options.items():
+        held = group.get(key)
+        if not isinstance(held, Tensor):
+            group[key] = value
+        elif isinstance(value, Tensor):
+            held.copy_(value)
+        else:
+            held.fill_(value)
 
 
 def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
@@ -274,21 +359,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _values(local: Tensor) -> Tensor:
-    """fp32 values of a local parameter."""
-    plain = local.dequantize(torch.float32) if isinstance(local, QuantizedTensor) else local
-    return plain.detach().to(torch.float32)
-
-
 def _stamp(param: Tensor) -> Any:
-    """Changes whenever the parameter is written, or what holds its bytes is replaced."""
+    """Changes whenever the parameter is written, or replaced by other bytes."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, QuantizedTensor):
-        return (
-            id(local._writes),
-            local._writes.count,
-            *((id(plane), plane._version) for plane in local._planes.values()),
-        )
+        return initial.mark(local)
     return id(local), local._version, param._version
 
 
@@ -300,21 +375,6 @@ def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
         raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
     if tuple(held.shape) != tuple(master.shape):
         raise ValueError(f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(held.shape)}")
-
-
-def _master(param: Tensor) -> Tensor:
-    """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32, or does not train."""
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    quantized = isinstance(local, QuantizedTensor)
-    if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
-        return param
-    if isinstance(local, QuantizedTensor):
-        meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # refused now, not after the first step
-    with torch.no_grad():
-        # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-        master = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-        _local(master).copy_(_values(local))
-    return nn.Parameter(master)
 
 
 def _moved(value: Any, master: Tensor, name: str) -> Any:

@@ -7,6 +7,8 @@ the weight holds what it held, and says so when it is read.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +21,7 @@ from layoutc.runtime.facts import cdiv, up
 from layoutc.runtime.sharding import Halo
 
 if TYPE_CHECKING:
+    from layoutc.runtime.initial import Initial
     from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -52,7 +55,7 @@ class Rect(NamedTuple):
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
     """Bytes that wait: where they go, what they cover, what must be there before they can be written, and how many
     elements of that are missing."""
@@ -70,10 +73,19 @@ class Piece:
 
 @dataclass
 class Writes:
-    """What a tensor, its aliases and its pieces share: how often they have been written, and the pieces that wait."""
+    """What a tensor, its aliases and its pieces share: how often they have been written, the pieces that wait, and what
+    `initial` knows of where the bytes come from."""
 
     count: int = 0
     waiting: list[Piece] = field(default_factory=list)
+    planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are made of
+    content: object = field(default_factory=object)  # stands for the bytes: copies have the same one, other bytes not
+    trains: bool = False  # plain values that are written are kept, for a master to start from
+    initial: Initial | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
+        """For checkpoints that are staged attribute by attribute: initial values are in none."""
+        return Writes(self.count, copy.deepcopy(self.waiting, memo), content=self.content, trains=self.trains)
 
 
 def part_of(tensor: QuantizedTensor, row: int, column: int) -> Part:
@@ -105,7 +117,7 @@ def needs_of(target: QuantizedTensor, source: QuantizedTensor) -> tuple[Rect, ..
     """
     if (part := target._part) is None:
         return ()
-    own, needs = _covers(target, part), []
+    own, needs = covers_of(target, part), []
     for name in target._planes:
         rows, columns = target.LAYOUT.stored[name]
         into, plane = target._entries(name), source._entries(name)
@@ -130,7 +142,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(ours, theirs)
 
 
-def _covers(target: QuantizedTensor, part: Part) -> Rect:
+def covers_of(target: QuantizedTensor, part: Part) -> Rect:
+    """A piece's own rows and columns, in the planes of the tensor that it is a piece of."""
     (m, k), halo = target._matrix, target._halo
     return Rect(part.row + halo.before, part.row + m - halo.after, part.column, part.column + k)
 
@@ -142,7 +155,7 @@ def hold(target: QuantizedTensor, source: QuantizedTensor, needs: tuple[Rect, ..
     """
     part, waiting = target._part, target._writes.waiting
     assert part is not None
-    covers = _covers(target, part)
+    covers = covers_of(target, part)
     new = Piece(target, source, covers, needs, 0)
     new.missing = sum(need.area for need in needs) - new.needed_of(covers)
     for old in [old for old in waiting if old.covers.meet(covers).area]:  # written a second time
@@ -192,7 +205,9 @@ def _shared(piece: Piece, name: str, other: Rect) -> Tensor | None:
         found = found[low - first : max(high, low) - first]
     if columns is not None:
         begin, end = max(own.c0, other.c0), min(own.c1, other.c1)
-        low, high = (int((c - own.c0) // columns) for c in (begin, max(begin, end)))
+        if begin >= end:
+            return None
+        low, high = int((begin - own.c0) // columns), int(-(-(end - own.c0) // columns))  # a block may be cut short
         found = found[..., low:high]
     return found if found.numel() else None
 

@@ -40,16 +40,17 @@ def follow(optimizer: MasterWeights) -> None:
                     + (", after a step" if optimizer.inner.state.get(master) else "")
                     + "; make the optimizer anew, of the parameters that it is to train"
                 )
-            for known in (masters, optimizer._written, optimizer._recipes):
+            was_coarse = old in optimizer._coarse
+            for known in (masters, optimizer._written, optimizer._recipes, optimizer._coarse):
                 known.pop(old, None)
             optimizer._adopt([param])
             made = inner["params"][position] = masters[param]
-            if made is not param and master is not old:
-                _hand_over(param, made, old, master)
+            if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
+                optimizer._coarse.pop(param, None)
 
 
-def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> None:
-    """The values of a master to the one that takes its place, where both parameters have the same ones.
+def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool:
+    """Gives a master's values to the one that takes its place, where both parameters have the same ones; else false.
 
     A rank whose model held other weights than the first one's, which were sent to it since, has none to give.
     """
@@ -58,8 +59,10 @@ def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> None
     ]
     held = _local(param)
     now = held.dequantize(torch.float32) if isinstance(held, QuantizedTensor) else held
-    if torch.equal(now.to(torch.float32), values[0].to(torch.float32)):
-        _local(made).copy_(values[1])
+    if not torch.equal(now.to(torch.float32), values[0].to(torch.float32)):
+        return False
+    _local(made).copy_(values[1])
+    return True
 
 
 def _cut(whole: Tensor, like: Tensor) -> Tensor:

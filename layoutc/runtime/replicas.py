@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from layoutc.runtime import callers
+from layoutc.runtime import callers, initial
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.tensor import QuantizedTensor, written
 
@@ -22,29 +22,49 @@ from layoutc.runtime.tensor import QuantizedTensor, written
 def receive(target: QuantizedTensor) -> bool:
     """Within that broadcast: overwrites the planes with those of the first rank, and is true. Else false.
 
-    Collective. Raises LayoutError, on all ranks alike, where a rank holds the weight in another recipe or cut.
+    Initial values come along, so that masters start alike. Collective. Raises LayoutError, on all ranks alike, where a
+    rank holds the weight in another recipe or cut.
     """
     frame = callers.syncing_replicas()
     if frame is None:
         return False
-    group: dist.ProcessGroup = frame.f_locals["process_group"]
-    planes = target.planes()
-    facts = [(name, tuple(plane.shape), plane.dtype) for name, plane in planes.items()]
+    group, src = frame.f_locals["process_group"], frame.f_locals["src"]
+    kept = initial.held(target)
+    values = None if kept is None else initial.values(target, kept.values.dtype)
+    keeps = _check_alike(target, values, group)
+    held = [*target.planes().values(), *([values] if keeps and values is not None else [])]
+    packed = torch.cat([_bytes(tensor) for tensor in held])
+    before = packed.clone()
+    dist.broadcast(packed, group=group, group_src=src)
+    # Where no rank has held other bytes, masters that have been made of them are as good as they were, on all ranks.
+    differs = torch.tensor([int(not torch.equal(packed, before))], device=target.device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
+    if not differs.item():
+        return True
+    pieces = torch.split(packed, [tensor.nbytes for tensor in held])
+    new = [piece.clone().view(one.dtype).view(one.shape) for one, piece in zip(held, pieces, strict=True)]
+    for plane, sent in zip(target.planes().values(), new, strict=False):
+        plane.copy_(sent)
+    written([target])
+    if keeps:
+        initial.keep(target, new[-1])
+    return True
+
+
+def _check_alike(target: QuantizedTensor, values: Tensor | None, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks have initial values of one dtype. Raises LayoutError where they hold a weight differently."""
+    facts = [(name, tuple(plane.shape), plane.dtype) for name, plane in target.planes().items()]
     key = zlib.crc32(repr((target.LAYOUT.layout_id, target._matrix, target._halo, facts)).encode()) & 0x7FFFFFFF
-    same = torch.tensor([key, -key], device=target.device)
-    dist.all_reduce(same, dist.ReduceOp.MAX, group=group)
-    if same.tolist() != [key, -key]:
+    kind = 0 if values is None else zlib.crc32(str(values.dtype).encode()) & 0x7FFFFFFF
+    found = torch.tensor([key, -key, kind, -kind], device=target.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    most, least, kinds = found[0].item(), -found[1].item(), {found[2].item(), -found[3].item()}
+    if most != least:
         raise LayoutError(
             f"DistributedDataParallel: {target._label()} is quantized in another way on another rank; quantize the "
             "model alike on all ranks (layoutc.check_ranks(model) names what differs)"
         )
-    packed = torch.cat([_bytes(plane) for plane in planes.values()])
-    dist.broadcast(packed, group=group, group_src=frame.f_locals["src"])
-    pieces = torch.split(packed, [plane.nbytes for plane in planes.values()])
-    for plane, new in zip(planes.values(), pieces, strict=True):
-        plane.copy_(new.clone().view(plane.dtype).view(plane.shape))
-    written([target])
-    return True
+    return kinds == {kind} and values is not None
 
 
 def dense(tensors: Any) -> Any:

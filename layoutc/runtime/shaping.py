@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import callers, replicas
-from layoutc.runtime.dispatch import Args, Kwargs, fallback
+from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.fallback import fallback
 from layoutc.runtime.partial import part_of
 from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
 from layoutc.runtime.sharding import Halo
@@ -265,6 +266,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
     )
     new._name, new._is_new = tensor._name, True
+    new._writes.trains = tensor._writes.trains
     return new
 
 

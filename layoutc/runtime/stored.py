@@ -8,8 +8,11 @@ need: codes of no other row, scales once, and a CRC-32 of every plane. The file 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import entry_points
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from layoutc.runtime.tensor import QuantizedTensor
 
 FORMAT = 1  # of what `describe` and `state_of` write
+DIMS = 64  # of a tensor: torch takes no more
+_left: ContextVar[list[int] | None] = ContextVar("bytes that may still be checked", default=None)
 _classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, and the module that generated code is in
 
 
@@ -73,23 +78,45 @@ def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
     Raises DamagedError where bytes are not those that were written, LayoutError where no installed recipe has their
     layout, or this version does not know the form.
     """
-    return restored(state, crc32)
+    return restored(state, _crc32)
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Inside, `restore_tensor` checks no more than so many bytes: a file could ask for the same ones over and over."""
+    token = _left.set([nbytes])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _crc32(plane: Tensor) -> int:
+    if (left := _left.get()) is not None:
+        left[0] -= plane.nbytes
+        if left[0] < 0:
+            raise DamagedError("the file has more tensors than bytes for them")
+    return crc32(plane)
 
 
 def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> QuantizedTensor:
     """As `restore_tensor`. crc32_of: of a plane's bytes, for callers that know it of what the plane lies in."""
-    if state["format"] != FORMAT:
-        raise LayoutError(f"the file holds tensors in form {state['format']}; this version of layoutc reads {FORMAT}")
+    if not isinstance(state, dict) or type(form := state.get("format")) is not int:
+        raise DamagedError("a quantized tensor has no state that layoutc writes")
+    if form != FORMAT:
+        raise LayoutError(f"the file holds tensors in form {form}; this version of layoutc reads {FORMAT}")
+    if (wrong := wrong_field(state, _is_plane)) is not None:
+        raise DamagedError(f"a quantized tensor has a state whose {wrong} is not what layoutc writes")
     planes: dict[str, Tensor] = state["planes"]
     shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
+    cls = class_of(state)
+    _check_planes(cls.LAYOUT, planes, matrix, halo, shape)
     for name, plane in planes.items():
         if not plane.is_meta and crc32_of(plane) != state["crc32"].get(name):
             raise DamagedError(
                 f"{name} of a weight of shape {shape} in {state['recipe']}: the bytes are not those that were "
                 "written (CRC-32 differs); read another copy of the file"
             )
-    cls = class_of(state)
-    _check_planes(cls.LAYOUT, planes, matrix, halo, shape)
     tensor = cls(
         _with_halo(cls.LAYOUT, planes, matrix, halo) if halo.rows else planes,
         shape,
@@ -113,8 +140,15 @@ def _check_planes(
     layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo, shape: tuple[int, ...]
 ) -> None:
     """Raises DamagedError where planes are not those of the shape."""
+    block, told = layout.block_rows, f"a weight of shape {shape} in {layout.name}"
+    if max(halo[:2]) >= block:
+        raise DamagedError(f"{told} has a halo of {tuple(halo[:2])} rows, but its blocks have {block}")
+    if not planes:
+        raise DamagedError(f"{told} has no planes")
     facts = layout.planes(matrix[0], matrix[1])
     for name, plane in planes.items():
+        if not plane.is_meta and plane.nbytes > plane.untyped_storage().nbytes():
+            raise DamagedError(f"{name} of {told} has more elements than the file has bytes of it")
         expected = facts[name].shape if name in facts else None
         rows = layout.stored[name].rows_per_value if expected else None
         if expected and rows is not None and halo.rows:
@@ -125,6 +159,71 @@ def _check_planes(
                 f"{name} of a weight of shape {shape} in {layout.name} should be {expected}, but the file has "
                 f"{tuple(plane.shape)} {plane.dtype}"
             )
+
+
+def _is_plane(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def is_facts(value: Any) -> bool:
+    """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
+    if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
+        return False
+    blocks, planes = value["blocks"], value["planes"]
+    if not isinstance(blocks, dict) or not isinstance(planes, dict):
+        return False
+    return all(isinstance(text, str) for pair in blocks.items() for text in pair) and all(
+        isinstance(name, str)
+        and isinstance(plane, tuple | list)
+        and len(plane) == 3
+        and all(one is None or (isinstance(one, int | float) and one > 0) for one in plane[:2])
+        and isinstance(plane[2], str)
+        for name, plane in planes.items()
+    )
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "recipe": _is_text,
+    "layout_id": _is_text,
+    "language": _is_size,
+    "spec_sha256": _is_text,
+    "facts": is_facts,
+    "module": _is_text,
+    "shape": _is_shape,
+    "dtype": lambda value: _is_text(value) and isinstance(vars(torch).get(value), torch.dtype),
+    "matrix": lambda value: _is_shape(value) and len(value) == 2,
+    "halo": lambda value: _is_shape(value) and len(value) == 2,
+    "orientations": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
+    "transposed": lambda value: isinstance(value, bool),
+    "requires_grad": lambda value: isinstance(value, bool),
+    "parameter": lambda value: isinstance(value, bool),
+    "crc32": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
+}
+
+
+def wrong_field(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
+    """The part of a state that is not as `state_of` writes it, by name; None where all are. is_plane: of one plane."""
+    for name, fits in _STATE.items():
+        if name not in state or not fits(state[name]):
+            return name
+    planes = state.get("planes")
+    if not isinstance(planes, dict) or not all(_is_text(name) and is_plane(one) for name, one in planes.items()):
+        return "planes"
+    (m, k), shape = state["matrix"], state["shape"]
+    same = prod(shape) == (m - sum(state["halo"])) * k and sum(state["halo"]) <= m
+    return None if same and getattr(torch, state["dtype"]).is_floating_point else "shape"
 
 
 def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:

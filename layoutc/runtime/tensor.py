@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime import flattening, gathered, operators, storage, stored
+from layoutc.runtime import flattening, gathered, initial, operators, storage, stored
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
 from layoutc.runtime.flattening import place
@@ -94,7 +94,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         self._orientations = orientations or cls.LAYOUT.orientations
         self._transposed = transposed
         self._name = self._home = None
-        self._writes, self._part = Writes(), None
+        self._writes, self._part = Writes(planes=planes), None
         self._common, self._is_new, self._peers = frozenset(), False, None
         self._halo, self._made_in, self._held = halo, None, None
         return self
@@ -143,6 +143,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         )
         other._name, other._is_new, other._held = self._name, self._is_new, self._held
         other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
+        other._writes.trains = self._writes.trains
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -186,7 +187,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
 
         A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
-        are flat, in the order that the spec's gemm states; ValueError where it states none.
+        and zero points are flat, in the order that the spec's gemm states; ValueError where it states none.
         """
         if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
@@ -286,6 +287,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         _set_data(self, value)  # shape, dtype and device of the wrapper
         self._planes, self._matrix, self._halo = value._planes, value._matrix, value._halo
         self._orientations, self._transposed = value._orientations, value._transposed
+        value._writes.trains |= self._writes.trains
         self._writes = value._writes
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
@@ -324,6 +326,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         with torch.no_grad():
             other: Any = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+            initial.carry(other, self)
         other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
         other.requires_grad_(self.requires_grad)
         memo[id(self)] = other
@@ -349,10 +352,10 @@ class QuantizedTensor(Generated, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One dict look-up; an operator without a handler goes to `dispatch.fallback`."""
+        """One dict look-up; an operator without a handler goes to `fallback`."""
         handler = cls.HANDLERS.get(func)
         if handler is None:
-            from layoutc.runtime.dispatch import fallback
+            from layoutc.runtime.fallback import fallback
 
             handler = fallback
         if torch.is_inference_mode_enabled():
@@ -378,6 +381,7 @@ def written(tensors: Sequence[QuantizedTensor]) -> None:
     """Says that planes of tensors have been written, to whoever made something of what they held."""
     for tensor in tensors:
         tensor._writes.count += 1
+        initial.rewritten(tensor)
         if tensor._part is None and tensor._writes.waiting:
             forget(tensor)
     torch.autograd.graph.increment_version(tensors)

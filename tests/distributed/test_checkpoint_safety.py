@@ -215,6 +215,19 @@ def truncate(path: Path, size: int) -> None:
     os.truncate(path, size)
 
 
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def tuples_in_tuples(levels: int = 16) -> tuple[Any, ...]:
+    """Two of each in the next; not so many that to save it would take for ever."""
+    found: tuple[Any, ...] = ()
+    for _ in range(levels):
+        found = (found, found)
+    return found
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half of a file": (lambda f: truncate(data_file(f), data_file(f).stat().st_size // 2), "bytes, not the"),
     "a byte less": (lambda f: truncate(data_file(f, 1), data_file(f, 1).stat().st_size - 1), "bytes, not the"),
@@ -259,6 +272,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another checksum": (
         lambda f: replace_item(f, QUANTIZED, changed_item(f, QUANTIZED, lambda s: s["crc32"].update(rowwise_data=1))),
         "layers.0.weight.*rowwise_data.*CRC-32",
+    ),
+    "a pipe in place of a file": (lambda f: to_pipe(f / ".metadata"), "is no regular file"),
+    "a pipe in place of a shard": (lambda f: to_pipe(data_file(f, 1)), "is missing"),
+    "a halo of more rows than there are": (
+        lambda f: replace_item(
+            f,
+            QUANTIZED,
+            changed_item(f, QUANTIZED, lambda s: s.update(matrix=(s["shape"][0] + 2**24, WIDTH), halo=(0, 2**24))),
+        ),
+        "layers.0.weight.*has a halo of",
+    ),
+    "tuples in tuples as a key": (
+        lambda f: replace_item(f, "optimizer.param_groups.0.lr", torch_saved({tuples_in_tuples(): 1})),
+        "many times over",
     ),
     "a value in place of a tensor": (lambda f: replace_item(f, PLAIN, torch_saved({"a": 1})), "dict is stored where"),
 }

@@ -87,3 +87,18 @@ def test_replicas_of_other_recipes_are_refused_on_every_rank(two: Ranks) -> None
     messages = two.run(replicates_others)
     assert all("layers.0.weight of shape (64, 64) in mxfp8" in message for message in messages), messages
     assert all("is quantized in another way on another rank" in message for message in messages)
+
+
+def keeps_masters(recipe: str) -> None:
+    """An optimizer that was made before the replicas."""
+    model = build(recipe, WIDTH)
+    optimizer = adam(model)
+    before = [master.clone() for master in optimizer.masters().values()]
+    DistributedDataParallel(model)
+    assert all(torch.equal(*pair) for pair in zip(before, optimizer.masters().values(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_stay_where_all_ranks_hold_the_same_bytes(two: Ranks, recipe: str) -> None:
+    """Bytes that are written over themselves are no reason to start from codes."""
+    two.run(keeps_masters, recipe)

@@ -6,6 +6,7 @@ the card's casts. conftest.py starts the interpreter where there is no card.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -95,6 +96,21 @@ def test_quantize_and_dequantize_equal_the_reference(name: str, dtype: torch.dty
         compare(name, weight(m, k, seed).to(dtype), layout.orientations)
     for orientation in layout.orientations if dtype == torch.float32 else ():
         compare(name, weight(*shapes(name)[0], 7), (orientation,))
+
+
+def used(expression: ast.expr) -> set[str]:
+    """Names in an expression; that of no name for a number."""
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} or {""}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_constant_never_stands_left_of_a_tile(name: str) -> None:
+    """Triton 3.9's interpreter makes a constant of `CONSTANT - tile`, and then can't pass it to a function."""
+    tree = ast.parse((FOLDER / name / "kernels.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    constants = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+    operations = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp)]
+    assert not [ast.unparse(one) for one in operations if used(one.left) <= constants and used(one.right) - constants]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

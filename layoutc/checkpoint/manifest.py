@@ -1,0 +1,99 @@
+"""layoutc.json, the last file of a save: the CRC-32 of `.metadata`, and the size of every file that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from layoutc import __version__
+from layoutc.checkpoint.folders import MANIFEST
+from layoutc.checkpoint.reading import METADATA, METADATA_BYTES
+from layoutc.checkpoint.untrusted import json_of, read_whole
+from layoutc.runtime.errors import DamagedError, LayoutError
+
+FORMAT = 1
+_BYTES = 2**26  # the largest that is read: a million files
+
+
+def write_manifest(partial: Path, metadata: Metadata) -> None:
+    """Writes layoutc.json into the folder of a save of which all ranks have written their files.
+
+    Raises LayoutError where something that `.metadata` names is not there.
+    """
+    sizes = _written(partial, metadata)
+    held = (partial / METADATA).read_bytes()
+    manifest = {
+        "format": FORMAT,
+        "layoutc": __version__,
+        "torch": torch.__version__,
+        "metadata": {"bytes": len(held), "crc32": zlib.crc32(held)},
+        "files": sizes,
+    }
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    check_manifest(partial)
+
+
+def _written(partial: Path, metadata: Metadata) -> dict[str, int]:
+    """The size of each file that the metadata names. Raises LayoutError for what is not there, or not whole."""
+    for name, entry in metadata.state_dict_metadata.items():
+        offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+        for offset in offsets:
+            if MetadataIndex(name, offset) not in metadata.storage_data:
+                at = "" if offset is None else f" at {tuple(offset)}"
+                raise LayoutError(f"the save is not complete: no rank has written {name}{at}")
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    sizes = {}
+    for name, least in sorted(needed.items()):
+        file = partial / name
+        sizes[name] = file.stat().st_size if file.is_file() else -1
+        if sizes[name] < least:
+            there = f"has {sizes[name]:,} bytes" if sizes[name] >= 0 else "is not there"
+            raise LayoutError(
+                f"the save is not complete: {file} {there}, and a rank has told of {least:,} that it wrote. The ranks "
+                "do not share that folder, or something else has written in it"
+            )
+    if more := sorted({file.name for file in partial.glob("*.distcp")} - needed.keys()):
+        raise LayoutError(
+            f"the save is not complete: no rank of it has written {partial / more[0]}. Another save into the same "
+            "folder goes on at the same time"
+        )
+    return sizes
+
+
+def check_manifest(folder: Path) -> None:
+    """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return
+    manifest = json_of(read_whole(path, _BYTES), f"{path} is no manifest of a checkpoint: what it holds")
+    if (form := manifest.get("format")) != FORMAT:
+        if type(form) is int:
+            raise LayoutError(f"{path} has form {form}; this version of layoutc reads {FORMAT}")
+        raise DamagedError(f"{path} is no manifest of a checkpoint: it has no form")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(_is_file(*pair) for pair in files.items()):
+        raise DamagedError(f"{path} is no manifest of a checkpoint: it has no files with their sizes")
+    held = read_whole(folder / METADATA, METADATA_BYTES) if os.path.lexists(folder / METADATA) else b""
+    if {"bytes": len(held), "crc32": zlib.crc32(held)} != manifest.get("metadata"):
+        raise DamagedError(f"{folder / METADATA} is not what was saved: its CRC-32 or size differs from {MANIFEST}")
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise DamagedError(f"{file} is missing")
+        if file.stat().st_size != size:
+            raise DamagedError(f"{file} has {file.stat().st_size} bytes, not the {size} that were saved")
+
+
+def _is_file(name: str, size: object) -> bool:
+    return bool(name) and name not in (".", "..") and not {*name} & {"/", "\\", "\0", ":"} and type(size) is int

@@ -1,0 +1,144 @@
+"""The pytest plugins of mutate.py: one notes which functions each test calls, the other runs chosen tests in order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+Calls = set[tuple[str, str]]  # module, as a path below the root, and qualified name of a function
+
+
+class Tracer:
+    """Notes the functions of the package that are called. As a context, in all threads that begin meanwhile."""
+
+    def __init__(self, root: str) -> None:
+        self.root, self.calls = root.rstrip("/") + "/", Calls()
+        self._known: dict[CodeType, tuple[str, str] | None] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code not in self._known:
+            inside = code.co_filename.startswith(self.root)
+            self._known[code] = (code.co_filename.removeprefix(self.root), code.co_qualname) if inside else None
+        if (called := self._known[code]) is not None:
+            self.calls.add(called)
+
+    def __enter__(self) -> Tracer:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def traced(root: str, check: Callable[..., Any], *arguments: Any) -> tuple[Any, Calls]:
+    """What a rank runs in place of a check: its result, and what was called on that rank."""
+    with Tracer(root) as tracer:
+        result = check(*arguments)
+    return result, tracer.calls
+
+
+class Recorder:
+    """Writes {test: {"seconds", "calls": [[module, function], ...]}} of all tests that passed to a file."""
+
+    def __init__(self, root: str, file: Path) -> None:
+        self.root, self.file, self.tests = root, file, dict[str, dict[str, Any]]()
+        self._ranks: Calls = set()
+        self._failed: set[str] = set()
+        self._next_write = 0.0
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Around one test, its fixtures included."""
+        self._follow_ranks()
+        self._ranks.clear()
+        start = time.perf_counter()
+        with Tracer(self.root) as tracer:
+            yield
+        calls = sorted(tracer.calls | self._ranks)
+        self.tests[item.nodeid] = {"seconds": round(time.perf_counter() - start, 3), "calls": calls}
+        if time.perf_counter() > self._next_write:  # the run may be ended
+            self.pytest_sessionfinish()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Tests that fail, or are skipped, can't notice anything."""
+        if report.outcome != "passed":
+            self._failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes."""
+        passed = {name: test for name, test in self.tests.items() if name not in self._failed}
+        self.file.write_text(json.dumps(passed), encoding="utf-8")
+        self._next_write = time.perf_counter() + 20
+
+    def _follow_ranks(self) -> None:
+        """Processes that tests start and send functions to: there, too, calls are noted."""
+        for module in ("harness", "layoutc.conformance.ranks"):
+            ranks: Any = getattr(sys.modules.get(module), "Ranks", None)
+            if ranks is None or hasattr(ranks.run, "followed"):
+                continue
+
+            def run(here: Any, check: Any, *arguments: Any, _run: Any = ranks.run) -> list[Any]:
+                answers = _run(here, traced, self.root, check, *arguments)
+                for _, calls in answers:
+                    self._ranks |= calls
+                return [result for result, _ in answers]
+
+            run.followed = True  # type: ignore[attr-defined]
+            ranks.run = run
+
+
+class Late(Exception):
+    """A test takes much longer than it did."""
+
+
+def _late(*_: object) -> None:
+    raise Late
+
+
+class Chooser:
+    """Runs the named tests in their order, each up to so many seconds, and writes the names of those that failed."""
+
+    def __init__(self, limits: dict[str, float], file: Path) -> None:
+        self.limits, self.file, self.failed = limits, file, list[str]()
+        self.order = {name: number for number, name in enumerate(limits)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leaves out the others."""
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Ends a test that takes too long."""
+        signal.signal(signal.SIGALRM, _late)
+        signal.setitimer(signal.ITIMER_REAL, self.limits[item.nodeid])
+        yield
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that can't be imported."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test that failed."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes."""
+        self.file.write_text(json.dumps(self.failed), encoding="utf-8")

@@ -1,0 +1,283 @@
+"""MasterWeights around other optimizers, what is said where masters are missing, and averages of masters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import layoutc
+from layoutc.runtime import updates
+
+WIDTH = 64
+
+
+def values_of(seed: int = 0, shape: tuple[int, ...] = (WIDTH, WIDTH)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(recipe: str | None, width: int = WIDTH, **options: Any) -> nn.Sequential:
+    """Two layers of the same values, plain for None."""
+    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+    for seed, layer in enumerate(model):
+        layer.weight = nn.Parameter(values_of(seed, (width, width)) / width)
+    if recipe is not None:
+        layoutc.quantize_(model, recipe, **options)
+    return model
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    """The same in every model."""
+    for seed, param in enumerate(model.parameters()):
+        param.grad = values_of(100 * step + seed, tuple(param.shape))
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been said yet."""
+    monkeypatch.setattr(updates, "_said", set())
+
+
+def warned(action: Callable[[], Any]) -> list[str]:
+    """What an action warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(one.message) for one in caught]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2, first: int = 0) -> None:
+    for step in range(first, first + count):
+        give_gradients(model, step)
+        optimizer.step()
+
+
+def states_of(optimizer: layoutc.MasterWeights) -> list[Tensor]:
+    return [master.clone() for master in optimizer.masters().values()]
+
+
+# ---------------------------------------------------------------------------------------------------------- a tensor lr
+def test_a_tensor_learning_rate_stays_the_object_that_it_is() -> None:
+    """Optimizers that keep it in a tensor, and graphs of compiled steps, read that tensor."""
+    model, lr = model_of("mxfp8"), torch.tensor(1e-2)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=lr, capturable=False, foreach=False)
+    inner = optimizer.inner.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.5
+    steps(model, optimizer)
+    assert optimizer.inner.param_groups[0]["lr"] is inner
+    assert float(inner) == 0.5
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    steps(model, optimizer)
+    assert optimizer.inner.param_groups[0]["lr"] is inner
+    assert float(inner) == 0.25
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.inner.param_groups[0]["lr"] is inner
+
+
+def test_who_sets_a_tensor_learning_rate_aside_gets_it_back() -> None:
+    """get_optimizer_state_dict steps once with a learning rate of 0, and puts the other back."""
+    model, lr = model_of("mxfp8"), torch.tensor(1e-2)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=lr, foreach=False)
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert float(lr) == pytest.approx(1e-2)
+    before = states_of(optimizer)
+    steps(model, optimizer, 1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, states_of(optimizer), strict=True))
+
+
+def test_groups_take_learning_rates_of_their_own_from_a_state() -> None:
+    """Also where both were made with one tensor."""
+    model = model_of("mxfp8")
+    groups = [{"params": [p]} for p in model.parameters()]
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, groups, lr=torch.tensor(1e-2), foreach=False)
+    saved = optimizer.state_dict()
+    for rate, group in zip((1e-3, 1e-4), saved["param_groups"], strict=True):
+        group["lr"] = torch.tensor(rate)
+    optimizer.load_state_dict(saved)
+    assert [float(g["lr"]) for g in optimizer.inner.param_groups] == pytest.approx([1e-3, 1e-4])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_optimizers_of_torchao_step_masters_as_they_step_plain_weights(
+    kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, under a schedule, and after their state has gone out and in."""
+    optim = pytest.importorskip("torchao.optim", reason="needs torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # their step compiles for a minute
+    plain, model = model_of(None), model_of(recipe)
+    theirs = getattr(optim, kind)(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    ours = layoutc.MasterWeights(getattr(optim, kind), model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5**step) for one in (theirs, ours)]
+    for step in range(4):
+        for one, optimizer, schedule in zip((plain, model), (theirs, ours), schedules, strict=True):
+            steps(one, optimizer, 1, step)
+            schedule.step()
+        if step == 1:
+            file = io.BytesIO()
+            torch.save((ours.state_dict(), model.state_dict()), file)
+            file.seek(0)
+            saved, weights = torch.load(file)
+            model = model_of(recipe)
+            ours = layoutc.MasterWeights(getattr(optim, kind), model.parameters(), lr=7.0)
+            ours.load_state_dict(saved)
+            model.load_state_dict(weights)
+            schedules[1] = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 0.5**step, last_epoch=1)
+    for param, master in zip(plain.parameters(), states_of(ours), strict=True):
+        assert torch.equal(param, master)
+    quantized = {type(value).__name__ for state in ours.inner.state.values() for value in state.values()}
+    assert any(name.startswith("OptimState") for name in quantized), quantized
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+def test_a_group_with_learning_rate_0_keeps_its_bytes(recipe: str) -> None:
+    """Its history of amaxes as well, beside a group that trains, and when a state is asked for before any step."""
+    model = model_of(recipe)
+    still, moving = model.parameters()
+    optimizer = layoutc.MasterWeights(
+        torch.optim.AdamW, [{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=1e-2, weight_decay=0.0
+    )
+
+    def planes(weight: Any) -> list[Tensor]:
+        return [plane.clone() for plane in weight.planes().values()]
+
+    before, other = planes(still), planes(moving)
+    get_optimizer_state_dict(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(other, planes(moving), strict=True))
+    steps(model, optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, planes(still), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(other, planes(moving), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- what is said once
+def test_masters_that_start_from_codes_are_said_once() -> None:
+    """At the first step that moves them; not while a state is loaded, nor after it."""
+    model = model_of("mxfp8", keep_values=False)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    assert not warned(lambda: get_optimizer_state_dict(model, optimizer))
+    (message,) = warned(lambda: steps(model, optimizer))
+    assert "2 masters (0.weight first) start as what their weights in mxfp8 dequantize to" in message
+    assert "layoutc.checkpoint.load(state, folder, convert=True)" in message
+    assert not warned(lambda: steps(model, optimizer, 3))
+    fresh = model_of("mxfp8")
+    assert not warned(lambda: steps(fresh, layoutc.MasterWeights(torch.optim.SGD, fresh.parameters(), lr=1e-3)))
+
+
+def test_masters_that_are_loaded_are_not_said_to_start_from_codes() -> None:
+    """A checkpoint of weights and optimizer holds the masters."""
+    model = model_of("mxfp8")
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    steps(model, optimizer)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    resumed = model_of("mxfp8", keep_values=False)
+    resumed.load_state_dict(weights)
+    other = layoutc.MasterWeights(torch.optim.AdamW, resumed.parameters(), lr=1e-3)
+    other.load_state_dict(state)
+    assert not warned(lambda: steps(resumed, other))
+    assert not warned(lambda: steps(model, optimizer))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_plain_optimizer_is_told_of_master_weights(kind: Any, foreach: bool) -> None:
+    """Once, with what to write; also where the weights still have their values, which it does not get."""
+    model = model_of("mxfp8")
+    optimizer = kind(model.parameters(), lr=1e-5, foreach=foreach)
+    (message,) = warned(lambda: steps(model, optimizer, 3))
+    assert f"{kind.__name__} steps quantized weights themselves (0.weight of shape (64, 64) in mxfp8 first)" in message
+    assert f"layoutc.MasterWeights(torch.optim.{kind.__name__}, model.parameters(), ...)" in message
+    assert all(param._writes.initial is None for param in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_is_no_torch_optimizer_is_told_as_well() -> None:
+    """By its in-place operators."""
+    model = model_of("mxfp8", keep_values=False)
+    with torch.no_grad():
+        (message,) = warned(lambda: model[0].weight.add_(values_of(), alpha=-1e-5))
+    assert "aten.add_.Tensor updates 0.weight of shape (64, 64) in mxfp8 in place" in message
+    assert "layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), ...)" in message
+
+
+def test_initializers_and_master_weights_are_told_nothing() -> None:
+    """With and without values, frozen weights included."""
+    model = model_of("mxfp8")
+    model[1].weight.requires_grad_(False)
+
+    def act() -> None:
+        for one in (model_of("mxfp8"), model_of("mxfp8", keep_values=False)):
+            with torch.no_grad():
+                for weight in one.parameters():
+                    nn.init.trunc_normal_(weight)
+                    weight.mul_(2).add_(0.5).clamp_(-1, 1)
+                    weight.mul_(torch.tensor(0.5))
+                    weight.copy_(values_of())
+        steps(model, layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3))
+
+    assert not warned(act)
+
+
+# ------------------------------------------------------------------------------------------------------------- averages
+@pytest.mark.parametrize("how", ["average", "ema", "foreach ema"])
+def test_an_averaged_model_says_that_its_averages_are_quantized(how: str) -> None:
+    """torch's AveragedModel copies the weights, which are quantized, and averages into them."""
+    model = model_of("mxfp8")
+    options: dict[str, Any] = {
+        "average": {},
+        "ema": {"avg_fn": get_ema_avg_fn(0.9)},
+        "foreach ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    }[how]
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    averaged = AveragedModel(model, **options)
+
+    def act() -> None:
+        for step in range(3):
+            steps(model, optimizer, 1, step)
+            averaged.update_parameters(model)
+
+    (message,) = warned(act)
+    assert "average what optimizer.masters() gives" in message
+
+
+def test_an_average_of_masters_is_that_of_plain_weights() -> None:
+    """As README has it, to the bit; and it can be put into the model and taken out again."""
+    model, plain = model_of("nvfp4"), model_of(None)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    ema = {param: master.clone() for param, master in optimizer.masters().items()}
+    expected = [param.detach().clone() for param in plain.parameters()]
+    for step in range(4):
+        steps(model, optimizer, 1, step)
+        steps(plain, other, 1, step)
+        for param, master in optimizer.masters().items():
+            ema[param].lerp_(master, 0.1)
+        for average, param in zip(expected, plain.parameters(), strict=True):
+            average.lerp_(param.detach(), 0.1)
+        for average, own in zip(expected, ema.values(), strict=True):
+            assert torch.equal(average, own)
+        held = {param: master.clone() for param, master in optimizer.masters().items()}
+        planes = [p.clone() for param in model.parameters() for p in param.planes().values()]  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for source in (ema, held):
+                for param in model.parameters():
+                    param.copy_(source[param])
+        again = [p for param in model.parameters() for p in param.planes().values()]  # type: ignore[attr-defined]
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(planes, again, strict=True))
+
+
+def test_masters_of_plain_parameters() -> None:
+    """fp32 ones are their own; bf16 ones have fp32 copies."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=1e-3)
+    for param, master in optimizer.masters().items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master, param.float())
+        assert (master.data_ptr() == param.data_ptr()) == (param.dtype == torch.float32)
