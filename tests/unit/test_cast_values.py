@@ -242,3 +242,53 @@ def test_graphs_see_what_eager_calls_see(recipe: str) -> None:
         assert torch.equal(grads[0][1], grads[1][1])
     with torch.no_grad():
         assert torch.equal(model(x, weight, weight), compiled(x, weight, weight))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_copy_has_values_of_its_own(recipe: str) -> None:
+    """Writing to either leaves the other as it was."""
+    weight = nn.Parameter(module_of(recipe).CastTensor(values_for()))
+    other = copy.deepcopy(weight)
+    assert torch.equal(other.data.plain, values_for())  # type: ignore[attr-defined]
+    with torch.no_grad():
+        weight.mul_(2)
+        other.mul_(3)
+    assert torch.equal(weight.data.plain, values_for() * 2)  # type: ignore[attr-defined]
+    assert torch.equal(other.data.plain, values_for() * 3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "fp8_delayed"])
+def test_assigned_data_is_quantized_by_its_own_amax(recipe: str) -> None:
+    """What was found ahead of gathers belongs to the values before."""
+    module = module_of(recipe)
+    model = nn.Linear(64, 64, bias=False)
+    layoutc.cast_on_gather_(model, module)
+    others: list[Any] = [values_for(1) * 7, module.CastTensor(values_for(2) / 9)]
+    for other in others:
+        layoutc.precompute_amaxes(model)
+        model.weight.data = other
+        expected = module.quantize(getattr(other, "plain", other))
+        assert torch.equal(model.weight.data.quantize().dequantize(), expected.dequantize())  # type: ignore[attr-defined, operator]
+
+
+@pytest.mark.parametrize("made", ["quantize", "CastTensor"])
+def test_graphs_of_weights_that_train_are_others(made: str) -> None:
+    """Backward is a part of what is compiled."""
+    weight = getattr(module_of("mxfp8"), made)(values_for())
+    hashes = {nn.Parameter(weight, trains)._stable_hash_for_caching() for trains in (False, True)}  # type: ignore
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("made", ["quantize", "CastTensor"])
+def test_a_reshape_that_need_not_copy_is_a_view(made: str) -> None:
+    """What reshape() is on some devices."""
+    weight = getattr(module_of("mxfp8"), made)(values_for())
+    view = torch.ops.aten._reshape_alias(weight, [2, 32, 64], [2048, 64, 1])
+    assert type(view) is type(weight)
+    assert view.shape == (2, 32, 64)
+    assert view.data_ptr() == weight.data_ptr()
+    with torch.no_grad():
+        view[1].zero_()
+    whole = weight.dequantize() if made == "quantize" else weight.plain
+    assert not whole[32:].any()
+    assert whole[:32].any()

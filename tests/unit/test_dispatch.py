@@ -17,6 +17,7 @@ from quantized_cases import (
     is_plain,
     make,
     module,
+    raw,
     same,
     same_bits,
     same_tensors,
@@ -314,3 +315,19 @@ def test_equal_compares_bytes_of_one_recipe_and_values_otherwise(recipe: str) ->
     changed = q.clone()
     changed.planes()["rowwise_scale"].view(torch.uint8).view(-1)[0] ^= 1
     assert not torch.equal(q, changed)
+
+
+def test_rows_that_begin_elsewhere_in_a_block_are_others(recipe: str) -> None:
+    """Equal bytes of equal shapes, whose rows belong to other scales."""
+    layout = module(recipe).LAYOUT
+    if (rows := layout.block_rows) == 1 or layout.stored["rowwise_scale"].rows_per_value != rows:
+        pytest.skip("not all scales are shared by rows")
+    values = torch.ones(2 * rows, 128)
+    values[rows:] *= 4
+    q = module(recipe).quantize(values)
+    a, b = (q[start : start + rows] for start in (rows // 4, rows // 2))
+    for name in q.planes():
+        assert torch.equal(raw(a._entries(name)), raw(b._entries(name))), name
+    assert not torch.equal(a.dequantize(), b.dequantize())
+    assert not torch.equal(a, b)
+    assert torch.equal(a, q[rows // 4 : rows // 4 + rows])
