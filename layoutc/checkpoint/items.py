@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import re
 import sys
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> A
     program, places = _program(data, directory, where)
     if is_tensor and program and (value := _tensor(data, directory, program, places, where)) is not None:
         return value
-    _check_program(program, where)
+    unpickling.check(program, where, longest=255)
     return _any(data, name, where)
 
 
@@ -77,18 +77,6 @@ def _any(data: Tensor, name: str, where: str) -> Any:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
         raise DamagedError(f"{where} can't be read: {error}") from error
-
-
-# What torch.load knows, and makes as large as a pickle asks for.
-_SIZED = re.compile(rb"c(builtins\nbytearray|__builtin__\nbytearray|torch(\.(cuda|sparse|cuda\.sparse))?\n\w*Tensor)\n")
-
-
-def _check_program(program: bytes, where: str) -> None:
-    """Raises DamagedError for what torch.load would be kept busy with, or would ask for any memory for."""
-    unpickling.check(program, where)
-    if (found := _SIZED.search(program)) is not None:
-        name = found[1].decode().replace("\n", ".")
-        raise DamagedError(f"{where} calls {name}, which makes something of any size; save it as a tensor")
 
 
 # ------------------------------------------------------------------------------------------------- tensors in the bytes
@@ -141,7 +129,14 @@ def _tensor(
     ) -> Tensor:
         return _view(storage, offset, shape, strides, dtype, any((hooks, *more)))
 
-    names = names_of(tensor, typed_tensor, lambda state: stored.restored(state, crc32_of))
+    calls = count()
+
+    def restored(state: Any) -> Any:
+        if next(calls):
+            raise DamagedError(f"{where} is one tensor, and restores several")
+        return stored.restored(state, crc32_of)
+
+    names = names_of(tensor, typed_tensor, restored)
     try:
         value = unpickling.read(program, names, where, dtypes=True, persistent=storage, builds=False)
     except DamagedError:

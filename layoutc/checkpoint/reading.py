@@ -20,7 +20,7 @@ from layoutc.checkpoint import unpickling, zips
 from layoutc.checkpoint.stored_metadata import metadata_of
 from layoutc.checkpoint.untrusted import DIMS, open_file, read_at, read_whole, short
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.stored import FORMAT, wrong_field
+from layoutc.runtime.stored import FORMAT, wrong_in
 
 METADATA = ".metadata"
 METADATA_BYTES = 2**30  # the largest that is read: some ten million pieces
@@ -176,21 +176,13 @@ def names_of(
 ) -> dict[tuple[str, str], Any]:
     """What the names in an item's pickle stand for. tensor, typed_tensor: called as torch._utils._rebuild_tensor_v2 and
     _v3 are; restored: as layoutc.restore_tensor. In persistent ids, a storage's class is its dtype."""
-    calls: list[None] = []
-
-    def once(state: Any) -> Any:
-        calls.append(None)
-        if len(calls) > 1:
-            raise ValueError("an item is one tensor, and this restores several")
-        return restored(state)
-
     return {
         **{("torch", name): dtype for name, dtype in _STORAGES.items()},
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): once,  # no function that a pickle could change
+        ("layoutc", "restore_tensor"): lambda state: restored(state),  # no function that a pickle could change
         ("collections", "OrderedDict"): lambda: {},
     }
 
@@ -210,7 +202,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
         return _plain(storage, shape, dtype, where)
 
     names = names_of(tensor, typed_tensor, _State)
-    value = unpickling.read(data, names, where, dtypes=True, persistent=storage)
+    value = unpickling.read(data, names, where, dtypes=True, persistent=storage, longest=255)
     if isinstance(value, _State):
         return _checked(value.state, where)
     if isinstance(value, Plain):
@@ -225,7 +217,7 @@ def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def is_shape(value: Any) -> bool:
@@ -247,6 +239,6 @@ def _checked(state: Any, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where} holds a quantized tensor without a state")
     if type(form := state.get("format")) is not int or form != FORMAT:
         raise LayoutError(f"{where} holds a tensor in form {short(form)}; this version of layoutc reads {FORMAT}")
-    if (wrong := wrong_field(state, lambda plane: isinstance(plane, Plain))) is not None:
-        raise DamagedError(f"{where} holds a quantized tensor whose {wrong} is not what layoutc writes")
+    if (wrong := wrong_in(state, lambda plane: isinstance(plane, Plain))) is not None:
+        raise DamagedError(f"{where} holds a quantized tensor whose {wrong}")
     return state

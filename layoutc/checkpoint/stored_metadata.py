@@ -292,7 +292,7 @@ class _Maker:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_grid(chunks: list[dcp.ChunkStorageMetadata]) -> bool:

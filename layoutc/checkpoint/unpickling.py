@@ -58,14 +58,15 @@ def read(
     dtypes: bool,
     persistent: Callable[[Any], Any] | None = None,
     builds: bool = True,
+    longest: int = 8,
 ) -> Any:
     """The value of a pickle. names: what (module, name) stands for; dtypes: whether torch dtypes may be named as well;
     persistent: makes the value of a persistent id; builds: whether values may be given a state, by which a tensor, if
-    names make one, would reach for other memory.
+    names make one, would reach for other memory; longest: bytes of an integer.
 
     Raises DamagedError that names what the pickle asks for and may not have.
     """
-    check(data, where, builds)
+    check(data, where, builds, longest)
     try:
         return _Reader(io.BytesIO(data), names, where, dtypes, persistent).load()
     except DamagedError:
@@ -75,10 +76,10 @@ def read(
         raise DamagedError(f"{where} is damaged: {told[:200]}") from error
 
 
-def check(data: bytes, where: str, builds: bool = True) -> None:
+def check(data: bytes, where: str, builds: bool = True, longest: int = 8) -> None:
     """Raises DamagedError for a pickle that holds an opcode that is not listed, or asks for more memory or time than
     its size justifies."""
-    _check_opcodes(data, where, builds)
+    _check_opcodes(data, where, builds, longest)
     try:
         fits = _tuples(data) <= _DEEP * len(data)
     except (IndexError, KeyError):
@@ -112,7 +113,7 @@ class _Reader(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _check_opcodes(data: bytes, where: str, builds: bool) -> None:
+def _check_opcodes(data: bytes, where: str, builds: bool, longest: int) -> None:
     """Raises DamagedError for an opcode that is not listed, or that asks for memory which the file's size does not
     justify: the C reader makes a table as long as the greatest number in it."""
     at, size, fixed, sized, ops = 0, len(data), _FIXED, _SIZED, 0
@@ -128,7 +129,7 @@ def _check_opcodes(data: bytes, where: str, builds: bool) -> None:
             at += more
         elif (width := sized.get(code)) is not None:
             length = int.from_bytes(data[at : at + width], "little")
-            if code == _NUMBER and length > 8:
+            if code == _NUMBER and length > longest:
                 raise DamagedError(f"{where} is damaged: byte {at} begins a number of {length} bytes")
             at += width + length
         elif code == _GLOBAL:

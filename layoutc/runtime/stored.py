@@ -105,8 +105,8 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Quanti
         raise DamagedError("a quantized tensor has no state that layoutc writes")
     if form != FORMAT:
         raise LayoutError(f"the file holds tensors in form {form}; this version of layoutc reads {FORMAT}")
-    if (wrong := wrong_field(state, _is_plane)) is not None:
-        raise DamagedError(f"a quantized tensor has a state whose {wrong} is not what layoutc writes")
+    if (wrong := wrong_in(state, _is_plane)) is not None:
+        raise DamagedError(f"a quantized tensor has a state whose {wrong}")
     planes: dict[str, Tensor] = state["planes"]
     shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
     cls = class_of(state)
@@ -177,6 +177,10 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
 def is_facts(value: Any) -> bool:
     """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
     if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
@@ -202,7 +206,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "facts": is_facts,
     "module": _is_text,
     "shape": _is_shape,
-    "dtype": lambda value: _is_text(value) and isinstance(vars(torch).get(value), torch.dtype),
+    "dtype": lambda value: _is_text(value) and _is_float(vars(torch).get(value)),
     "matrix": lambda value: _is_shape(value) and len(value) == 2,
     "halo": lambda value: _is_shape(value) and len(value) == 2,
     "orientations": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
@@ -213,17 +217,17 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def wrong_field(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
-    """The part of a state that is not as `state_of` writes it, by name; None where all are. is_plane: of one plane."""
+def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
+    """What of a state is not as `state_of` writes it, in words; None where all is. is_plane: of one plane."""
     for name, fits in _STATE.items():
         if name not in state or not fits(state[name]):
-            return name
+            return f"{name} is not what layoutc writes"
     planes = state.get("planes")
     if not isinstance(planes, dict) or not all(_is_text(name) and is_plane(one) for name, one in planes.items()):
-        return "planes"
+        return "planes is not what layoutc writes"
     (m, k), shape = state["matrix"], state["shape"]
     same = prod(shape) == (m - sum(state["halo"])) * k and sum(state["halo"]) <= m
-    return None if same and getattr(torch, state["dtype"]).is_floating_point else "shape"
+    return None if same else "shape and matrix have other numbers of elements"
 
 
 def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from numpy_models import recipe
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from layoutc.checkpoint import items, loading
+from layoutc.checkpoint import items, loading, reading
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.tensor import QuantizedTensor
@@ -160,13 +160,17 @@ def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     """What is no tensor is torch.load's to make, also where a tensor was expected."""
     from collections import OrderedDict
 
-    value = OrderedDict(a=1, b=[torch.ones(2), "c"])
+    pairs = [(0.9, 0.95)] * 3  # one tuple, three times
+    value = OrderedDict(a=1, b=[torch.ones(2), "c"], seed=1 << 127, pairs=pairs, raw=bytearray(b"ab"), both={1, (2, 3)})
     info = stored(value, tmp_path)
     for is_tensor in (False, True):
         found = items.read_item(tmp_path, "name", info, is_tensor)
         assert type(found) is OrderedDict
         assert found["a"] == 1
         assert torch.equal(found["b"][0], torch.ones(2))
+        assert (found["seed"], found["pairs"]) == (1 << 127, pairs)
+        assert (found["raw"], found["both"]) == (b"ab", {1, (2, 3)})
+    assert reading.header_of(tmp_path, stored({"seed": 1 << 127}, tmp_path)) == {"value": "dict"}
 
 
 def test_items_are_read_ahead_but_not_all() -> None:
