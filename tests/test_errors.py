@@ -219,6 +219,7 @@ CURES: dict[str, tuple[str, str]] = {
     "trailing_comma": ("},\n", ""),
     "unsigned": (", signed: false", ""),
     "value_comma": ("spec,", "spec"),
+    "zero_int4": ("zero: int4", "zero: int8"),
     "zero_point": ("zero_point", "zero"),
 }
 # What remains to be typed where the message names a word, not the text around it, or asks for a second thing.
