@@ -24,7 +24,7 @@ nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under
 nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 """
 
-from importlib import import_module
+from importlib import import_module as _import_module  # a recipe may have any name that begins with a letter
 from types import ModuleType
 
 RECIPES = (
@@ -53,7 +53,7 @@ RECIPES = (
 
 def __getattr__(name: str) -> ModuleType:
     if name in RECIPES:
-        return import_module(f".{name}", __name__)
+        return _import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no recipe {name!r}; it has {', '.join(RECIPES)}")
 
 

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from layoutc import format_checks, number_checks
-from layoutc.diagnostics import Diagnostic, Label, listed
+from layoutc.diagnostics import Diagnostic, Label, Span, listed
 from layoutc.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
 from layoutc.schema import Block, Buffer, Orientation, Spec, quantized_as
 from layoutc.source import Path, Source
@@ -66,6 +66,19 @@ def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         )
 
 
+def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """YAML ends a plain text before ` #`; a `#` that begins a word was probably meant to be part of it."""
+    span = source.values[("summary",)]
+    line = source.text.split("\n")[span.end_line - 1]
+    rest = re.match(r"\s+(#\S.*)", line[span.end_column - 1 :])
+    if rest and line[span.column - 1] not in "'\"":
+        start = span.end_column + rest.start(1)
+        label = Label(Span(span.end_line, start, span.end_line, start + len(rest[1].rstrip())), "is a comment to YAML")
+        text = (spec.summary + rest[0]).rstrip().replace("'", "''")
+        help = f"quote it: `summary: '{text}'`; or write `# ` where a comment is meant"
+        yield source.find("LC303", "the summary is cut at `#`", label, help=help)
+
+
 def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each layout string parses."""
     for where, buffer in _buffers(spec):
@@ -74,6 +87,9 @@ def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         except NotationError as error:
             label = source.value((*where, "layout"), within=(error.start, error.end))
             help = "axes, outermost first: `m k`, `k m`, `m k/32`, or `scalar`"
+            spaced = " ".join(re.findall(r"[mk](?:/\d+)?", buffer.layout))
+            if re.fullmatch(r"(?:[mk](?:/\d+)?[\s,x*]*)+", buffer.layout) and _terms(Buffer(layout=spaced)):
+                help = f"write `layout: {spaced}`: axes with spaces between, outermost first"
             yield source.find("LC310", f"layout: {error}", label, help=help)
 
 
@@ -156,6 +172,9 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Rows of codes narrower than a byte end at a byte's end: in planes, in buffers, and in what is padded."""
     seen = set()
     stored: dict[int, Label] = {}
+    help = (
+        f"write `shape: {{{', '.join(f'{axis}: {size}' for axis, size in _packable(spec).items())}}}` at the top level"
+    )
     for name, orientation in _orientations(spec):
         element, _ = quantized_as(spec, orientation)
         own = orientation.quantize.element is not None
@@ -169,20 +188,33 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         where: Path = ("orientations", name, "data")
         text = f"packed along {axis}, its innermost axis"
         packed = source.value((*where, "layout"), text, within=_within(orientation.data, axis))
-        yield from _half_byte(spec, source, axis, (bits, group), packed)
+        yield from _half_byte(spec, source, axis, (bits, group), packed, help)
         pad = orientation.data.pad
         if len(pad) == len(terms) and pad[-1] % group:
             label = source.value((*where, "pad", len(terms) - 1), f"{pad[-1]} codes of {bits} bits")
             message = f"padding {axis} to {pad[-1]} cuts a byte of {bits}-bit codes"
-            help = f"write {lcm(pad[-1], group)}, or another multiple of {group}"
-            yield source.find("LC316", message, label, packed, help=help)
+            multiple = f"write {lcm(pad[-1], group)}, or another multiple of {group}"
+            yield source.find("LC316", message, label, packed, help=multiple)
         stored[bits] = source.value((*place, "format"), "stored in planes that are packed along k")
     for bits, label in stored.items():
         if ("k", bits) not in seen:
-            yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label)
+            yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label, help)
 
 
-def _half_byte(spec: Spec, source: Source, axis: Axis, code: tuple[int, int], packed: Label) -> Iterator[Diagnostic]:
+def _packable(spec: Spec) -> dict[str, int]:
+    """The shape that fills bytes along every axis along which codes are packed, in planes and in buffers."""
+    found = spec.shape.model_dump(exclude_defaults=True)
+    for _, orientation in _orientations(spec):
+        element, _ = quantized_as(spec, orientation)
+        bits, terms = format_checks.element_bits(spec, element.format), _terms(orientation.data)
+        for axis in {"k", terms[-1].axis} if bits and bits < 8 and terms else ():
+            found[axis] = lcm(getattr(spec.shape, axis), found.get(axis, 1), lcm(bits or 8, 8) // (bits or 8))
+    return {axis: found[axis] for axis in AXES if axis in found}
+
+
+def _half_byte(
+    spec: Spec, source: Source, axis: Axis, code: tuple[int, int], packed: Label, help: str
+) -> Iterator[Diagnostic]:
     """Nothing where the weight's size along an axis is a multiple of the codes in whole bytes."""
     bits, group = code
     multiple: int = getattr(spec.shape, axis)
@@ -190,10 +222,7 @@ def _half_byte(spec: Spec, source: Source, axis: Axis, code: tuple[int, int], pa
         return
     given = f"{axis} may be any multiple of {multiple}" if multiple > 1 else f"{axis} may be any size"
     shape = source.value(("shape", axis), given) if "shape" in source.data else source.key(("element",), given)
-    wanted = spec.shape.model_dump(exclude_defaults=True) | {axis: lcm(multiple, group)}
-    spelled = ", ".join(f"{key}: {size}" for key, size in wanted.items())
     message = f"{bits}-bit codes fill whole bytes only in groups of {group}, but {given}"
-    help = f"write `shape: {{{spelled}}}` at the top level"
     yield source.find("LC315", message, packed, shape, help=help)
 
 
@@ -220,7 +249,7 @@ def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message, within = str(error), (error.start, error.end)
     if message:
         label = source.value(("gemm", "scale", "swizzle"), within=within)
-        help = "for instance `(rt a b) (ct c) -> rt ct b a c` with `a: 4, b: 32, c: 4`"
+        help = "for instance, for tiles of 128x4: `{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}`"
         why = "each name stands once on either side, and all but the first of a group have a size"
         yield source.find("LC330", f"swizzle: {message}", label, why=why, help=help)
 
@@ -250,6 +279,9 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if not wrong:
             continue
         wanted = [lcm(pad, tiles[term.axis]) for pad, term in zip(pads, terms, strict=True)]
+        turned = [pad % tiles[term.axis] == 0 for pad, term in zip(pads[::-1], terms, strict=True)]
+        wanted = list(pads[::-1]) if all(turned) else wanted  # the right multiples, in the wrong order
+        order = f", in the order of `layout: {orientation.scale.layout}`" if all(turned) else ""
         one = (*where, "pad", wrong[0]) if len(wrong) == 1 else (*where, "pad")
         place = one if orientation.scale.pad else (*where, "layout")
         needs = " and ".join(f"{tiles[terms[dim].axis]} along {terms[dim].axis}" for dim in wrong)
@@ -260,13 +292,14 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             source.value(
                 ("gemm", "scale", "swizzle"), "moves tiles of " + " x ".join(str(tiles[t.axis]) for t in terms)
             ),
-            help=f"write `pad: [{', '.join(map(str, wanted))}]`",
+            help=f"write `pad: [{', '.join(map(str, wanted))}]`{order}",
         )
 
 
 CHECKS: tuple[Check, ...] = (
     name_is_usable,
     summary_is_one_line,
+    summary_is_whole,
     layouts_are_readable,
     data_has_both_axes,
     scale_names_its_axes,

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from layoutc.diagnostics import Diagnostic, did_you_mean, listed, nearest, quoted
+from layoutc.formats import BUILTIN, Format, aliases, make
+from layoutc.rule_checks import suggested_scale
 from layoutc.rules import RULES
 from layoutc.schema import COLLECTED, FormatDef, GemmScale, Scale, Spec
 from layoutc.source import Path, Source
@@ -34,10 +36,8 @@ _TO_TYPE = {
     ("name",): "name: my_recipe",
     ("summary",): "summary: one line that says what this recipe is",
     ("element",): "element: {format: e4m3}",
-    ("scale",): "scale: {format: f32, rule: amax-over-max}",
     ("orientations",): "orientations: {rowwise: {block: ..., data: ..., scale: ...}}",
     ("orientations", "rowwise"): "rowwise: {block: ..., data: ..., scale: ...}",
-    ("scale", "rule"): "rule: amax-over-max",
     ("gemm", "scale"): "scale: {swizzle: ...}",
     ("scale", "history", "length"): "length: 1024",
     ("scale", "history", "pick"): "pick: max",
@@ -46,11 +46,19 @@ _TO_TYPE = {
 _TO_TYPE_BY_KEY = {
     "block": "block: {m: 1, k: 32}",
     "data": "data: {layout: m k}",
+    "history": "history: {length: 1024, pick: max}",
+    "element": "element: {format: e4m3}",
     "scale": "scale: {layout: m k/32}",
     "layout": "layout: m k",
     "format": "format: e4m3",
     "m": "m: 1",
     "k": "k: 1",
+}
+# Keys of other languages for which there is none here, and what to do instead.
+_NO_KEY: dict[tuple[type[BaseModel] | None, str], str] = {
+    (FormatDef, "signed"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
+    (FormatDef, "unsigned"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
+    (FormatDef, "bits"): "write `integer: 4`, or `sign`, `exponent`, `mantissa` and `bias`",
 }
 _DERIVED = {
     *("align", "alignment", "buffers", "bytes", "bytes_per_element", "checkpoint", "dispatch", "dtype", "gather"),
@@ -96,7 +104,7 @@ def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
             name: str | None = key
             if key not in known and not _is_inline(model, key, inner):
                 missing = [other for other in known if other not in value and other not in result]
-                name = None if key in _DERIVED else nearest(key, missing)
+                name = _meant(key, inner, model, missing)
                 found.append(_unknown_key((*old, key), name, model, known, source))
             if name is not None:
                 result[name] = walk(inner, (*old, key), (*new, name))
@@ -113,6 +121,29 @@ def from_pydantic(error: ValidationError, source: Source) -> Iterator[Diagnostic
     for path, group in groupby(order, key=lambda pair: pair[0]):
         items = [item for _, item in group]
         yield _missing_key(path, source) if items[0]["type"] == "missing" else _wrong_value(path, items, source)
+
+
+def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[str]) -> str | None:
+    """The known key that an unknown one was probably meant to be: one that such a value can stand under."""
+    alias = aliases()["keys"].get(key.casefold())
+    fitting = [name for name in missing if model is None or _takes(model, name, value)]
+    if alias in fitting:
+        return alias
+    if key in _DERIVED or (model, key) in _NO_KEY:
+        return None
+    only = (
+        fitting[0] if model is not None and [*model.model_fields] == missing == fitting and len(fitting) == 1 else None
+    )
+    return nearest(key, fitting) or only
+
+
+def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
+    """True where a key takes a mapping and is given one, or neither."""
+    field = model.model_fields.get(name)
+    if field is None:  # a parameter
+        return not isinstance(value, dict)
+    mapping = _inner_model(field.annotation) is not None or getattr(field.annotation, "__origin__", None) is dict
+    return mapping == isinstance(value, dict)
 
 
 def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
@@ -165,7 +196,7 @@ def _unknown_key(
     path: Path, meant: str | None, model: type[BaseModel] | None, known: list[str], source: Source
 ) -> Diagnostic:
     key = str(path[-1])
-    if key in _DERIVED:
+    if key in _DERIVED and meant is None:
         return source.find(
             "LC207",
             f"a spec can't state {quoted(key)}",
@@ -173,32 +204,64 @@ def _unknown_key(
             why="it follows from the layout, and a second statement of it could only disagree",
             help="delete it; `layoutc show` prints what is derived",
         )
-    elsewhere = None if meant else _home(key)
-    text = f"did you mean `{meant}`?" if meant else f"belongs in `{elsewhere}`" if elsewhere else ""
+    elsewhere = None if meant else _home(aliases()["keys"].get(key.casefold(), key))
+    text = f"did you mean `{meant}`?" if meant else f"belongs {elsewhere}" if elsewhere else ""
     help = f"known keys here: {listed(known)}"
+    if advice := _NO_KEY.get((model, key)):
+        text, help = "is not a key", advice
     if model is GemmScale:
         help += ", and the sizes of the names in the pattern"
     return source.find("LC201", f"unknown key {quoted(key)}{_inside(path[:-1])}", source.key(path, text), help=help)
 
 
 def _home(key: str) -> str | None:
-    """Where a key that is unknown here belongs."""
+    """Where a key that is unknown here belongs, as words."""
+    if key in Spec.model_fields and key not in ("scale", "element"):
+        return "at the top level"
     todo: list[tuple[Path, type[BaseModel]]] = [((), Spec)]
     for path, model in todo:
         if path and key in model.model_fields and key not in COLLECTED:
-            return ".".join(map(str, path))
+            return f"in `{'.'.join(map(str, path))}`"
         inner = (
             (name, _inner_model(field.annotation)) for name, field in model.model_fields.items() if name != "formats"
         )
         todo += [((*path, name), found) for name, found in inner if found]
-    return "scale" if any(key in rule.parameters for rule in RULES.values()) else None
+    return "in `scale`" if any(key in rule.parameters for rule in RULES.values()) else None
 
 
 def _missing_key(path: Path, source: Source) -> Diagnostic:
     key, parent = path[-1], path[:-1]
     example = _TO_TYPE.get(tuple(map(str, path))) or _TO_TYPE_BY_KEY.get(str(key), f"{key}: ...")
+    help = f"add `{example}`"
+    if path == ("scale",):
+        help = f"add `scale: {{format: f32, rule: {_rule_for(path, source)}}}`"
+    elif key == "rule":
+        rule = _rule_for(parent, source)
+        level = RULES[rule.partition(",")[0]].needs_tensor_amax and "tensor" not in source.data
+        help = f"add `rule: {rule}`" + (", and `tensor: {amax: f32}` at the top level" if level else "")
     label = source.key(parent, f"has no `{key}`" if parent else "the spec begins here")
-    return source.find("LC202", f"missing key `{key}`{_inside(parent)}", label, help=f"add `{example}`")
+    return source.find("LC202", f"missing key `{key}`{_inside(parent)}", label, help=help)
+
+
+def _rule_for(place: Path, source: Source) -> str:
+    """What to type for the rule of a scale: one that its format can hold, of elements as they are given."""
+    around: Any = source.data
+    for part in place[:-1]:
+        around = around[part]
+    element = around.get("element", source.data.get("element"))
+    return suggested_scale(*(_format(part, source) for part in (around.get("scale"), element)))
+
+
+def _format(part: Any, source: Source) -> Format | None:
+    """The format that a raw `element` or `scale` names, if it is one."""
+    name = part.get("format") if isinstance(part, dict) else None
+    own = source.data.get("formats")
+    entry = own.get(name) if isinstance(own, dict) and isinstance(name, str) else None
+    try:
+        found = make(str(name), FormatDef.model_validate(entry).model_dump()) if entry else BUILTIN.get(str(name))
+        return found if found is None or found.is_f32 or (found.bits <= 8 and found.magnitudes) else None
+    except (ValueError, TypeError, OverflowError, ArithmeticError):  # what is wrong there is said elsewhere
+        return None
 
 
 def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagnostic:
@@ -225,6 +288,8 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
             else f"one of: {listed(allowed)}"
         )
         label = source.value(path, did_you_mean(str(value), allowed))
+        if (alias := aliases()["words"].get(str(value).casefold())) in allowed:
+            label, help = source.value(path), f"write `{alias}`"
         return source.find("LC203", f"{quoted(value)} is not a valid `{name}`", label, help=help)
     wanted = " or ".join([*expected, *(f"`{word}`" for word in allowed)]) or "another kind of value"
     label = source.value(path, f"is {_kind(value)}")
@@ -239,8 +304,16 @@ def _out_of_range(path: Path, name: str, types: dict[str, ErrorDetails], source:
     ):
         if kind in types:
             limit = types[kind]["ctx"][key]
+            every = len(path) > 1 and path[-2] == "block" and kind == "greater_than_equal"
             label = source.value(path, f"is {wrong} than {limit}")
-            return source.find("LC205", f"`{name}` must be {words} {limit}", label, help=f"write {limit} or {right}")
+            return source.find(
+                "LC205",
+                f"`{name}` must be {words} {limit}",
+                label,
+                help=f"write `all` for one block along {path[-1]}, or a number from {limit}"
+                if every
+                else f"write {limit} or {right}",
+            )
     for kind, key, words, things in (
         ("string_too_long", "max_length", "at most", "characters"),
         ("string_too_short", "min_length", "at least", "character"),
@@ -268,6 +341,12 @@ def _type_help(value: object, wanted: str, name: str) -> str:
         return f"write `{value}` without quotes"
     if wanted == "text" and isinstance(value, (bool, int, float)):
         return f"quote it, if {quoted(value)} is what you mean"
+    if name.endswith("history") and isinstance(value, int) and value > 0:
+        return f"write `history: {{length: {value}, pick: max}}`"
+    if name.endswith(".block") and type(value) is int and value > 0:
+        return f"write `block: {{m: 1, k: {value}}}`, or `block: {{m: {value}, k: {value}}}`"
+    if name.endswith(".block") and isinstance(value, tuple) and len(value) == 2:
+        return f"write `block: {{m: {value[0]}, k: {value[1]}}}`"
     if wanted == "a list" and isinstance(value, int):
         return f"write `[{value}, {value}]`: one number for each dim"
     example = _TO_TYPE_BY_KEY.get(name.rpartition(".")[2]) if wanted == "a mapping" else None

@@ -40,16 +40,6 @@ def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC350", f"format `{name}` is defined and not used", source.key(where), help=help)
 
 
-def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The element's and the scale's formats are built in or the spec's own."""
-    known = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
-    for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
-        if name not in known:
-            label = source.value((part, "format"), did_you_mean(name, known))
-            help = f"one of: {listed(known)}; or define it under `formats`"
-            yield source.find("LC304", f"{quoted(name)} is not a known format", label, help=help)
-
-
 def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Elements have up to 8 bits, a sign and a zero; packing is stated only where codes are packed."""
     fmt, label = sound_format(spec, spec.element.format), source.value(("element", "format"))

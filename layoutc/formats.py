@@ -135,6 +135,14 @@ def builtin() -> dict[str, Format]:
     return {name: make(name, entry) for name, entry in yaml.safe_load(text).items()}
 
 
+@cache
+def aliases() -> dict[str, dict[str, str]]:
+    """What other projects call formats, rules, words and keys: their word -> ours. Read on first use only."""
+    text = (Path(__file__).parent / "aliases.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return {kind: {str(word): str(ours) for word, ours in words.items()} for kind, words in found.items()}
+
+
 def make(name: str, entry: Mapping[str, Any]) -> Format:
     """A format from its entry in formats.yaml or in a spec's `formats:`."""
     lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}

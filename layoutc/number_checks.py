@@ -7,23 +7,28 @@ so that a new rule is judged like the old ones.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from layoutc import formats, rules
+from layoutc import formats
 from layoutc.diagnostics import Diagnostic, Span, did_you_mean, listed, quoted
 from layoutc.format_checks import (
     element_format_holds_elements,
-    formats_exist,
     holds_scales,
     no_element,
     own_formats_are_sound,
     scale_format_holds_scales,
     sound_format,
 )
-from layoutc.formats import BUILTIN, Format
-from layoutc.rule_checks import bound_fits_scale, candidates_differ, candidates_need_blocks, constants_fit_fp32
+from layoutc.formats import BUILTIN
+from layoutc.rule_checks import (
+    bound_fits_scale,
+    candidates_differ,
+    candidates_need_blocks,
+    constants_fit_fp32,
+    formats_exist,
+    misfit,
+)
 from layoutc.rules import RULES, Parameter, Rule
 from layoutc.schema import Spec
 from layoutc.source import Path, Source
@@ -34,10 +39,11 @@ _INTEGER_RANGE = 126  # integer parameters are exponents: two to their power mus
 def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The scale rule is a known one."""
     if spec.scale.rule not in RULES:
-        label = source.value(("scale", "rule"), did_you_mean(spec.scale.rule, RULES))
-        yield source.find(
-            "LC320", f"{quoted(spec.scale.rule)} is not a known scale rule", label, help=f"one of: {listed(RULES)}"
-        )
+        label, help = did_you_mean(spec.scale.rule, RULES), f"one of: {listed(RULES)}"
+        if alias := formats.aliases()["rules"].get(spec.scale.rule.casefold()):
+            label, help = "", f"write `rule: {alias}`"
+        message = f"{quoted(spec.scale.rule)} is not a known scale rule"
+        yield source.find("LC320", message, source.value(("scale", "rule"), label), help=help)
 
 
 def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -128,7 +134,7 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         rounding = source.value(("scale", "round"), "has nothing to round")
         yield source.find("LC326", "an f32 scale is stored as it is computed", rounding, label, help="delete `round`")
     used = source.value(("scale", "rule"), "computes this scale")
-    problem = _misfit(rule, fmt, element, spec.scale.parameters)
+    problem = misfit(rule, fmt, element, spec.scale.parameters)
     if problem:
         message, why, help = problem
         yield source.find("LC327", message, label, used, why=why, help=help)
@@ -310,42 +316,3 @@ def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:
     if parameter.positive:
         return "" if fits and value else "a positive number that fp32 can hold"
     return "" if fits else "zero, or a positive number that fp32 can hold"
-
-
-def _reads(rule: Rule, name: str) -> frozenset[str]:
-    """Every name and function that the last step called `name` mentions."""
-    expression = [step.expression for step in rule.steps if step.name == name][-1]
-    return rules.names(expression) | frozenset(re.findall(r"(\w+)\(", expression))
-
-
-def _misfit(
-    rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
-) -> tuple[str, str, str] | None:
-    """(headline, why, help) where the scale's format can't hold what the rule computes."""
-    self_consistent = "from_scale" in _reads(rule, "multiplier")
-    rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
-    powers_only = rounding is not None and parameters.get(rounding) is True
-    wide = fmt.mantissa == 0 and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
-    if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
-        holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
-        return (
-            f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
-            "elements would be encoded with one multiplier and decoded with another",
-            "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
-        )
-    guarded = {"minimum", "where"} & _reads(rule, "multiplier")
-    if self_consistent and not guarded and (fmt.is_f32 or fmt.magnitudes[0] == 0):
-        return (
-            f"{rule.name} needs a scale format without a zero",
-            f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
-            "write `format: e8m0`, or another rule",
-        )
-    uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
-    if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
-        cures = BUILTIN["e4m3"].max * element.max <= 2.0**120
-        return (
-            f"{rule.name} needs {'a scale' if cures else 'an element'} format of a narrower range",
-            f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
-            "write `format: e4m3`" if cures else "give the element's format a larger bias",
-        )
-    return None

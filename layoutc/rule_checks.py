@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from layoutc import rules
 from layoutc.constants import CONSTANTS, constant
-from layoutc.diagnostics import Diagnostic
+from layoutc.diagnostics import Diagnostic, did_you_mean, listed, quoted
 from layoutc.format_checks import holds_scales, no_element, sound_format
-from layoutc.formats import BUILTIN, F32_MAX, Format
+from layoutc.formats import BUILTIN, F32_MAX, Format, aliases
 from layoutc.rules import RULES, Rule
 from layoutc.schema import Spec
 from layoutc.source import Source
+
+
+def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The element's and the scale's formats are built in or the spec's own."""
+    known = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
+    for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
+        if name in known:
+            continue
+        fitting = [one for one in known if _can_be(spec, part, one)]
+        alias = aliases()["formats"].get(name, name.casefold())
+        label, help = "", f"one of: {listed(fitting)}; or define it under `formats`"
+        if alias in fitting:
+            label, help = f"is `{alias}` here", f"write `format: {alias}`"
+        elif meant := did_you_mean(name, fitting):
+            label = meant
+        elif part == "scale":
+            label = "a scale is f32, or fills a byte"
+            of = f", as {spec.scale.rule} takes it" if spec.scale.rule in RULES else ""
+            help = (
+                f"write `format: {'` or `'.join(fitting)}`{of}" if fitting else "define one of 8 bits under `formats`"
+            )
+        yield source.find(
+            "LC304", f"{quoted(name)} is not a known format", source.value((part, "format"), label), help=help
+        )
+
+
+def _can_be(spec: Spec, part: str, name: str) -> bool:
+    """True for a format that elements can have, or that scales of this rule can have."""
+    fmt = sound_format(spec, name)
+    if fmt is None:
+        return False
+    if part == "element":
+        return not no_element(fmt)
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element):
+        return holds_scales(fmt)
+    return holds_scales(fmt) and misfit(rule, fmt, element, spec.scale.parameters) is None
+
+
+def suggested_scale(scale: Format | None, element: Format | None) -> str:
+    """A rule for a scale format, as it is typed after `rule: `, with what else it needs."""
+    scale, element = (
+        scale or next(fmt for fmt in BUILTIN.values() if fmt.is_f32),
+        element or next(iter(BUILTIN.values())),
+    )
+    for rule in RULES.values():
+        parameters = {key: parameter.default for key, parameter in rule.parameters.items()}
+        if rule.makes_zero or no_element(element) or misfit(rule, scale, element, parameters) is not None:
+            continue
+        hides = not element.nan and _hides_nan(rule, parameters)
+        switch = next((key for key in parameters if hides and not _hides_nan(rule, parameters | {key: True})), None)
+        return rule.name + (f", {switch}: true" if switch else "")
+    return next(iter(RULES))
+
+
+def _hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
+    return any("isnan" in step.expression for step in rule.active_steps(parameters))
 
 
 def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -99,3 +157,43 @@ def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.P
         if not fits:
             return name
     return None
+
+
+def misfit(
+    rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
+) -> tuple[str, str, str] | None:
+    """(headline, why, help) where the scale's format can't hold what the rule computes."""
+    self_consistent = "from_scale" in _reads(rule, "multiplier")
+    rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
+    powers_only = rounding is not None and parameters.get(rounding) is True
+    wide = fmt.mantissa == 0 and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
+    if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
+        holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
+        return (
+            f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
+            "elements would be encoded with one multiplier and decoded with another",
+            "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
+        )
+    guarded = {"minimum", "where"} & _reads(rule, "multiplier")
+    if self_consistent and not guarded and (fmt.is_f32 or fmt.magnitudes[0] == 0):
+        return (
+            f"{rule.name} needs a scale format without a zero",
+            f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
+            "write `format: e8m0`, or another rule",
+        )
+    uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
+    if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
+        scales = ((name, one) for name, one in BUILTIN.items() if holds_scales(one) and one.mantissa)
+        narrower = next((name for name, one in scales if one.max * element.max <= 2.0**120), None)
+        return (
+            f"{rule.name} needs {'a scale' if narrower else 'an element'} format of a narrower range",
+            f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
+            f"write `format: {narrower}`" if narrower else "give the element's format a larger bias",
+        )
+    return None
+
+
+def _reads(rule: Rule, name: str) -> frozenset[str]:
+    """Every name and function that the last step called `name` mentions."""
+    expression = [step.expression for step in rule.steps if step.name == name][-1]
+    return rules.names(expression) | frozenset(re.findall(r"(\w+)\(", expression))

@@ -160,6 +160,10 @@ class _Reader:
     def _refuse_syntax(self, error: yaml.MarkedYAMLError) -> None:
         label, help, at_context = syntax_advice(error.problem or "can't be read")
         problem, context = self._mark(error.problem_mark), self._mark(error.context_mark)
+        if problem and self.text.split("\n")[problem.line - 1][problem.column - 1 :].startswith(","):
+            label, help, context = "the line above has ended", "delete the comma", None
+            if self.text.split("\n")[problem.line - 1][: problem.column - 1].strip():
+                label = "nothing can follow here"
         others: tuple[Label, ...] = ()
         if at_context and context:
             length = len(self.text.split("\n")[context.line - 1].rstrip())
@@ -300,8 +304,15 @@ class _Reader:
             self.bad.add(path)
             name = quoted(path[-1]) if path and isinstance(path[-1], str) else "this item"
             here = self.keys.get(path, Span(span.line, span.column, span.line, span.column + max(1, len(event.value))))
-            self._add("LC108", f"{name} has no value", Label(here), help="give it one, or delete the line")
+            joined = re.fullmatch(r"(\w[\w-]*)[=:](\S+)", str(path[-1])) if path else None  # `{format=e4m3}`
+            help = f"write `{joined[1]}: {joined[2]}`" if joined else "give it one, or delete the line"
+            self._add("LC108", f"{name} has no value", Label(here), help=help)
             return ""
+        if event.value.endswith(","):  # the comma of a flow mapping, on a line of its own
+            self.bad.add(path)
+            end = Label(Span(span.end_line, span.end_column - 1, span.end_line, span.end_column), "belongs to the text")
+            self._add("LC101", "a value ends with a comma", end, help="delete the comma, or quote the text")
+            return event.value
         if is_long_integer(event.value):
             self.bad.add(path)
             self._add("LC205", f"{quoted(event.value, 24)} is out of range", Label(span), help="no size is that large")

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from layoutc import compiler
 from layoutc.conformance.model import Model, planes_of
 from layoutc.diagnostics import has_errors
+from layoutc.kernel_views import gap
 from layoutc.layout import resolve
 
 COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "8")) * 8
@@ -255,3 +256,27 @@ def test_what_can_not_be_printed_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
 def test_what_check_passes_builds_and_does_what_the_spec_says(text: str, seed: int) -> None:
     note(text)
     event("passed" if try_spec(text, seed) else "refused")
+
+
+def test_exponents_with_an_infinity_are_no_exponents_alone() -> None:
+    """Kernels read exponents by shifting bits, which knows no infinity: such a scale has the reference alone."""
+    text = """\
+layoutc: 1
+name: made_up
+summary: made up by a test
+formats:
+  own_s: {sign: 0, exponent: 8, mantissa: 0, bias: 127, subnormals: false, inf: [0xfe], nan: [0xff]}
+element: {format: e4m3}
+scale: {format: own_s, rule: power-of-two, round: up}
+orientations:
+  rowwise: {block: {m: 8, k: 8}, data: {layout: m k}, scale: {layout: m/8 k/8}}
+"""
+    assert try_spec(text, 5)
+    spec, texts, _ = compiler.read(text.encode(), "made_up.yaml")
+    assert spec is not None
+    assert "kernels.py" not in texts
+    assert gap(compiler.plan_for(spec)) == "codes of own_s have no short decoding"
+    reference = loaded(texts).reference
+    assert reference.decode_scale(torch.tensor([0xFD, 0xFE], dtype=torch.uint8)).tolist() == [2.0**126, float("inf")]
+    same_but_inf = text.replace("inf: [0xfe], ", "")
+    assert "kernels.py" in compiler.read(same_but_inf.encode(), "made_up.yaml")[1]

@@ -185,3 +185,67 @@ def test_the_language_page_shows_what_there_is() -> None:
     keys = {key for model in (Spec, Scale, Buffer, Block, Element, FormatDef) for key in model.model_fields}
     for key in keys - COLLECTED:
         assert re.search(rf"\b{key}\b", text), f"specs/README.md says nothing of {key}"
+
+
+# case: what its author typed, and what the message says to type in its place
+CURES: dict[str, tuple[str, str]] = {
+    "block_scalar": ("block: 32", "block: {m: 1, k: 32}"),
+    "dtype_key": ("dtype", "format"),
+    "equals": ("format=e4m3", "format: e4m3"),
+    "float4_e2m1fn_x2": ("format: float4_e2m1fn_x2", "format: e2m1"),
+    "float8_e8m0fnu": ("format: float8_e8m0fnu", "format: e8m0"),
+    "fmt": ("fmt", "format"),
+    "granularity_te": ("block: [1, 32]", "block: {m: 1, k: 32}"),
+    "group_size": ("group_size", "k"),
+    "history_number": ("history: 1024", "history: {length: 1024, pick: max}"),
+    "int5": ("shape: {m: 4, k: 4}", "shape: {m: 8, k: 8}"),
+    "layout_comma": ('layout: "m, k"', "layout: m k"),
+    "layout_mk": ("layout: mk", "layout: m k"),
+    "minus_one": ("k: -1", "all"),
+    "one_magnitude": ("format: int2", "format: e2m1"),
+    "pad_order": ("pad: [128, 4]", "pad: [4, 128]"),
+    "round_ceil": ("ceil", "up"),
+    "rule_rceil": ("rule: rceil", "rule: power-of-two, round: up"),
+    "scale_bf16": ("format: bf16", "format: f32"),
+    "scale_f16": ("format: f16", "format: f32"),
+    "scale_fp32": ("format: fp32", "format: f32"),
+    "scale_nf4": ("format: nf4", "format: f32"),
+    "scale_no_rule": ("format: e8m0", "rule: power-of-two"),
+    "scale_without_tensor": ("scale: {format: e4m3", "rule: two-level"),
+    "summary_hash": ("summary: weights of block #2 of the model", "summary: 'weights of block #2 of the model'"),
+    "swizzle_name": ("{swizzle: 128x4}", "{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}"),
+    "tensor_scale": ("tensor: {scale", "amax"),
+    "torch_name": ("format: float8_e4m3fn", "format: e4m3"),
+    "trailing_comma": ("},\n", ""),
+    "unsigned": (", signed: false", ""),
+    "value_comma": ("spec,", "spec"),
+    "zero_int4": ("zero: int4", "zero: int8"),
+    "zero_point": ("zero_point", "zero"),
+}
+# What remains to be typed where the message names a word, not the text around it, or asks for a second thing.
+FINISHED = {
+    "trailing_comma": (("{format: e4m3scale", "{format: e4m3}\nscale"),),
+    "minus_one": (("    block: {m: 1, all}", "    block: {m: 1, k: all}"), ("layout: m k/32", "layout: m")),
+    "one_magnitude": (("  int2: {integer: 2, symmetric: true}\n", ""), ("formats:\n", "")),
+    "scale_no_rule": (("{rule: power-of-two}", "{format: e8m0, rule: power-of-two}"),),
+    "scale_without_tensor": (("rule: two-level}", "scale: {format: e4m3, rule: two-level}\ntensor: {amax: f32}"),),
+    "tensor_scale": (("amax: f32}\n", "tensor: {amax: f32}\n"),),
+    "unsigned": (
+        ("{format: e8m0, rule: power-of-two}\n", "{format: f32, rule: min-max, zero: int8}\nshape: {k: 2}\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_what_a_message_says_to_type_works(name: str) -> None:
+    """The text stands in the message, and with it in place of what was typed, nothing is found any more."""
+    wrong, right = CURES[name]
+    message, text = ((ERRORS / f"{name}{suffix}").read_text(encoding="utf-8") for suffix in (".txt", ".yaml"))
+    assert right in message
+    head, body = text.split("summary", 1)  # names of recipes are those of their mistakes
+    assert wrong in f"summary{body}"
+    text = head + f"summary{body}".replace(wrong, right, 1)
+    for half, whole in FINISHED.get(name, ()):
+        assert half in text
+        text = text.replace(half, whole, 1)
+    assert [item.message for item in read_spec(text, f"specs/{name}.yaml")[1]] == []

@@ -1,15 +1,18 @@
-"""Orders that a spec states and a picture does not show: of zero points for a GEMM, and of the errors of a block."""
+"""What specs/README.md states and no picture shows: orders, histories, codes of NaN, when there are no kernels."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from layoutc import compiler
 from layoutc.conformance.registry import all_checks
 from layoutc.conformance.runner import run_check
 from layoutc.conformance.subject import Edit, compile_subject
+from layoutc.kernel_views import gap
 
 ROOT = Path(__file__).parent.parent
 CHECKS = {check.name: check for check in all_checks()}
@@ -47,3 +50,74 @@ def test_zero_points_are_swizzled_as_scales_are_and_the_suite_sees_it(fault: Edi
     finally:
         subject.close()
     assert outcome.status == ("pass" if fault is None else "fail")
+
+
+def test_what_becomes_of_a_history() -> None:
+    """Of the amaxes, latest first: as specs/README.md says of `out`, of `amax`, and of both kinds of copy_."""
+    from layoutc.recipes import fp8_delayed
+
+    ones = torch.ones(8, 16)
+
+    def held(q: torch.Tensor) -> list[float]:
+        amaxes = [value for value in fp8_delayed.Tensor.planes(q)["amax"].tolist() if value]
+        assert not any(fp8_delayed.Tensor.planes(q)["amax"][len(amaxes) :])
+        return amaxes
+
+    def scale(q: torch.Tensor) -> float:
+        return float(fp8_delayed.Tensor.planes(q)["rowwise_scale"])
+
+    q = fp8_delayed.quantize(ones)
+    assert (held(q), scale(q)) == ([1.0], float(torch.tensor(1.0) / (448 / torch.tensor(1.0))))
+    before = scale(q)
+    fp8_delayed.quantize(ones * 2, out=q)
+    assert (held(q), scale(q)) == ([2.0, 1.0], before), "the scale is that of the history, without the new amax"
+    fp8_delayed.quantize(ones * 4, out=q, amax=torch.tensor([7.0]))
+    assert held(q) == [7.0, 2.0, 1.0]
+    q.copy_(ones * 8)
+    assert held(q) == [8.0], "plain values: a new history"
+    other = fp8_delayed.quantize(ones * 16, out=fp8_delayed.quantize(ones))
+    q.copy_(other)
+    assert (held(q), scale(q)) == ([16.0, 1.0], scale(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "nan"), [("fp8_block", 0x7F), ("fp8_e5m2_current", 0x7D), ("nvfp4", 0x7), ("mxint8", 0x7F)]
+)
+def test_the_code_of_a_nan(name: str, nan: int) -> None:
+    """The first NaN without a sign; without one, the largest positive number, under a scale that is NaN."""
+    reference = importlib.import_module(f"layoutc.recipes.{name}.reference")
+    codes = reference.encode(torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")]))
+    assert codes[:2].tolist() == [nan, nan]
+    largest = reference.decode(reference.encode(torch.tensor([3.0e38, -3.0e38])))
+    assert torch.equal(reference.decode(codes[2:]), largest)
+
+
+NO_KERNELS = {
+    "powers of two": ({"m": 3, "k": 8}, "{format: e4m3}", "{format: e8m0, rule: power-of-two}"),
+    "up to 16384 elements": ({"m": 256, "k": 128}, "{format: e4m3}", "{format: e8m0, rule: power-of-two}"),
+    "which would take": ({"m": 1, "k": 131072}, "{format: e4m3}", "{format: e8m0, rule: power-of-two}"),
+    "32 elements at most": ({"m": 1, "k": 64}, "{format: e2m1}", "{format: e4m3, rule: four-over-six}"),
+    "a pass of its own": ({"m": 1, "k": "all"}, "{format: int4}", "{format: f32, rule: min-max, zero: int8}"),
+    "no short decoding": ({"m": 1, "k": 8}, "{format: biased}", "{format: f32, rule: amax-over-max}"),
+}
+
+
+@pytest.mark.parametrize("reason", NO_KERNELS)
+def test_layouts_without_kernels(reason: str) -> None:
+    block, element, scale = NO_KERNELS[reason]
+    layout = " ".join(f"{axis}/{size}" for axis, size in block.items() if size != "all")
+    own = "  biased: {sign: 1, exponent: 4, mantissa: 3, bias: 0, nan: [0x7f]}"
+    text = f"""\
+layoutc: 1
+name: made_up
+summary: made up by a test
+shape: {{k: 2}}
+{f"formats:{chr(10)}{own}{chr(10)}" if "biased" in element else ""}element: {element}
+scale: {scale}
+{"tensor: {amax: f32}" + chr(10) if "four" in scale else ""}orientations:
+  rowwise: {{block: {{m: {block["m"]}, k: {block["k"]}}}, data: {{layout: m k}}, scale: {{layout: {layout}}}}}
+"""
+    spec, texts, found = compiler.read(text.encode(), "made_up.yaml")
+    assert spec is not None, found
+    assert reason in str(gap(compiler.plan_for(spec)))
+    assert "kernels.py" not in texts

@@ -156,6 +156,47 @@ def test_a_plane_with_too_few_values_is_refuted(monkeypatch: pytest.MonkeyPatch)
     assert "rowwise_scale" in failing(recipe("fp8_block")), "a partial block has a scale of its own"
 
 
+def not_partitioned(plan: Plan) -> set[str]:
+    """What the prover of blocks alone finds wrong."""
+    return {proof.about for proof in proofs.blocks_partition_the_weight(plan) if not proof.holds}
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_that_are_stored_too_rarely_or_too_often_are_refuted(
+    off: int, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layoutc.layout import Plane
+
+    plan, right = recipe("fp8_block"), Plane.shape
+    assert not_partitioned(plan) == set()
+
+    def wrong(plane: Plane, m: int, k: int) -> tuple[int, ...]:
+        shape = list(right(plane, m, k))
+        shape[axis] += off
+        return tuple(shape)
+
+    monkeypatch.setattr(Plane, "shape", wrong)
+    assert not_partitioned(plan) >= {"rowwise_data", "rowwise_scale"}
+
+
+def test_entries_that_hold_the_scales_of_other_blocks_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrored both ways, every scale has a place of its own, and it is another block's."""
+    plan, images, origin = recipe("nvfp4"), chain.Repeat.images, chain.Repeat.origin
+    assert not_partitioned(plan) == set()
+
+    def mirrored(step: chain.Repeat, index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*index[: step.dim], shape[step.dim] - 1 - index[step.dim], *index[step.dim + 1 :])
+
+    monkeypatch.setattr(chain.Repeat, "images", lambda s, index, shape: images(s, mirrored(s, index, shape), shape))
+    monkeypatch.setattr(
+        chain.Repeat, "origin", lambda s, index, shape: (at := origin(s, index, shape)) and mirrored(s, at, shape)
+    )
+    bijective = [proof.holds for proof in proofs.buffers_are_bijections(plan) if proof.about.endswith("scale")]
+    assert all(bijective)
+    assert not_partitioned(plan) == {"rowwise_scale", "columnwise_scale"}
+
+
 Damage = Callable[[pytest.MonkeyPatch], None]
 
 
