@@ -52,6 +52,44 @@ def test_zero_points_are_swizzled_as_scales_are_and_the_suite_sees_it(fault: Edi
     assert outcome.status == ("pass" if fault is None else "fail")
 
 
+APART = """\
+layoutc: 1
+name: apart
+summary: four-over-six, quantized apart for columnwise
+shape: {m: 16, k: 16}
+element: {format: e2m1}
+scale: {format: e4m3, rule: four-over-six}
+tensor: {amax: f32}
+orientations:
+  rowwise: {block: {m: 8, k: 16}, data: {layout: m k}, scale: {layout: m/8 k/16}}
+  columnwise: {block: {m: 16, k: 8}, data: {layout: k m}, scale: {layout: k/8 m/16}}
+"""
+ORDERS = {
+    "k first": ("nvfp4_4over6", None),
+    "m first, where columnwise follows from rowwise": ("nvfp4_4over6", ('"k")', '"m")')),
+    "each its own": ("apart", None),
+    "k first, where columnwise is apart": ("apart", ('"m")', '"k")')),
+    "m first, where rowwise is apart": ("apart", ('"k")', '"m")')),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_errors_of_a_block_are_added_up_in_the_stated_order(name: str, tmp_path: Path) -> None:
+    """In blocks that can hardly choose, another order keeps another scale; the suite's model takes the stated one."""
+    recipe, fault = ORDERS[name]
+    path = ROOT / "specs" / f"{recipe}.yaml"
+    if recipe == "apart":
+        path = tmp_path / "apart.yaml"
+        path.write_text(APART, encoding="utf-8")
+    subject = compile_subject(path, edit=replaced("reference.py", *fault) if fault else None)
+    try:
+        outcome = run_check(subject, CHECKS["quantize"])
+    finally:
+        subject.close()
+    assert outcome.status == ("fail" if fault else "pass"), outcome
+    assert not fault or outcome.details["kind"] == "near ties"
+
+
 def test_what_becomes_of_a_history() -> None:
     """Of the amaxes, latest first: as specs/README.md says of `out`, of `amax`, and of both kinds of copy_."""
     from layoutc.recipes import fp8_delayed

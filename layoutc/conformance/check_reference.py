@@ -27,6 +27,7 @@ from layoutc.conformance.model import Planes
 from layoutc.conformance.placing import buffers
 from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
+from layoutc.conformance.ties import near_ties
 
 
 def cases(subject: Subject) -> Iterator[tuple[tuple[int, ...], str, torch.dtype]]:
@@ -53,6 +54,12 @@ def quantize(subject: Subject) -> None:
         reference = subject.reference.quantize_reference(x.reshape(m, k))
         expect_same_all(subject, {n: expected[n] for n in reference}, reference, (m, k), **details)
         expect_same_all(subject, made.buffers(), buffers(subject.layout, expected, m, k), (m, k), **details)
+    for source in subject.layout.sources:
+        if source.quantization.definition.candidates:
+            m, k = subject.whole(2, 2)
+            for values in near_ties(subject.model, source, m, k, generator(subject, "ties", m, k)):
+                made = subject.package.quantize(torch.from_numpy(values))
+                expect_same_all(subject, made.planes(), subject.model.quantize(values), (m, k), kind="near ties")
 
 
 @check("dequantize", "every orientation gives the values that the model reads from the same planes")

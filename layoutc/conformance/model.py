@@ -265,7 +265,12 @@ class Model:
         best = np.zeros(errors[0].shape, int)
         for number, error in enumerate(errors):
             best = np.where(error < np.choose(best, errors), number, best)
-        return {name: np.choose(best, [one[name] for one in found]) for name in ("scale", "multiplier")}
+        kept = {name: np.choose(best, [one[name] for one in found]) for name in ("scale", "multiplier")}
+        return kept | {"candidate": best}
+
+    def kept(self, source: Source, x: Array) -> Array:
+        """Of a rule that tries several scales: the number of the candidate that each block keeps."""
+        return self.scales(source, x, float(FLT_MAX), None)["candidate"]
 
     def error(self, source: Source, x: Array, names: dict[str, Array]) -> Array:
         """What a candidate's elements miss of x, summed over each block."""
