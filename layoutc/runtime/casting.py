@@ -124,8 +124,8 @@ class CastOnGather(torch.Tensor):
         """What a model multiplies with: the quantized weight of the values as they are now, or a view of it.
 
         orientations: those to make; default: all. For a shard that FSDP2 holds: its rows of the whole quantized weight;
-        collective where shards share an amax that `precompute_agreed` has not found. Raises ValueError for shapes that
-        the recipe does not take, UnsupportedOperator for a view that would cut a block.
+        collective where shards share an amax that `layoutc.precompute_amaxes` has not found. Raises ValueError for
+        shapes that the recipe does not take, UnsupportedOperator for a view that would cut a block.
         """
         from layoutc.runtime import fsdp
 
