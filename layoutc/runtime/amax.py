@@ -69,8 +69,9 @@ def quantize(
     """High precision to quantized; the body of every generated `quantize`.
 
     x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
-    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten. restart: forget its
-    history of amaxes. tag: see reduce_max. place: where `out` lies among the shards of a weight; then all ranks call.
+    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten; one that trains
+    keeps x for its master. restart: forget its history of amaxes. tag: see reduce_max. place: where `out` lies among
+    the shards of a weight; then all ranks call.
     Raises ValueError, TypeError.
     """
     layout = cls.LAYOUT

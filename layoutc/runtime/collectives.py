@@ -9,7 +9,7 @@ were quantized apart is no whole weight in that sense, and nothing here finds ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 
-from layoutc.runtime import operators
+from layoutc.runtime import initial, operators
 from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
 from layoutc.runtime.facts import Layout, up
@@ -122,8 +122,14 @@ def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for name, plane in output._planes.items():
         sent = [[_bytes(piece._planes[name]) for piece in pieces[0]]] if pieces else pieces
         works.append(func([_bytes(plane, into=True)], sent, *rest, **kwargs)[1])
+
+    def send(into: Tensor, given: list[Tensor]) -> Any:
+        return func([into], [given] if pieces else pieces, *rest, **kwargs)[1]
+
+    every = [initial.own(piece) for piece in pieces[0]] if pieces else []
+    values = _initial_values(func, args, kwargs, output, every, send)
     output._is_new = True  # DTensor cuts off the filling of a short shard: what is left is whole
-    return _done(func, args, kwargs, [output], works)
+    return _done(func, args, kwargs, output, works, values)
 
 
 def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -131,22 +137,62 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (tensor,), *rest = args
     _check_straight(func, tensor)
     works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
-    return _done(func, args, kwargs, [tensor], works)
+
+    def send(into: Tensor, given: list[Tensor]) -> Any:
+        return func([into.copy_(given[0]) if given else into], *rest, **kwargs)[1]
+
+    values = _initial_values(func, args, kwargs, tensor, [initial.own(tensor)], send)
+    return _done(func, args, kwargs, tensor, works, values)
 
 
-def _done(
-    func: Any, args: Args, kwargs: Kwargs, tensors: list[QuantizedTensor], works: Sequence[Any]
-) -> tuple[list[QuantizedTensor], Any]:
-    """What a collective in place returns: who waits for the last of several works has waited for all.
+_KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # of initial values, as ranks tell one another
+
+
+def _initial_values(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+    target: QuantizedTensor,
+    every: Sequence[Tensor | None],
+    send: Callable[[Tensor, list[Tensor]], Any],
+) -> Tensor | None:
+    """The initial values that go with the bytes, alike on all ranks; None where the source has none.
+
+    every: what this rank has to send. A first message says whether values follow, and in which dtype.
+    """
+    kinds = [None if value is None else value.dtype for value in every]
+    code = _KINDS.index(kinds[0]) if kinds and len(set(kinds)) == 1 else 0
+    kind = torch.zeros(1, dtype=torch.uint8, device=target.device)
+    _wait(func, args, kwargs, send(kind, [kind + code for _ in every]))
+    if (dtype := _KINDS[int(kind)]) is None:
+        return None
+    values = torch.empty(target._rows, target._matrix[1], dtype=dtype, device=target.device)
+    fitting = [_bytes(value) for value in every if value is not None and value.dtype == dtype]
+    _wait(func, args, kwargs, send(_bytes(values, into=True), fitting if len(fitting) == len(every) else []))
+    return values
+
+
+def _wait(func: Any, args: Args, kwargs: Kwargs, *works: Any) -> None:
+    """Waits for works.
 
     On a card, a collective that is not asynchronous runs on the caller's stream, and its work is a null pointer in a
     Python object, which crashes when it is asked to wait.
     """
-    if tensors[0].device.type == "cpu" or _argument(func, args, kwargs, "async_op", True):
-        for work in works[:-1]:
+    if args[0][0].device.type == "cpu" or _argument(func, args, kwargs, "async_op", True):
+        for work in works:
             work.wait()
-    written(tensors)
-    return tensors, works[-1]
+
+
+def _done(
+    func: Any, args: Args, kwargs: Kwargs, tensor: QuantizedTensor, works: Sequence[Any], values: Tensor | None
+) -> tuple[list[QuantizedTensor], Any]:
+    """What a collective in place returns: who waits for the last of several works has waited for all."""
+    _wait(func, args, kwargs, *works[:-1])
+    written([tensor])
+    if values is not None:
+        tensor._writes.trains = True
+        initial.keep(tensor, values)
+    return [tensor], works[-1]
 
 
 def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
@@ -188,7 +234,10 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         if plane.shape != facts[name].shape:
             planes[name] = plane.new_zeros(facts[name].shape)
             planes[name][: plane.shape[0], : plane.shape[1]] = plane
-    return tensor._with_planes(planes, shape, matrix=matrix)  # type: ignore[no-any-return]
+    filled = tensor._with_planes(planes, shape, matrix=matrix)
+    if (values := initial.own(tensor)) is not None:
+        initial.keep(filled, torch.nn.functional.pad(values, (0, columns - k, 0, rows - tensor._rows)))
+    return filled  # type: ignore[no-any-return]
 
 
 def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:

@@ -138,6 +138,12 @@ def values(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
     return found if part.is_whole else torch.where(found.isnan(), tensor.dequantize(dtype), found)
 
 
+def own(tensor: QuantizedTensor) -> Tensor | None:
+    """All initial values of a tensor's own rows, (rows, k), as they are kept; None where some are not."""
+    part = _own(tensor)
+    return part.values if part is not None and part.is_whole else None
+
+
 def free(tensor: QuantizedTensor) -> None:
     """Drops what is kept of a tensor."""
     tensor._writes.initial = None

@@ -201,7 +201,7 @@ def test_masters_follow_what_is_written(two: Ranks, recipe: str, shape: tuple[in
 
 
 def drops(recipe: str) -> None:
-    """A weight that is frozen after it was sharded, and one that a collective writes in place."""
+    """A weight that is frozen after it was sharded, and those that collectives write in place."""
     model = quantized(plain((64, 64)), recipe)
     fully_shard(model)
     model.requires_grad_(False)
@@ -209,14 +209,23 @@ def drops(recipe: str) -> None:
     assert shard_of._writes.initial is not None
     model(torch.ones(2, 64))
     assert shard_of._writes.initial is None
-    other = quantized(plain((64, 64)), recipe)
+    other = quantized(plain((64, 64)) + dist.get_rank(), recipe)
     dist.broadcast(other.weight.detach(), src=0)  # type: ignore[operator]
-    assert other.weight._writes.initial is None  # type: ignore[union-attr]
+    master: Any = layoutc.MasterWeights(torch.optim.SGD, other.parameters(), lr=1e-3).masters()[other.weight]  # type: ignore[index]
+    assert torch.equal(master, plain((64, 64)))
+    other = quantized(plain((64, 64)), recipe)
+    if dist.get_rank() == 0:
+        other.weight._writes.initial = None  # type: ignore[union-attr]
+    dist.broadcast(other.weight.detach(), src=0)  # type: ignore[operator]
+    assert other.weight._writes.initial is None, "alike on all ranks"  # type: ignore[union-attr]
+    whole: Any = quantized(plain((128, 64)) + dist.get_rank(), recipe)
+    whole.weight = nn.Parameter(distribute_tensor(whole.weight, mesh_of(2), [Shard(0)]))
+    masters_are(whole, plain((128, 64)))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 def test_values_end_with_training_and_with_their_bytes(two: Ranks, recipe: str) -> None:
-    """Frozen weights lose them as they are gathered; a broadcast drops them on all ranks, so that replicas agree."""
+    """Frozen weights lose them as they are gathered; where bytes are sent, all ranks have the source's."""
     two.run(drops, recipe)
 
 

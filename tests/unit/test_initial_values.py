@@ -278,6 +278,15 @@ def test_quantized_bytes_drop_values(how: str) -> None:
     assert torch.equal(master_of(module), expected)
 
 
+def test_a_weight_that_was_replaced_still_keeps_plain_values() -> None:
+    """By the bytes of a tensor that is no weight."""
+    module, other = quantized("mxfp8", values_of()), import_module("layoutc.recipes.mxfp8").quantize(values_of(1))
+    module.weight.data = other
+    with torch.no_grad():
+        module.weight.copy_(values_of(2))
+    assert torch.equal(master_of(module), values_of(2))
+
+
 def test_plain_values_after_the_optimizer_was_made_refresh_masters() -> None:
     """At the next step, or when masters are asked for; then they are gone."""
     module = quantized("mxfp8", values_of())
