@@ -106,3 +106,13 @@ def test_an_item_of_another_dtype_than_its_metadata_says(tmp_path: Path) -> None
     (tmp_path / "plain" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match=r"m: torch.float64 is stored where \.metadata says torch.float32"):
         checkpoint.load(live("float32"), tmp_path / "plain")
+
+
+def test_a_plain_value_where_the_model_has_a_tensor_is_refused(tmp_path: Path) -> None:
+    """It would take the tensor's place in the state dict."""
+    saved(tmp_path / "plain", 3)  # type: ignore[arg-type]
+    state = live("float32")
+    before = {name: raw(tensor) for name, tensor in state.items()}
+    with pytest.raises(LayoutError, match="m is a tensor in the state dict, and a plain value in the checkpoint"):
+        checkpoint.load(state, tmp_path / "plain")
+    assert {name: raw(tensor) for name, tensor in state.items()} == before
