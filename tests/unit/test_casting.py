@@ -384,3 +384,22 @@ def test_casts_to_other_recipes_compile_apart() -> None:
     reduced = [fake.__reduce_ex__(2) for fake in (*fakes, *(mode.from_tensor(c.quantize()) for c in casts))]
     assert all(kind is str for kind, _ in reduced)
     assert len({key for _, (key,) in reduced}) == 6
+
+
+def test_values_are_moved_to_shared_memory_once() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    layoutc.cast_on_gather_(model, "mxfp8")
+    cast: Any = model[0].weight
+    before = cast.detach().clone()
+    assert not cast.is_shared()
+    cast.share_memory_()
+    assert cast.is_shared()
+    assert torch.equal(cast.detach(), before)
+
+
+def test_a_history_can_not_be_traced() -> None:
+    """A graph would quantize with the amax of the step that it was traced in, for ever."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    layoutc.cast_on_gather_(model, "fp8_delayed")
+    with pytest.raises(Exception, match="follows a history of amaxes, which a traced graph would never advance"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def test_plain_tensors_are_what_torch_loads(name: str, tmp_path: Path) -> None:
     assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert torch.equal(found.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
     assert not found.requires_grad
+
+
+def test_bytes_of_another_order_are_what_torch_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned round, which only torch.load does."""
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.byteorder", "big" if sys.byteorder == "little" else "little")
+        info = stored(BASE, tmp_path)
+    found, expected = (items.read_item(tmp_path, "name", info, uncopied) for uncopied in (True, False))
+    assert not torch.equal(expected, BASE)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("is_parameter", [False, True])

@@ -227,6 +227,29 @@ def test_a_part_of_a_block_is_not_written(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", BLOCKED)
+def test_a_piece_takes_the_place_of_all_that_wait_below_it(recipe: str) -> None:
+    """32: what was copied before it, in two pieces of another weight, is as if it had never come."""
+    q, half = make(recipe), module(recipe).LAYOUT.block_rows // 2
+    earlier, later = (module(recipe).quantize(scale * weight(256, 256, seed=3)) for scale in (8.0, 0.125))
+    for cut in (slice(0, half // 2), slice(half // 2, half)):
+        q[cut].copy_(earlier[cut].clone())
+    q[:half].copy_(later[:half].clone())
+    with pytest.raises(LayoutError, match="whose scales also cover rows"):
+        q.dequantize()
+    q[half:].copy_(later[half:].clone())
+    assert torch.equal(q, later)
+
+
+@each_recipe
+def test_plain_values_are_not_copied_into_a_transpose(recipe: str) -> None:
+    q = make(recipe)
+    before = snapshot(q)
+    with pytest.raises(UnsupportedOperator, match=r"copy_.* is transposed; copy into the weight itself"):
+        q.t().copy_(torch.zeros(256, 256))
+    assert all(same_bits(plane, before[name]) for name, plane in q.planes().items())
+
+
+@pytest.mark.parametrize("recipe", BLOCKED)
 def test_a_cut_inside_a_block_of_columns_is_refused_with_operator_shape_and_multiple(recipe: str) -> None:
     """32, 35: never a wrong tensor, mid-byte included."""
     q, multiple = make(recipe), module(recipe).LAYOUT.column_multiple

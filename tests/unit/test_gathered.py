@@ -102,3 +102,13 @@ def test_a_weight_that_is_gone(recipe: str) -> None:
     gc.collect()
     with pytest.raises(MissingOrientation, match="FSDP2 does not hold that weight any more"):
         OPERATORS.dequantize_gathered(handle, *arguments)
+
+
+def test_an_orientation_that_the_shard_does_not_hold(recipe: str) -> None:
+    """Nothing can gather it: said before a collective starts."""
+    module = importlib.import_module(f"layoutc.recipes.{recipe}")
+    shard = module.quantize(torch.randn(256, 256), orientations=("rowwise",))
+    whole = gather(shard, "forward", [])
+    arguments = [0, 256, 0, 256], type(whole).KEY, "columnwise", torch.float32
+    with pytest.raises(MissingOrientation, match="but its shard holds no columnwise"):
+        OPERATORS.dequantize_gathered(whole._planes.handle, *arguments)

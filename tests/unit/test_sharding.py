@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, recipe
 
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
+from layoutc.runtime.halo import Place, check_place
 from layoutc.runtime.sharding import NO_HALO, Cuts, Halo, picks, sent_blocks
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
@@ -219,3 +223,23 @@ def test_per_tensor_recipes_shard_anywhere() -> None:
         for world in (1, 2, 3, 8):
             gather = facts("fp8_current").gather(rows, 5, world)
             assert gather.bytes_per_rank == cdiv(rows, world) * 5
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_plain_values_are_written_where_the_shard_is_cut_as_its_place_says(name: str) -> None:
+    """Not where it holds other rows around its own, nor where those are another tensor's."""
+    whole = import_module(f"layoutc.recipes.{name}").quantize(torch.randn(256, 256))
+    cuts = Cuts(256, 100, 3)
+    place = Place(None, 1, cuts)  # type: ignore[arg-type]
+    shard = whole[100:200].clone()
+    expected = cuts.halo(1, shard.LAYOUT.block_rows)
+    others = Halo(expected.before + 1, expected.after), Halo(expected.before, 0), expected._replace(tied_after=True)
+    for halo in others:
+        shard._halo = halo
+        with pytest.raises(LayoutError, match="rank 1 should hold"):
+            check_place(shard, place)
+    shard._halo = expected
+    check_place(shard, place)
+    with pytest.raises(UnsupportedOperator, match="cut inside a block"):
+        check_place(shard, None)
+    check_place(whole[:128].clone(), None)
