@@ -75,9 +75,13 @@ def trainer(model: Any, use: str, sharded: bool, folder: str) -> Any:
 
 
 def values(param: Tensor) -> Tensor:
-    """All of a parameter, as it is trained."""
-    whole: Any = param.full_tensor() if isinstance(param, DTensor) else param.data
-    return getattr(whole, "plain", whole.dequantize() if hasattr(whole, "planes") else whole)  # type: ignore
+    """All of a parameter, as plain values: shards that cut blocks are put together after they are dequantized."""
+    held: Any = param._local_tensor if isinstance(param, DTensor) else param.data
+    plain: Tensor = getattr(held, "plain", held.dequantize() if hasattr(held, "planes") else held)
+    if not isinstance(param, DTensor):
+        return plain
+    options: Any = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(plain, param.device_mesh, param.placements, **options).full_tensor()
 
 
 def trained(recipe: str, use: str, sharded: bool) -> tuple[list[float], list[list[float]]]:
