@@ -235,7 +235,7 @@ def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
         DispatchRule("split, chunk, slice, narrow on the last dim", column_cut),
         DispatchRule("cat on dim 0", joins),
         DispatchRule("cat on the last dim", f"pieces that end at {column_cut}"),
-        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", f"bytes, of {joins}"),
+        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, of shards cut at any row"),
         DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing"),
     )
 

@@ -9,7 +9,7 @@ split, chunk, slice, narrow, select on leading dims: cuts at any row.
 split, chunk, slice, narrow on the last dim: any column.
 cat on dim 0: pieces cut at any row.
 cat on the last dim: pieces that end at any column.
-all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of pieces cut at any row.
+all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of shards cut at any row.
 copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
 Views that would not be exact are refused; other operators run on a dequantized copy, which layoutc.strict() refuses.
 """

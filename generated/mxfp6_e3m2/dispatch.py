@@ -10,7 +10,7 @@ plain values.
 split, chunk, slice, narrow on the last dim: multiples of 32 columns.
 cat on dim 0: pieces cut at multiples of 32 rows.
 cat on the last dim: pieces that end at multiples of 32 columns.
-all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of pieces cut at multiples of 32 rows.
+all-gather, broadcast, scatter, all-to-all of DTensors: bytes, of shards cut at any row.
 copy_: from the same recipe, byte for byte; from a plain tensor, by quantizing.
 Views that would not be exact are refused; other operators run on a dequantized copy, which layoutc.strict() refuses.
 """

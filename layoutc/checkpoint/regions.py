@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import meshes
 from layoutc.runtime.facts import Plane, cdiv, up
@@ -45,18 +44,11 @@ def box_of(tensor: Tensor) -> Box:
 
     Raises ValueError where the shard has another size than its placements say.
     """
-    first, last = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-        # A strided shard is a cut of what mesh dims after it have cut before.
-        strided: Any = [cut for cut in meshes.cuts(tensor) if hasattr(placements[cut[0]], "split_factor")]
-        plain = [cut for cut in meshes.cuts(tensor) if cut not in strided]
-        for mesh_dim, negative in (*plain, *reversed(strided)):
-            dim, world, rank = negative % tensor.dim(), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            start, stop = first[dim], last[dim]
-            each = cdiv(stop - start, world)
-            first[dim], last[dim] = min(start + rank * each, stop), min(start + (rank + 1) * each, stop)
-    box, local = Box(tuple(first), tuple(last)), tuple(meshes.local_of(tensor).shape)
+    slices = meshes.slices_of(tensor)
+    box, local = (
+        Box(tuple(s.start for s in slices), tuple(s.stop for s in slices)),
+        tuple(meshes.local_of(tensor).shape),
+    )
     if box.shape != local:
         raise ValueError(
             f"this rank's shard has shape {local}, but its placements {box.shape} of {tuple(tensor.shape)}"

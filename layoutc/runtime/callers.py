@@ -18,6 +18,8 @@ _CONVERTS = nn.Module._apply.__code__  # of Module.to, half, bfloat16, float, an
 _FRAMES = 16  # between nn.Module._apply and a handler: what it was given, and DTensor
 _PLUMBING = ("__torch_dispatch__", "__torch_function__", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
+_BETWEEN = ("layoutc.", "torch._ops", "torch._library", "torch.utils.", "contextlib")  # a call and its handler
+_C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
 def keeps_the_weight() -> bool:
@@ -56,18 +58,52 @@ def syncing_replicas() -> FrameType | None:
     return first if first is not None and first.f_code is _sync_params_and_buffers.__code__ else None
 
 
+def caller() -> FrameType | None:
+    """The frame that called the operator whose handler runs."""
+    return next((frame for frame in _frames() if not _module(frame).startswith(_BETWEEN)), None)
+
+
+def is_called_from(package: str) -> bool:
+    """True where a module of the package called the operator whose handler runs."""
+    frame = caller()
+    return frame is not None and _module(frame).startswith(package)
+
+
+def of_collective() -> str | None:
+    """The module that called a function of torch.distributed, whose handler runs; None where none has led here."""
+    within = False
+    for frame in _frames():
+        name = _module(frame)
+        if within and name not in _C10D:
+            return name
+        within = within or name in _C10D
+    return None
+
+
+def find(module: str, function: str) -> FrameType | None:
+    """The innermost frame of a function that has led here; None where it has not."""
+    of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)
+    return next((frame for frame in of_that_name if _module(frame) == module), None)
+
+
 def _is_engine(frame: FrameType) -> bool:
     return _module(frame) == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward"
 
 
-def _above() -> Iterator[FrameType]:
-    """The frames above the handler, the nearest first."""
+def _frames() -> Iterator[FrameType]:
+    """The frames that have led here, the nearest first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _above() -> Iterator[FrameType]:
+    """Those above the handler."""
+    for frame in _frames():
         own = _module(frame).startswith(("layoutc.runtime", "torch._ops")) or frame.f_code.co_name in _PLUMBING
         if not own:
             yield frame
-        frame = frame.f_back
 
 
 def _module(frame: FrameType) -> str:

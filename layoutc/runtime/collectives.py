@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives as functional
+from torch.nn.functional import pad as functional_pad
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 
-from layoutc.runtime import initial, operators
+from layoutc.runtime import broadcasts, initial, operators, rejoining
 from layoutc.runtime.dispatch import Args, Kwargs
-from layoutc.runtime.errors import LayoutError, ShardAlignmentError, UnsupportedOperator
-from layoutc.runtime.facts import Layout, up
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.fallback import fallback
 from layoutc.runtime.tensor import QuantizedTensor, written
 from layoutc.runtime.windows import dim_of
@@ -35,15 +36,17 @@ _dtensor = torch.ops._dtensor
 
 # ----------------------------------------------------------------------------------------------- functional collectives
 def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """all_gather_into_tensor: the pieces of all ranks below one another, still on their way.
+    """all_gather_into_tensor: the pieces of all ranks below one another; whole blocks are still on their way.
 
-    Raises LayoutError, on all ranks alike, where pieces that are not whole blocks of rows would not join.
+    Raises LayoutError, on all ranks alike, for pieces that are no shards of one weight.
     """
     tensor: QuantizedTensor = args[0]
     world, group = args[1:]
+    if rejoining.cuts_blocks(tensor, world):
+        _check_rows_of(func, tensor)
+        return rejoining.gather(func, tensor, world, group)
     _check_straight(func, tensor)
-    _check_rows(tensor, tensor._matrix[0], world)
-    layout = tensor.LAYOUT
+    tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
     names = [name for name in tensor._planes if _travels(layout, name)]
     sent = [_bytes(tensor._planes[name]) for name in names]
     received = _functional.all_gather_into_tensor_coalesced(sent, world, group)
@@ -54,7 +57,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         into[name] = plane.view(tensor._planes[name].dtype)
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
     whole = tensor._with_planes(planes, shape, matrix=(tensor._matrix[0] * world, tensor._matrix[1]))
-    whole._is_new = True  # DTensor cuts off the filling of short shards before it waits: what is left is whole
+    whole._ends = True  # DTensor cuts off the filling of short shards before it waits: what is left is whole
     whole._stacked = stacked
     return whole
 
@@ -62,7 +65,9 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """wait_tensor: for every plane. As torch has it, the tensor that was waited for is good from then on as well."""
     tensor: QuantizedTensor = args[0]
-    tensor._is_new = False
+    if isinstance(tensor._planes, rejoining.StackedPlanes):  # that has been waited for
+        return tensor
+    tensor._ends = False
     waited = tensor._with_planes(tensor._map(func))
     waited._common = tensor._common
     waited._stacked = {name: func(plane) for name, plane in tensor._stacked.items()}
@@ -86,16 +91,25 @@ def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """shard_dim_alltoall: from shards of rows to shards of columns or back, each byte sent once.
 
-    Raises LayoutError, on all ranks alike, where a new cut would split a block.
+    Where shards of rows are not whole blocks, all is gathered. Raises LayoutError, on all ranks alike, where a new cut
+    between columns would split a block.
     """
     tensor, gather_dim, shard_dim, group = args
-    _check_straight(func, tensor)
     resolved: Any = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
     world = resolved.size()
     gather_dim, shard_dim = dim_of(gather_dim, tensor.dim()), dim_of(shard_dim, tensor.dim())
-    pieces: Sequence[Any] = torch.chunk(tensor, world, shard_dim)
-    if len({piece.shape for piece in pieces}) != 1 or len(pieces) != world:
+    if tensor.shape[shard_dim] % world:
         raise LayoutError(f"{func}: dim {shard_dim} of {tensor._label()} is not cut evenly over {world} ranks")
+    rows = prod(tensor.shape[:-1]) // (1 if shard_dim == tensor.dim() - 1 else world)
+    if rows % tensor.LAYOUT.block_rows:
+        whole: Any = all_gather(func, (tensor, world, group), {})
+        whole = wait(_functional.wait_tensor.default, (whole,), {})
+        whole = torch.cat(torch.chunk(whole, world), gather_dim) if gather_dim else whole
+        mine: QuantizedTensor = torch.chunk(whole, world, shard_dim)[resolved.rank()].clone()
+        return mine
+    _check_straight(func, tensor)
+    tensor = rejoining.with_zeros(tensor, tensor.shape)
+    pieces: Sequence[Any] = torch.chunk(tensor, world, shard_dim)
     names = [name for name in tensor._planes if _travels(tensor.LAYOUT, name)]
     first = pieces[0]._planes
     sizes = [first[name].numel() * first[name].element_size() for name in names]
@@ -113,86 +127,94 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
 
 # ------------------------------------------------------------------------------------------------- collectives in place
 def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """scatter_: every plane of every piece, those that cover all rows included."""
+    """scatter_: every plane of every piece, those that cover all rows included; `output` becomes the piece that came.
+
+    DTensor cuts the filling off after it, where the piece is a short one.
+    """
     (output,), pieces, *rest = args
     for piece in (output, *(pieces[0] if pieces else ())):
-        _check_straight(func, piece)
-
-    works = []
-    for name, plane in output._planes.items():
-        sent = [[_bytes(piece._planes[name]) for piece in pieces[0]]] if pieces else pieces
-        works.append(func([_bytes(plane, into=True)], sent, *rest, **kwargs)[1])
+        _check_rows_of(func, piece)
+    waits = _waits(func, args, kwargs, output)
 
     def send(into: Tensor, given: list[Tensor]) -> Any:
         return func([into], [given] if pieces else pieces, *rest, **kwargs)[1]
 
-    every = [initial.own(piece) for piece in pieces[0]] if pieces else []
-    values = _initial_values(func, args, kwargs, output, every, send)
-    output._is_new = True  # DTensor cuts off the filling of a short shard: what is left is whole
-    return _done(func, args, kwargs, output, works, values)
+    values = _initial_values(output, [initial.own(piece) for piece in pieces[0]] if pieces else [], send, waits)
+    return _done(output, [rejoining.scatter_(func, output, pieces, rest, kwargs, waits)], waits, values)
 
 
 def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """broadcast_: every plane of the source rank, into the planes of the others."""
+    """broadcast_: every plane of the source rank, into the planes of the others, as DTensor asks for it.
+
+    Others who ask have plain buffers on the other ranks, and get values (see `broadcasts`).
+    """
     (tensor,), *rest = args
+    if tensor._sent is not None or not broadcasts.among_quantized():
+        waits = _waits(func, args, kwargs, tensor)
+        return [tensor], broadcasts.send_values(func, tensor, rest, kwargs, waits)
     _check_straight(func, tensor)
-    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
+    waits = _waits(func, args, kwargs, tensor)
 
     def send(into: Tensor, given: list[Tensor]) -> Any:
         return func([into.copy_(given[0]) if given else into], *rest, **kwargs)[1]
 
-    values = _initial_values(func, args, kwargs, tensor, [initial.own(tensor)], send)
-    return _done(func, args, kwargs, tensor, works, values)
+    values = _initial_values(tensor, [initial.own(tensor)], send, waits)
+    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
+    return _done(tensor, works, waits, values)
 
 
 _KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # of initial values, as ranks tell one another
 
 
 def _initial_values(
-    func: Any,
-    args: Args,
-    kwargs: Kwargs,
     target: QuantizedTensor,
     every: Sequence[Tensor | None],
     send: Callable[[Tensor, list[Tensor]], Any],
+    waits: bool,
 ) -> Tensor | None:
-    """The initial values that go with the bytes, alike on all ranks; None where the source has none.
+    """The initial values that go with the bytes, in as many rows as `target` has by its shape, alike on all ranks; None
+    where the source has none.
 
     every: what this rank has to send. A first message says whether values follow, and in which dtype.
     """
     kinds = [None if value is None else value.dtype for value in every]
     code = _KINDS.index(kinds[0]) if kinds and len(set(kinds)) == 1 else 0
     kind = torch.zeros(1, dtype=torch.uint8, device=target.device)
-    _wait(func, args, kwargs, send(kind, [kind + code for _ in every]))
+    work = send(kind, [kind + code for _ in every])
+    if waits:
+        work.wait()
     if (dtype := _KINDS[int(kind)]) is None:
         return None
-    values = torch.empty(target._rows, target._matrix[1], dtype=dtype, device=target.device)
-    fitting = [_bytes(value) for value in every if value is not None and value.dtype == dtype]
-    _wait(func, args, kwargs, send(_bytes(values, into=True), fitting if len(fitting) == len(every) else []))
+    rows = prod(target.shape[:-1])
+    values = torch.empty(rows, target.shape[-1], dtype=dtype, device=target.device)
+    fitting = [value for value in every if value is not None and value.dtype == dtype]
+    sent = [_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
+    work = send(_bytes(values, into=True), sent if len(sent) == len(every) else [])
+    if waits:
+        work.wait()
     return values
 
 
-def _wait(func: Any, args: Args, kwargs: Kwargs, *works: Any) -> None:
-    """Waits for works.
+def _done(
+    tensor: QuantizedTensor, works: Sequence[Any], waits: bool, values: Tensor | None
+) -> tuple[list[QuantizedTensor], Any]:
+    """What a collective in place returns: who waits for the last of several works has waited for all."""
+    for work in works[:-1] if waits else ():
+        work.wait()
+    written([tensor])
+    if values is not None:
+        tensor._writes.trains = True
+        initial.keep(tensor, values[: tensor._rows])
+    return [tensor], works[-1]
+
+
+def _waits(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
+    """Whether works can be waited for.
 
     On a card, a collective that is not asynchronous runs on the caller's stream, and its work is a null pointer in a
     Python object, which crashes when it is asked to wait.
     """
-    if args[0][0].device.type == "cpu" or _argument(func, args, kwargs, "async_op", True):
-        for work in works:
-            work.wait()
-
-
-def _done(
-    func: Any, args: Args, kwargs: Kwargs, tensor: QuantizedTensor, works: Sequence[Any], values: Tensor | None
-) -> tuple[list[QuantizedTensor], Any]:
-    """What a collective in place returns: who waits for the last of several works has waited for all."""
-    _wait(func, args, kwargs, *works[:-1])
-    written([tensor])
-    if values is not None:
-        tensor._writes.trains = True
-        initial.keep(tensor, values)
-    return [tensor], works[-1]
+    return tensor.device.type == "cpu" or bool(_argument(func, args, kwargs, "async_op", True))
 
 
 def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
@@ -207,7 +229,7 @@ def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) ->
 def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """constant_pad_nd with zeros after the last row or column, as DTensor fills up short shards.
 
-    Raises LayoutError where what is there does not end with a block.
+    Raises LayoutError where columns are filled up that do not end with a block.
     """
     tensor, amounts = args[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
@@ -219,25 +241,15 @@ def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
     if value or not only_after or not whole or tuple(shape[1:-1]) != tuple(tensor.shape[1:-1]):
         raise LayoutError(f"{func}: {tensor._label()} is filled up with zeros after its last row or column alone")
-    rows = prod(shape[:-1])
-    if tensor._halo.rows or (rows != tensor._rows and rows % layout.block_rows):
-        raise LayoutError(_cut_inside(func, tensor))
-    if columns != k and k % layout.column_multiple:
+    rows, block = prod(shape[:-1]), layout.block_rows
+    if columns == k and (tensor._halo.rows or rows % block or tensor._rows % block):
+        return rejoining.filled(tensor, shape)
+    if columns != k and (tensor._halo.rows or k % layout.column_multiple):
         raise LayoutError(
             f"{func}: the {k} columns of {tensor._label()} do not end with a block: shards of columns are multiples of "
             f"{layout.column_multiple} columns"
         )
-    matrix = rows, columns
-    facts, planes = layout.planes(*matrix), {}
-    for name, plane in tensor._planes.items():
-        planes[name] = plane
-        if plane.shape != facts[name].shape:
-            planes[name] = plane.new_zeros(facts[name].shape)
-            planes[name][: plane.shape[0], : plane.shape[1]] = plane
-    filled = tensor._with_planes(planes, shape, matrix=matrix)
-    if (values := initial.own(tensor)) is not None:
-        initial.keep(filled, torch.nn.functional.pad(values, (0, columns - k, 0, rows - tensor._rows)))
-    return filled  # type: ignore[no-any-return]
+    return rejoining.with_zeros(tensor, shape)
 
 
 def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -262,28 +274,22 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------------- checks
 def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
-    (_, k), last = tensor._matrix, tensor.shape[-1:]
-    if tensor._transposed or tensor.dim() < 2 or last != (k,):
-        raise LayoutError(f"{func}: {tensor._label()} travels as rows of {k} columns, not transposed or flattened")
+    _check_rows_of(func, tensor)
     if tensor._halo.rows:
         raise LayoutError(_cut_inside(func, tensor))
 
 
+def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
+    (_, k), last = tensor._matrix, tensor.shape[-1:]
+    if tensor._transposed or tensor.dim() < 2 or last != (k,):
+        raise LayoutError(f"{func}: {tensor._label()} travels as rows of {k} columns, not transposed or flattened")
+
+
 def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
     return (
-        f"{func}: {tensor._label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows, and such shards are "
-        "joined by FSDP2's hooks alone: use fully_shard, or shards of whole blocks"
+        f"{func}: {tensor._label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight with "
+        "full_tensor() first, or cut it into whole blocks"
     )
-
-
-def _check_rows(tensor: QuantizedTensor, rows: int, world: int) -> None:
-    layout = tensor.LAYOUT
-    if world > 1 and rows % layout.shard_rows:
-        raise ShardAlignmentError(
-            f"{tensor._label()}: shards of {rows} rows do not join: a cut must fall at a multiple of "
-            f"{layout.shard_rows} rows ({layout.shard_reason}); the nearest that do have "
-            f"{up(rows, layout.shard_rows)} rows"
-        )
 
 
 def _travels(layout: Layout, name: str) -> bool:

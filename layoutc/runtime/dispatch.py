@@ -232,16 +232,19 @@ def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
 
-    Same recipe: planes, byte for byte. A piece whose scales also cover other rows, and differ, is kept until those rows
-    have come as well (`partial`). Plain into quantized: quantizes, with the amax shared over shards where FSDP2
-    holds the tensor. Quantized into plain: dequantizes. Another recipe: through fp32.
+    Same recipe: planes, byte for byte; a piece whose scales also cover other rows, and differ, waits for those rows
+    (`partial`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Another recipe: through fp32.
     """
+    from layoutc.runtime import amax, broadcasts, updates
+
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(target.dtype if target.is_floating_point() else None))  # type: ignore[no-any-return]
+        as_sent = source._sent is not None or not target.is_floating_point()  # other ranks have it in its own dtype
+        return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
     gathered.refuse_write(target)
+    source = broadcasts.arrived(target, source)
     if isinstance(source, QuantizedTensor):
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
         if same and isinstance(target._planes, ScatteredPlanes):
@@ -257,8 +260,6 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         source = source.dequantize(torch.float32)
     if target._transposed:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
-    from layoutc.runtime import amax, updates
-
     updates.note_average(target)
     amax.requantize_(target, source.to(target.device))
     return target

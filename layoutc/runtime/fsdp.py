@@ -10,12 +10,14 @@ padded shard's shape; packed codes and scales never have, and the other ranks wo
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard as Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime import initial, meshes
@@ -42,6 +45,15 @@ Shard = QuantizedTensor | CastOnGather
 
 
 @dataclass
+class Gathered:
+    """What the gathers of one FSDPParam have in common, for as long as it lives, whatever shard it holds."""
+
+    keeps: bool | None = None  # stays gathered after forward; decided at the first gather
+    joined: dict[str, Tensor] = field(default_factory=dict)  # planes of the gathered weight that are no gather outputs
+    routes: dict[PassName, Route] = field(default_factory=dict)
+
+
+@dataclass
 class Sharding:
     """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup."""
 
@@ -49,12 +61,16 @@ class Sharding:
     param: Any
     group: Any
     placement: Any  # Shard(dim)
-    keeps: bool | None = None  # stays gathered after forward; decided at the first gather
-    joined: dict[str, Tensor] = field(default_factory=dict)  # planes of the gathered weight that are no gather outputs
-    routes: dict[PassName, Route] = field(default_factory=dict)
+
+    @property
+    def gathered(self) -> Gathered:
+        """Of its FSDPParam, which must be there."""
+        return _gathered.setdefault(self.param(), Gathered())
 
 
-_shardings: dict[int, Sharding] = {}  # by the id of the dict of planes, which a shard and all its aliases share
+# By the id of the dict of planes, which a shard and all its aliases share; until the shard is gone.
+_shardings: dict[int, Sharding] = {}
+_gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary()  # by FSDPParam
 _copies: Any = WeakTensorKeyDictionary()
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
@@ -79,8 +95,16 @@ def _scan() -> None:
     for param, group in _parameters():
         local = getattr(param.sharded_param, "_local_tensor", None)
         if isinstance(local, Shard) and _look_up(local) is None:
-            references = weakref.ref(local), weakref.ref(param), weakref.ref(group)
-            _shardings[id(local._planes)] = Sharding(*references, param.fsdp_placement)
+            number = id(local._planes)
+            forget = partial(_forget, number)
+            known = Sharding(weakref.ref(local, forget), weakref.ref(param), weakref.ref(group), param.fsdp_placement)
+            _shardings[number] = known
+
+
+def _forget(number: int, local: weakref.ref[Shard]) -> None:
+    """Called when a shard is gone. Another may have its number by now."""
+    if (known := _shardings.get(number)) is not None and known.local is local:
+        del _shardings[number]
 
 
 def remember_copy(copy: Shard, shard: Shard) -> bool:
@@ -202,9 +226,9 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         needed = {name for orientation in layout.serves[found.which] for name in layout.sources[orientation]}
         gathering.shared = {n: plane.clone() for n, plane in shard._planes.items() if n in needed & layout.shared}
     if known is not None:
-        gathering.joined = known.joined
+        gathering.joined = known.gathered.joined
         if known.placement.dim:
-            gathering.restore = _as_rows(known, shard)
+            _let_rows_travel(known, shard)
     return gathering
 
 
@@ -217,29 +241,50 @@ def _route(known: Sharding, shard: QuantizedTensor, which: PassName | None = Non
             "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
         )
     which = which or _pass(known, group)
-    if which not in known.routes:
+    if which not in (routes := known.gathered.routes):
         (*padded, k), world = param.padded_sharded_param_size, param.mesh_info.shard_process_group.size()
         dim, shape = known.placement.dim, tuple(param._orig_size)
-        known.routes[which] = route(shard.LAYOUT, which, world, shape, prod(padded), k, dim)
-    return known.routes[which]
+        routes[which] = route(shard.LAYOUT, which, world, shape, prod(padded), k, dim)
+    return routes[which]
 
 
-def _as_rows(known: Any, shard: QuantizedTensor) -> Any:
-    """Lets FSDP2 gather bytes in rank order; gives back what undoes it.
+_COPY_OUT = "foreach_all_gather_copy_out"  # of torch.distributed.fsdp, which reads the dim of each placement
+
+
+class _CutAsRows(Placement):
+    """Shard(dim) as FSDP2 reads it: with dim 0 where it puts together what it has gathered, else as it is.
 
     For other dims than 0 it would put the outputs together by itself, as if each were a plane of the shard's own shape
-    and of one byte an element. The post hook puts them together instead. In between, FSDP2 reads the dim for nothing
-    else. Raises LayoutError for recipes with planes that the ranks would share in other ways than the hooks know.
+    and of one byte an element. As rows they are left in rank order, and the post hook puts them together.
     """
+
+    @property
+    def dim(self) -> int:  # type: ignore[override]
+        """The dim that is cut."""
+        return 0 if sys._getframe(1).f_code.co_name == _COPY_OUT else super().dim
+
+
+def _let_rows_travel(known: Sharding, shard: QuantizedTensor) -> None:
+    """Lets FSDP2 gather the bytes of a shard of another dim than 0 in rank order.
+
+    Raises LayoutError for recipes with planes that the ranks would share in other ways than the hooks know, and where
+    FSDP2 is not as expected.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
     layout = shard.LAYOUT
+    if not hasattr(_fsdp_collectives, _COPY_OUT):
+        raise LayoutError(
+            f"{parameter_name(shard)}: torch {torch.__version__} has no {_COPY_OUT}, with which shards of dim "
+            f"{known.placement.dim} are gathered; shard dim 0"
+        )
     if layout.shared_along_rows - layout.shared or layout.amax_columns is not None:
         raise LayoutError(
             f"{parameter_name(shard)}: {layout.name} can't be sharded on dim {known.placement.dim}, since some scale "
             "covers whole rows or columns of the weight; shard dim 0"
         )
-    param, placement = known.param(), known.placement
-    param.fsdp_placement = type(placement)(0)
-    return lambda: setattr(param, "fsdp_placement", placement)
+    if not isinstance(known.placement, _CutAsRows):
+        known.placement = known.param().fsdp_placement = _CutAsRows(known.placement.dim)
 
 
 def passing(shard: Shard) -> PassName:
@@ -260,9 +305,9 @@ def _pass(known: Sharding, group: Any) -> PassName:
 
     FSDP2 allocates a parameter's gather outputs once, so the choice between the two modes holds for the shard's life.
     """
-    if known.keeps is None:
-        known.keeps = not group._reshard_after_forward
-    if known.keeps:
+    if known.gathered.keeps is None:
+        known.gathered.keeps = not group._reshard_after_forward
+    if known.gathered.keeps:
         return "both"
     return "backward" if group._training_state.name == "PRE_BACKWARD" else "forward"
 
@@ -275,8 +320,6 @@ def finish(
     Inner tensors are planes that had to be joined; the others are gather outputs, which FSDP2 frees by itself. Aliases
     of `out` share its dict of planes, so those that autograd saved in forward see what backward gathered.
     """
-    if gathering.restore is not None:
-        gathering.restore()
     if out is None:
         cls = shard.QUANTIZED if isinstance(shard, CastOnGather) else type(shard)
         route, home, known = gathering.route, weakref.ref(shard), find(shard)

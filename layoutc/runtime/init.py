@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import fsdp, initial, meshes, updates
 from layoutc.runtime.amax import FLOATS, quantize
+from layoutc.runtime.broadcasts import keep_quantized
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.plain_state import keep_plain
 from layoutc.runtime.tensor import QuantizedTensor
@@ -92,6 +93,7 @@ def _replace(
         made = nn.Parameter(make(weight, chosen[modules[0]]), requires_grad=weight.requires_grad)
         for module in modules:
             module.weight = made
+            keep_quantized(module)
     return chosen
 
 

@@ -30,6 +30,22 @@ def cuts(tensor: Tensor) -> list[tuple[int, int]]:
     return [(mesh_dim, p.dim) for mesh_dim, p in enumerate(placements) if hasattr(p, "dim")]
 
 
+def slices_of(tensor: Tensor) -> tuple[slice, ...]:
+    """What this rank holds of a DTensor, as an index of the whole; all of another tensor."""
+    first, last = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # A strided shard is a cut of what mesh dims after it have cut before.
+        strided: Any = [cut for cut in cuts(tensor) if hasattr(placements[cut[0]], "split_factor")]
+        plain = [cut for cut in cuts(tensor) if cut not in strided]
+        for mesh_dim, negative in (*plain, *reversed(strided)):
+            dim, world, rank = negative % tensor.dim(), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            start, stop = first[dim], last[dim]
+            each = cdiv(stop - start, world)
+            first[dim], last[dim] = min(start + rank * each, stop), min(start + (rank + 1) * each, stop)
+    return tuple(slice(a, b) for a, b in zip(first, last, strict=True))
+
+
 def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
     """The process groups over which shards of a tensor share amaxes, one for each mesh dim; none for a plain tensor.
 

@@ -82,6 +82,7 @@ class Writes:
     content: object = field(default_factory=object)  # stands for the bytes: copies have the same one, other bytes not
     trains: bool = False  # plain values that are written are kept, for a master to start from
     initial: Initial | None = None
+    sent: QuantizedTensor | None = None  # the tensor, where a rank has broadcast its values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
         """For checkpoints that are staged attribute by attribute: initial values are in none."""

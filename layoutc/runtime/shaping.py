@@ -16,7 +16,8 @@ from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.fallback import fallback
 from layoutc.runtime.partial import part_of
 from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
-from layoutc.runtime.sharding import Halo
+from layoutc.runtime.rejoining import StackedPlanes, taken_apart
+from layoutc.runtime.sharding import NO_HALO, Halo
 from layoutc.runtime.tensor import QuantizedTensor
 from layoutc.runtime.windows import Window, bounds, dim_of, matrix_for, window
 
@@ -45,6 +46,9 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
 
 
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
+    is_first = tensor._ends and found.r0 == 0
+    if is_first and found.halo.after:
+        found = found._replace(r1=found.r1 - found.halo.after, halo=NO_HALO)
     window = (found.r0, found.r1, found.c0, found.c1)
     planes: MutableMapping[str, Tensor]
     if isinstance(tensor._planes, ScatteredPlanes):  # a view of copies would lose what is written to it
@@ -57,12 +61,12 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
         planes = type(tensor)._cut(tensor._planes, *window)
     piece = tensor._with_planes(planes, found.shape, matrix=found.matrix, halo=found.halo)
     piece._home, piece._writes = tensor._home, tensor._writes
-    piece._part = part_of(tensor, found.r0, found.c0)
+    piece._part = None if is_first else part_of(tensor, found.r0, found.c0)
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
     tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
     if tensor._is_new:
         piece._made_in, piece._halo, piece._part = weakref.ref(tensor), Halo(*found.halo[:2]), None
-    if found.rows != tensor._rows and not tensor._is_new:
+    if found.rows != tensor._rows and not (tensor._is_new or is_first):
         piece._common |= tensor.LAYOUT.shared
     if found.matrix[1] != tensor._matrix[1]:
         piece._common |= tensor.LAYOUT.shared_along_rows
@@ -112,8 +116,12 @@ def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
 def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
     """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards."""
     tensor, size, dim = _fill(args, (None, None, 0))
+    if tensor._sent is not None and callers.is_called_from("torch.distributed.tensor"):
+        return list(func(tensor.dequantize(), size, dim))  # what DTensor scatters, other ranks receive as values
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
+    if isinstance(tensor._planes, StackedPlanes) and dim == 0 and size * tensor._planes.world == total:
+        return taken_apart(tensor)
     starts = range(0, total, size) if size else (0,)
     if _scatters(tensor, dim) and 0 < size < total:
         return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
@@ -179,10 +187,7 @@ def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTen
 
 
 def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """cat on dim 0, or on the last, of pieces that end on block boundaries and share what covers all of it: bytes.
-
-    Else through fallback.
-    """
+    """cat of pieces that end on block boundaries and share what covers all of it: bytes. Else through fallback."""
     pieces = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = pieces[0]
@@ -190,8 +195,10 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if callers.syncing_replicas() is not None:
             return func(*replicas.dense(args), **kwargs)  # type: ignore[no-any-return]
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
-    if dim:
+    if dim == first.dim() - 1 > 0:
         return _join_columns(pieces)
+    if dim:
+        return _join_between(pieces, dim)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
     matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
     planes = first._join([piece._planes for piece in pieces])
@@ -201,19 +208,22 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def _joinable(pieces: list[Any], dim: int) -> bool:
     first = pieces[0]
     layout = first.LAYOUT
-    if dim not in (0, first.dim() - 1) or any(
-        type(p) is not type(first) or p._transposed or p.dim() < 2 for p in pieces
-    ):
+    if any(type(p) is not type(first) or p._transposed or p.dim() < 2 or p.dim() != first.dim() for p in pieces):
         return False
-    along = slice(1, None) if dim == 0 else slice(0, -1)
-    if any(p.shape[along] != first.shape[along] or p._planes.keys() != first._planes.keys() for p in pieces):
+    others = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in pieces]
+    if others.count(others[0]) < len(pieces) or any(p._planes.keys() != first._planes.keys() for p in pieces):
         return False
-    if any(p._halo.rows for p in pieces) or (dim and any(p.shape[-1] != p._matrix[1] for p in pieces)):
+    halo = first._halo[:2] if dim == first.dim() - 1 > 0 else (0, 0)
+    if any(p._halo[:2] != halo or p._held is not None or (dim and p.shape[-1] != p._matrix[1]) for p in pieces):
         return False
-    axis, multiple = (0, layout.block_rows) if dim == 0 else (1, layout.column_multiple)
-    if any(p._matrix[axis] % multiple for p in pieces[:-1]):
-        return False
-    shared = layout.shared if dim == 0 else layout.shared_along_rows
+    if 0 < dim < first.dim() - 1:
+        if any(prod(p.shape[dim:-1]) % layout.block_rows for p in pieces):
+            return False
+    else:
+        axis, multiple = (1, layout.column_multiple) if dim else (0, layout.block_rows)
+        if any(p._matrix[axis] % multiple for p in pieces[:-1]):
+            return False
+    shared = layout.shared if dim < first.dim() - 1 else layout.shared_along_rows
     return all(
         p._planes[n] is first._planes[n] or torch.equal(p._planes[n], first._planes[n])
         for p in pieces[1:]
@@ -228,6 +238,18 @@ def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
     for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
         planes[name] = torch.cat([piece._planes[name] for piece in pieces], 1)
     return first._with_planes(planes, (*first.shape[:-1], k), matrix=(first._matrix[0], k))
+
+
+def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
+    """Pieces whose entries follow one another within each entry before `dim`, as rows of each expert: whole blocks."""
+    first, planes = pieces[0], {}
+    shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
+    for name, plane in first._planes.items():
+        planes[name], rows = plane, first.LAYOUT.stored[name].rows_per_value
+        if rows is not None:
+            each = [p._planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
+            planes[name] = torch.cat(each, 1).reshape(-1, plane.shape[-1])
+    return first._with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))
 
 
 # ---------------------------------------------------------------------------------------------------------- new tensors

@@ -118,7 +118,7 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Quanti
                 "written (CRC-32 differs); read another copy of the file"
             )
     tensor = cls(
-        _with_halo(cls.LAYOUT, planes, matrix, halo) if halo.rows else planes,
+        with_halo(cls.LAYOUT, planes, matrix, halo) if halo.rows else planes,
         shape,
         getattr(torch, state["dtype"]),
         matrix=matrix,
@@ -230,7 +230,7 @@ def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str |
     return None if same else "shape and matrix have other numbers of elements"
 
 
-def _with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:
+def with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:
     """Planes of whole blocks, zeros where the file has nothing, since those rows are other ranks'."""
     found = {}
     for name, facts in layout.planes(matrix[0], matrix[1]).items():

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,6 @@ class Gathering:
     shared: dict[str, Tensor] = field(default_factory=dict)
     alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are no gather outputs, by name
-    restore: Any = None  # gives FSDP2 back what it shards by
 
     @property
     def which(self) -> PassName:

@@ -57,7 +57,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             shard = param.sharded_param._local_tensor
             known = fsdp.find(shard)
             assert known is not None, name
-            tensors |= {f"joined {plane}": tensor for plane, tensor in known.joined.items()}
+            tensors |= {f"joined {plane}": tensor for plane, tensor in known.gathered.joined.items()}
             own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
             held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
             tensors = {n: t for n, t in tensors.items() if t.untyped_storage().data_ptr() not in held or not t.numel()}

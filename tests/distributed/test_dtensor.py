@@ -154,7 +154,7 @@ def test_shards_of_rows_become_shards_of_columns(four: Ranks, recipe: str) -> No
 
 
 def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
-    """Shards that cut blocks can be held, where none are sent; FSDP2's hooks alone join them."""
+    """Cut over a mesh, and whole again."""
     made: Any = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=source)
     whole = made.full_tensor()
     assert isinstance(whole, Tensor)
@@ -162,7 +162,7 @@ def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
 
 
 def refuses(recipe: str) -> list[str]:
-    """Cuts inside blocks; and writing plain values to a shard that does not know with whom it shares its amax."""
+    """Cuts of columns inside blocks; pieces that were quantized apart; plain values for a shard on its own."""
     world = dist.get_world_size()
     mesh = mesh_of(world)
     layout = recipe_module(recipe).LAYOUT
@@ -170,11 +170,18 @@ def refuses(recipe: str) -> list[str]:
     for dim, unit in ((0, layout.shard_rows), (1, layout.column_multiple)):
         shape = [512, 512]
         shape[dim] = world * unit // 2 * 3
-        if unit > 1:
-            for source in (0, None):
-                with pytest.raises(LayoutError) as caught:
-                    goes_round(weight(recipe, *shape), mesh, dim, source)
-                messages.append(str(caught.value))
+        for source in (0, None) if unit > 1 else ():
+            if dim == 0:
+                assert_same(goes_round(weight(recipe, *shape), mesh, dim, source), weight(recipe, *shape))
+                continue
+            with pytest.raises(LayoutError) as caught:
+                goes_round(weight(recipe, *shape), mesh, dim, source)
+            messages.append(str(caught.value))
+    if layout.block_rows > layout.multiple_m:
+        apart = weight(recipe, layout.block_rows + layout.multiple_m, 512)
+        with pytest.raises(LayoutError) as caught:
+            DTensor.from_local(apart, mesh, [Shard(0)], run_check=False).full_tensor().dequantize()
+        messages.append(str(caught.value))
     if layout.shares_amax:
         made = distribute_tensor(weight(recipe, 512, 512), mesh, [Shard(0)], src_data_rank=None)
         plain = distribute_tensor(torch.ones(512, 512), mesh, [Shard(0)], src_data_rank=None)

@@ -491,3 +491,44 @@ def converts(files: str, recipe: str, where: str) -> None:
 @pytest.mark.parametrize(("files", "recipe"), [("mxfp8", "nvfp4"), ("nvfp4", "fp8_block"), ("fp8_block", "mxfp8")])
 def test_another_layout_is_converted_when_asked_for(four: Ranks, files: str, recipe: str, tmp_path: Path) -> None:
     four.run(converts, files, recipe, str(tmp_path))
+
+
+def disagrees(kind: str, where: str) -> tuple[str, str]:
+    """The third rank reads, or exports, something of its own; what is raised, and nothing is written."""
+    model, mine = shard(build("mxfp8", 128, INNER)), dist.get_rank() == 2
+    before, folder = own_bytes(model), Path(where) / ("theirs" if mine else "files")
+    if kind == "names":
+        with pytest.raises(LayoutError) as caught:
+            export_safetensors(model, Path(where) / "out", rename=lambda name: f"my.{name}" if mine else name)
+    elif kind == "dtypes":
+        with pytest.raises(LayoutError) as caught:
+            export_safetensors(model, Path(where) / "out", dtype=torch.float32 if mine else torch.bfloat16)
+    else:
+        tensors = values(128, INNER)
+        if kind == "other dtype" and mine:  # which would load as well
+            tensors["head.weight"] = tensors["head.weight"].float()
+        if dist.get_rank() in (0, 2):
+            write(folder, tensors, 2 if kind == "other files" and mine else 1)
+        dist.barrier()
+        with pytest.raises(LayoutError) as caught:
+            load_safetensors(model, folder)
+    assert own_bytes(model) == before
+    dist.barrier()
+    return str(caught.value), str(sorted(path.name for path in Path(where).iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "left"),
+    [
+        ("names", "rank 2 and rank 0 export different names, shapes or dtypes", "[]"),
+        ("dtypes", "rank 2 and rank 0 export different names, shapes or dtypes", "[]"),
+        ("other dtype", "rank 2 and rank 0 read different files in", "['files', 'theirs']"),
+        ("other files", "rank 2 and rank 0 read different files in", "['files', 'theirs']"),
+    ],
+)
+def test_ranks_that_read_or_export_different_things_all_raise(
+    four: Ranks, kind: str, words: str, left: str, tmp_path: Path
+) -> None:
+    told = four.run(disagrees, kind, str(tmp_path))
+    assert all(words in said for said, _ in told), told
+    assert all(found == left for _, found in told), told

@@ -81,9 +81,9 @@ def scales_of_whole_rows_by_columns() -> None:
     loss_of(shard(build("fp8_rowwise", WIDTH), shard_placement_fn=by_columns))
 
 
-def a_dtensor_cut_inside_a_block() -> None:
-    mesh = mesh_of(2)
-    distribute_tensor(recipe_module("mxfp8").quantize(torch.ones(96, 64)), mesh, [Shard(0)]).full_tensor()
+def a_dtensor_of_pieces_that_were_quantized_apart() -> None:
+    piece = recipe_module("fp8_block").quantize(torch.ones(96, 128))
+    DTensor.from_local(piece, mesh_of(2), [Shard(0)], run_check=False).full_tensor().dequantize()
 
 
 def a_smaller_mesh_after_forward() -> None:
@@ -256,7 +256,10 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (fsdp_rows_of_experts_inside_a_block, ["48 rows of each 96; blocks of 32 rows must divide both"]),
     (dtensor_rows_of_experts_inside_a_block, ["48 rows of each 96; blocks of 32 rows must divide both"]),
     (scales_of_whole_rows_by_columns, ["weight: fp8_rowwise can't be sharded on dim 1", "shard dim 0"]),
-    (a_dtensor_cut_inside_a_block, ["cut inside a block of 32 rows", "use fully_shard, or shards of whole blocks"]),
+    (
+        a_dtensor_of_pieces_that_were_quantized_apart,
+        ["tensors of 96 rows that were quantized apart do not join", "a multiple of 128 rows", "as 128 is"],
+    ),
     (quantize_after_fully_shard, ["layers.0.weight is sharded already: call quantize_ before fully_shard"]),
     (cast_after_fully_shard, ["layers.0.weight is sharded already: call cast_on_gather_ before fully_shard"]),
     (

@@ -405,3 +405,27 @@ def test_any_accepted_chain_of_views_commutes_with_dequantize(
             assert same_bits(view.dequantize(), plain)
             assert offset_in(q, view)
     assert all(same_bits(plane, before[name]) for name, plane in q.planes().items())
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_a_part_that_was_waited_for_is_still_a_part(recipe: str) -> None:
+    """What it shares with the rest of the weight covers more than it: no plain values, and no other amax."""
+    tensor = make(recipe)
+    before, part = snapshot(tensor), tensor[:128]
+    waited = torch.ops._c10d_functional.wait_tensor(part)
+    assert same_bits(waited.dequantize(), part.dequantize())
+    for write in (lambda: waited.copy_(torch.ones(waited.shape)), lambda: waited.mul_(3)):
+        with pytest.raises(UnsupportedOperator, match="is a part of a weight whose scale covers more than the part"):
+            write()
+    assert all(torch.equal(plane, tensor.planes()[plane_name]) for plane_name, plane in before.items())
+
+
+@each_recipe
+def test_rows_of_each_entry_are_joined_as_bytes(recipe: str) -> None:
+    """On a dim between, where they are whole blocks: the inverse of a cut there."""
+    whole = make(recipe, 3, 256, 128)
+    with layoutc.strict():
+        joined = torch.cat([piece.clone() for piece in whole.split(128, 1)], 1)
+    assert type(joined) is type(whole)
+    assert joined.shape == whole.shape
+    assert all(same_bits(plane, joined.planes()[name]) for name, plane in whole.planes().items())

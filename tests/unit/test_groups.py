@@ -250,3 +250,11 @@ def test_a_batch_is_checked_before_any_of_it_is_written(on_card: list[int]) -> N
     with pytest.raises(UnsupportedOperator, match="is a part of a weight"):
         requantize_many_([(targets[1], weight(32, 32, 8)), (bad, weight(16, 32, 9))], [torch.ones(1), None])
     assert all(same_bits(a, t.planes()["rowwise_data"]) for a, t in zip(before, targets, strict=True))
+    cut = recipe("fp8_block").quantize(weight(256, 128, 4))
+    expected = copy.deepcopy(cut)
+    for rows in (slice(0, 192), slice(64, 256)):
+        values = weight(192, 128, 9)
+        with pytest.raises(UnsupportedOperator, match="is cut inside a block of 128 rows"):
+            requantize_many_([(targets[1], weight(32, 32, 8)), (cut[rows], values)], [torch.ones(1), None])
+    assert same(cut, expected)
+    assert same_bits(before[1], targets[1].planes()["rowwise_data"])

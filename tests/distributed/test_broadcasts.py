@@ -1,0 +1,176 @@
+"""Rank 0 has a full quantized state dict, the other ranks plain buffers for it: all end with its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, mesh_of
+from models import RECIPES, assert_same_tensors, raw, recipe_module
+from test_cut_weights import Weights, assert_same, assert_same_shard, params, shapes, values, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.tensor import QuantizedTensor
+
+ODD = ("fp8_rowwise", "mxfp6_e2m3", "fp8_block_1d")
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def assert_gathers(model: Any, expected: list[QuantizedTensor]) -> None:
+    """What FSDP2's hooks gather are the bytes."""
+    model.unshard()
+    for param, one in zip(model.parameters(), expected, strict=True):
+        assert_same_tensors(param.data.planes(), one.planes())
+    model.reshard()
+
+
+def from_first(recipe: str, how: str) -> None:
+    """torch's own, into a model that is sharded, replicated, or not made real yet."""
+    world = dist.get_world_size()
+    given = shapes(recipe, world)
+    mesh = mesh_of(2, 2, names=("replicate", "shard")) if how == "hsdp" else mesh_of(world)
+    expected = whole(recipe, given, 0)
+    state = {f"{number}.weight": one for number, one in enumerate(expected)} if dist.get_rank() == 0 else {}
+    reference = Weights(recipe, given, 0)
+    with torch.device("meta" if how == "meta" else "cpu"):
+        model = Weights(recipe, given, 50)
+    if how == "meta":
+        model = model.to("meta")
+    if how != "unsharded":
+        for one in (model, reference):
+            fully_shard(one, mesh=mesh)
+    with layoutc.strict():
+        set_model_state_dict(model, state, options=BROADCAST)
+    for param, source, one in zip(model.parameters(), reference.parameters(), expected, strict=True):
+        if how == "unsharded":
+            assert_same(param.data, one)
+            continue
+        assert isinstance(param, DTensor)
+        assert isinstance(source, DTensor)
+        assert_same_shard(param._local_tensor, source._local_tensor)
+        assert_same(param.full_tensor().data, one)
+    if how != "unsharded":
+        assert_gathers(model, expected)
+
+
+@pytest.mark.parametrize("how", ["sharded", "hsdp", "meta", "unsharded"])
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(four: Ranks, recipe: str, how: str) -> None:
+    four.run(from_first, recipe, how)
+
+
+def plain_from_first(recipe: str) -> None:
+    """Values on rank 0 are quantized as one process does."""
+    given = shapes(recipe, dist.get_world_size())
+    model, expected = Weights(recipe, given, 50), whole(recipe, given, 0)
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    plain = {f"{number}.weight": values(shape, number) for number, shape in enumerate(given)}
+    set_model_state_dict(model, plain if dist.get_rank() == 0 else {}, options=BROADCAST)
+    for param, one in zip(params(model), expected, strict=True):
+        assert_same(param.full_tensor().data, one)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+def test_values_on_the_first_rank_are_quantized(four: Ranks, recipe: str) -> None:
+    four.run(plain_from_first, recipe)
+
+
+def into_a_plain_model(recipe: str) -> None:
+    """All ranks get the values, in the precision in which they came, also those that the first rank has by itself."""
+    given = shapes(recipe, dist.get_world_size())
+    model = nn.ParameterList([torch.zeros(shape) for shape in given])
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    expected = whole(recipe, given, 0)
+    state = {str(number): one for number, one in enumerate(expected)} if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, state, options=BROADCAST)
+    for param, one in zip(params(model), expected, strict=True):
+        assert torch.equal(param.full_tensor(), one.dequantize().float())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_a_plain_model_gets_values(four: Ranks, recipe: str) -> None:
+    four.run(into_a_plain_model, recipe)
+
+
+def loads_as_accelerate_does(recipe: str) -> None:
+    """Its own code: the model goes to meta, is sharded, and rank 0 sends what it was."""
+    accelerate = pytest.importorskip("accelerate.utils.fsdp_utils")
+    given, rank = shapes(recipe, dist.get_world_size()), dist.get_rank()
+    model, expected = Weights(recipe, given, 0 if rank == 0 else 50), whole(recipe, given, 0)
+    before = model.state_dict()
+    model = model.to("meta")
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+
+    class Accelerator:
+        is_main_process = rank == 0
+
+    accelerate.fsdp2_load_full_state_dict(Accelerator(), model, before)
+    reference = Weights(recipe, given, 0)
+    fully_shard(reference, mesh=mesh_of(dist.get_world_size()))
+    for param, source, one in zip(params(model), params(reference), expected, strict=True):
+        assert_same_shard(param._local_tensor, source._local_tensor)
+        assert_same(param.full_tensor().data, one)
+    assert_gathers(model, expected)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str) -> None:
+    four.run(loads_as_accelerate_does, recipe)
+
+
+def broadcasts(recipe: str) -> str:
+    """To a plain buffer, its values; to a quantized one, which would not get its bytes, nothing."""
+    one, rank = whole(recipe, [(256, 256)], 0)[0], dist.get_rank()
+    buffer: Any = one if rank == 0 else torch.empty(one.shape, dtype=one.dtype)
+    dist.broadcast(buffer, 0)
+    if rank:
+        assert torch.equal(buffer, one.dequantize())
+    other = one if rank == 0 else one.clone()
+    said = "sent"
+    try:
+        dist.broadcast(other, 0)
+    except LayoutError as error:
+        said = str(error)
+    mesh = mesh_of(dist.get_world_size())
+    fresh = whole(recipe, [(256, 256)], rank)[0]
+    assert_same(distribute_tensor(fresh, mesh, [Replicate()]).to_local(), one)
+    sharded = distribute_tensor(fresh, mesh, [Shard(0)])
+    assert torch.equal(raw(sharded.full_tensor().dequantize()), raw(one.dequantize()))
+    return said
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+def test_a_plain_buffer_gets_values_and_a_quantized_one_says_what_to_write(four: Ranks, recipe: str) -> None:
+    said = four.run(broadcasts, recipe)
+    assert said[0] == "sent"
+    assert len(set(said[1:])) == 1
+    assert "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[1]
+
+
+def assigns(recipe: str) -> None:
+    """Plain values that a state dict assigns are quantized, whether the weight is sharded or not."""
+    module = recipe_module(recipe)
+    x = values((256, 256), 3)
+    linear = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    layoutc.quantize_(linear, recipe)
+    linear.load_state_dict({"weight": x}, assign=True)
+    assert_same(linear.weight.data, module.quantize(x))
+    model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    layoutc.quantize_(model, recipe)
+    mesh = mesh_of(dist.get_world_size())
+    fully_shard(model, mesh=mesh)
+    model.load_state_dict({"weight": distribute_tensor(x, mesh, [Shard(0)])}, assign=True)
+    assert_same(params(model)[0].full_tensor().data, module.quantize(x))
+    assert_gathers(model, [module.quantize(x)])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block", "fp8_delayed"])
+def test_values_that_are_assigned_are_quantized(four: Ranks, recipe: str) -> None:
+    four.run(assigns, recipe)

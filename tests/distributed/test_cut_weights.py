@@ -1,0 +1,197 @@
+"""Weights at every cut that fully_shard can make: gathered, in full state dicts, distributed, exported; byte for byte.
+
+The oracle is the whole weight, quantized in one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, mesh_of
+from models import assert_same_tensors, raw, recipe_module
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import layoutc
+import layoutc.recipes
+from layoutc.checkpoint import export_safetensors
+from layoutc.checkpoint.gathering import gathered_whole
+from layoutc.runtime.tensor import QuantizedTensor
+
+Shape = tuple[int, ...]
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def values(shape: Shape, seed: int) -> Tensor:
+    """The same on every rank; blocks have scales of their own."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    rows = torch.arange(x.numel() // shape[-1]).view(*shape[:-1], 1)
+    return (x * torch.exp2(rows % 7 - 3.0) * torch.linspace(0.1, 8, shape[-1])).to(torch.bfloat16)
+
+
+def shapes(recipe: str, world: int) -> list[Shape]:
+    """All rows on the first rank, some ranks without any, cuts inside blocks, the last block whole and partial."""
+    layout = recipe_module(recipe).LAYOUT
+    least, block, k = layout.multiple_m, layout.block_rows, 2 * layout.column_multiple
+    rows = {least, (world - 1) * least, block + least, world * block, world * block + least, 3 * world * block // 2}
+    rows |= {world * block - 1} if least == 1 else set()
+    return [*((up, k) for up in sorted(n - n % least for n in rows)), (1, least, k), (3, 2 * block, k), (5, least, k)]
+
+
+class Weights(nn.Module):
+    """One module with a weight of each shape."""
+
+    def __init__(self, recipe: str, given: list[Shape], seed: int) -> None:
+        super().__init__()
+        for number, shape in enumerate(given):
+            module = nn.Module()
+            module.weight = nn.Parameter(values(shape, seed + number))
+            self.add_module(str(number), module)
+        layoutc.quantize_(self, recipe, filter_fn=lambda module, _: hasattr(module, "weight"))
+
+
+def whole(recipe: str, given: list[Shape], seed: int) -> list[QuantizedTensor]:
+    """The oracle."""
+    return [recipe_module(recipe).quantize(values(shape, seed + number)) for number, shape in enumerate(given)]
+
+
+def assert_same(found: Any, expected: QuantizedTensor) -> None:
+    """The class, what it says of itself, and all bytes, stored and laid out."""
+    assert type(found) is type(expected), type(found)
+    assert (found.shape, found._matrix, found._halo.rows) == (expected.shape, expected._matrix, 0)
+    assert_same_tensors(expected.planes(), found.planes())
+    assert_same_tensors(expected.buffers(), found.buffers())
+
+
+def assert_same_shard(found: Any, expected: Any) -> None:
+    """What two shards have for their own rows."""
+    assert (found.shape, found._halo[:2]) == (expected.shape, expected._halo[:2])
+    for name in expected._planes:
+        if found.numel() or name in expected.LAYOUT.shared:
+            assert torch.equal(raw(found._entries(name)), raw(expected._entries(name))), name
+
+
+def params(model: nn.Module) -> list[DTensor]:
+    found = list(model.parameters())
+    assert all(isinstance(param, DTensor) for param in found)
+    return found  # type: ignore[return-value]
+
+
+def are_whole(recipe: str, world: int, given: list[Shape], placement: Any, mesh: DeviceMesh) -> None:
+    """Everything that torch gathers or distributes; with no implicit dequantize."""
+    expected, others = whole(recipe, given, 0), whole(recipe, given, 50)
+    model = Weights(recipe, given, 0)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: placement)
+    with layoutc.strict():
+        for param, one in zip(params(model), expected, strict=True):
+            assert_same(param.full_tensor().detach(), one)
+            assert_same(param.detach().redistribute(placements=[Replicate()] * mesh.ndim).to_local(), one)
+        full = get_model_state_dict(model, options=FULL)
+        for found, one in zip(full.values(), expected, strict=True):
+            assert_same(found, one)
+        if mesh.size() == dist.get_world_size():
+            on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            told = get_model_state_dict(model, options=on_host)
+            for found, one in zip(told.values(), expected, strict=False):
+                assert_same(found, one)
+            assert len(told) == (len(expected) if dist.get_rank() == 0 else 0)
+        other = Weights(recipe, given, 50)
+        fully_shard(other, mesh=mesh, shard_placement_fn=lambda _: placement)
+        for param, one in zip(params(other), others, strict=True):
+            assert_same(param.full_tensor().detach(), one)
+        set_model_state_dict(other, dict(full), options=FULL)
+        for param, source, one in zip(params(other), params(model), expected, strict=True):
+            assert_same_shard(param._local_tensor, source._local_tensor)
+            for rank in (0, None):
+                given_here = one if dist.get_rank() == 0 or rank is None else one.clone().zero_()
+                made = distribute_tensor(given_here, mesh, param.placements, src_data_rank=rank)
+                assert_same_shard(made._local_tensor, source._local_tensor)
+                assert_same(made.full_tensor(), one)
+
+
+def among(world: int) -> DeviceMesh | None:
+    """A mesh of the first ranks; None on the others."""
+    mesh = mesh_of(world)
+    return mesh if dist.get_rank() < world else None
+
+
+def at_all_cuts(recipe: str) -> None:
+    """Two to four ranks."""
+    for world in (2, 3, 4):
+        if (mesh := among(world)) is not None:
+            are_whole(recipe, world, shapes(recipe, world), Shard(0), mesh)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
+    four.run(at_all_cuts, recipe)
+
+
+def on_other_dims(recipe: str) -> None:
+    """Columns, of rows that do not end with a block either, and rows of each expert; two replicas."""
+    layout, world = recipe_module(recipe).LAYOUT, 4
+    mesh, rows = mesh_of(world), layout.block_rows + layout.multiple_m
+    if not layout.shared_along_rows - layout.shared and layout.amax_columns is None:
+        are_whole(recipe, world, [(rows, world * layout.column_multiple)], Shard(1), mesh)
+        experts = (3, world * layout.block_rows, layout.column_multiple)
+        are_whole(recipe, world, [experts], Shard(1), mesh)
+    copies = mesh_of(2, 2, names=("replicate", "shard"))
+    are_whole(
+        recipe, 2, [(layout.multiple_m, layout.column_multiple), (rows, layout.column_multiple)], Shard(0), copies
+    )
+
+
+@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
+    four.run(on_other_dims, recipe)
+
+
+def exports(recipe: str, where: str) -> None:
+    """A head of one row and one expert, whose rows all lie on the first rank, and one that cuts go through."""
+    layout = recipe_module(recipe).LAYOUT
+    k = layout.column_multiple
+    given = [(layout.multiple_m, k), (1, 3 * layout.multiple_m, k), (2 * layout.block_rows + layout.multiple_m, k)]
+    model = Weights(recipe, given, 0)
+    fully_shard(model, mesh=mesh_of(4))
+    export_safetensors(model, Path(where) / "out")
+    found = load_file(Path(where) / "out" / "model.safetensors")
+    for number, one in enumerate(whole(recipe, given, 0)):
+        assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
+
+
+@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
+    four.run(exports, recipe, str(tmp_path))
+
+
+def in_two_dims(recipe: str) -> None:
+    """FSDP2's cuts inside of the blocks of tensor-parallel shards, of rows and of columns."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    layout = recipe_module(recipe).LAYOUT
+    for style, shape in (
+        (ColwiseParallel, (6 * layout.block_rows, 128)),
+        (RowwiseParallel, (3 * layout.block_rows, 256)),
+    ):
+        x = values(shape, 1)
+        model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16))
+        model[0].weight = nn.Parameter(x)
+        parallelize_module(model, mesh["tp"], {"0": style()})
+        layoutc.quantize_(model, recipe)
+        fully_shard(model, mesh=mesh["dp"])
+        assert_same(params(model)[0].full_tensor().data, recipe_module(recipe).quantize(x))
+        assert_same(gathered_whole(params(model)[0].detach()), recipe_module(recipe).quantize(x))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+def test_cuts_in_two_dims_are_joined(four: Ranks, recipe: str) -> None:
+    four.run(in_two_dims, recipe)
