@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives as functional
-from torch.nn.functional import pad as functional_pad
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
+from torch.nn.functional import pad as functional_pad
 
 from layoutc.runtime import broadcasts, initial, operators, rejoining
 from layoutc.runtime.dispatch import Args, Kwargs
