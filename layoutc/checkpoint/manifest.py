@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from layoutc import __version__
 from layoutc.checkpoint.folders import MANIFEST
@@ -20,12 +23,12 @@ FORMAT = 1
 _BYTES = 2**26  # the largest that is read: a million files
 
 
-def write_manifest(partial: Path, metadata: Metadata) -> None:
-    """Writes layoutc.json into the folder of a save of which all ranks have written their files.
+def write_manifest(partial: Path, metadata: Metadata, results: Iterable[WriteResult]) -> None:
+    """Writes layoutc.json into the folder of a save of which all ranks have written their files, with these results.
 
     Raises LayoutError where something that `.metadata` names is not there.
     """
-    sizes = _written(partial, metadata)
+    sizes = _written(partial, metadata, {result.index: result.storage_data for result in results})
     held = (partial / METADATA).read_bytes()
     manifest = {
         "format": FORMAT,
@@ -42,16 +45,16 @@ def write_manifest(partial: Path, metadata: Metadata) -> None:
     check_manifest(partial)
 
 
-def _written(partial: Path, metadata: Metadata) -> dict[str, int]:
+def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> dict[str, int]:
     """The size of each file that the metadata names. Raises LayoutError for what is not there, or not whole."""
     for name, entry in metadata.state_dict_metadata.items():
         offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
         for offset in offsets:
-            if MetadataIndex(name, offset) not in metadata.storage_data:
+            if MetadataIndex(name, offset) not in stored:
                 at = "" if offset is None else f" at {tuple(offset)}"
                 raise LayoutError(f"the save is not complete: no rank has written {name}{at}")
     needed: dict[str, int] = {}
-    for info in metadata.storage_data.values():
+    for info in stored.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     sizes = {}
     for name, least in sorted(needed.items()):

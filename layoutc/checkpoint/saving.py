@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,5 +127,5 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: .metadata, layoutc.json, and the folder's name."""
         super().finish(metadata, results)
-        write_manifest(Path(self.path), metadata)
+        write_manifest(Path(self.path), metadata, chain.from_iterable(results))
         folders.publish(self.folder, self.replaces)
