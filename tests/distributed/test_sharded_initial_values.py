@@ -14,7 +14,7 @@ from harness import Ranks, mesh_of
 from models import RECIPES, Model, local, my_share, shard, train_step, width_for
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layoutc
 from layoutc import checkpoint
@@ -210,14 +210,15 @@ def drops(recipe: str) -> None:
     model(torch.ones(2, 64))
     assert shard_of._writes.initial is None
     other = quantized(plain((64, 64)) + dist.get_rank(), recipe)
-    dist.broadcast(other.weight.detach(), src=0)  # type: ignore[operator]
-    master: Any = layoutc.MasterWeights(torch.optim.SGD, other.parameters(), lr=1e-3).masters()[other.weight]  # type: ignore[index]
-    assert torch.equal(master, plain((64, 64)))
+    copies = [Replicate()]
+    other.weight = nn.Parameter(distribute_tensor(other.weight, mesh_of(2), copies))
+    (master,) = layoutc.MasterWeights(torch.optim.SGD, other.parameters(), lr=1e-3).masters().values()
+    assert torch.equal(master.full_tensor(), plain((64, 64)))  # type: ignore[operator]
     other = quantized(plain((64, 64)), recipe)
     if dist.get_rank() == 0:
         other.weight._writes.initial = None  # type: ignore[union-attr]
-    dist.broadcast(other.weight.detach(), src=0)  # type: ignore[operator]
-    assert other.weight._writes.initial is None, "alike on all ranks"  # type: ignore[union-attr]
+    sent: Any = distribute_tensor(other.weight, mesh_of(2), copies)
+    assert sent._local_tensor._writes.initial is None, "alike on all ranks"
     whole: Any = quantized(plain((128, 64)) + dist.get_rank(), recipe)
     whole.weight = nn.Parameter(distribute_tensor(whole.weight, mesh_of(2), [Shard(0)]))
     masters_are(whole, plain((128, 64)))

@@ -34,20 +34,23 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
-EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # what writes buffers from fp32, too
+EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and groups of every recipe
+GROUPS = {"mxfp8", "fp8_block", "fp8_current", "nvfp4"}  # a recipe of each kind of block
 GROUPS_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
 def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], Tile, str]]:
     """(name, kernel, flags of its sources, tile, dtype of the input or output)."""
     for (size, *flags), tile in kernels.TILES.items():
+        if size != 2 and not EVERY:
+            continue
         label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
         yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
         # Of a group, whose tiles and arithmetic are the same, inputs of one dtype.
-        if hasattr(kernels, "quantize_group_kernel") and size == 2:
+        if hasattr(kernels, "quantize_group_kernel") and size == 2 and (EVERY or layout.name in GROUPS):
             yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
-        if hasattr(kernels, "BUFFER_TILES") and (size == 2 or EVERY):
+        if hasattr(kernels, "BUFFER_TILES"):
             tile = kernels.BUFFER_TILES[size, *flags]
             yield f"quantize_buffers {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
     if hasattr(kernels, "LAY_OUT_TILE"):

