@@ -61,7 +61,8 @@ class Without:
             return Enum("TrainingState", ["IDLE"]).IDLE  # type: ignore[attr-defined]
         if name in ("_fsdp_param_groups", "fsdp_params"):
             return [Without(one, hidden) for one in found]
-        return Without(found, hidden) if name == "mesh_info" else found
+        leads_on = name == "mesh_info" or (name == "_fsdp_param_group" and found is not None)  # torch 2.11
+        return Without(found, hidden) if leads_on else found
 
 
 class Mapping:

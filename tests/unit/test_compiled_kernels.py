@@ -46,8 +46,8 @@ BUDGETS = {
     ("fp8_current", "lay_out_group"): 4,
     ("nvfp4", "lay_out_group"): 8,  # 7 with Triton 3.6
 }
-# Instructions that spill registers, with the assembler of Triton 3.7; that of 3.6, with which kernels were timed, spills
-# no more. Tiles were chosen on an H200, where these few are worth the programs that run beside each other under a cap on
+# Instructions that spill registers, with the assembler of Triton 3.7; with that of 3.6, by which kernels were timed, no
+# more. Tiles were chosen on an H200, where these few are worth the programs that run beside each other below a cap on
 # registers. On sm_100, which has no cap, nothing has run.
 SPILLS = {
     90: {
