@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_plain_model_gets_values(four: Ranks, recipe: str) -> None:
 
 def loads_as_accelerate_does(recipe: str) -> None:
     """Its own code: the model goes to meta, is sharded, and rank 0 sends what it was."""
-    accelerate = pytest.importorskip("accelerate.utils.fsdp_utils")
+    accelerate = importlib.import_module("accelerate.utils.fsdp_utils")
     given, rank = shapes(recipe, dist.get_world_size()), dist.get_rank()
     model, expected = Weights(recipe, given, 0 if rank == 0 else 50), whole(recipe, given, 0)
     before = model.state_dict()
@@ -122,6 +123,7 @@ def loads_as_accelerate_does(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
     four.run(loads_as_accelerate_does, recipe)
 
 
