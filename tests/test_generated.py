@@ -163,7 +163,7 @@ def process_time(arguments: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 0.9)])
+@pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 1.5)])
 def test_commands_are_quick(arguments: list[str], limit: float) -> None:
     """The best of several runs; where the imports alone take longer than on a quiet machine, so may the command."""
     spent, imports = [], []
