@@ -39,7 +39,7 @@ RENAMED = [  # what is hidden, and what is said to be missing
     ("sharded_param", "FSDPParam has no sharded_param"),
     ("fsdp_placement", "FSDPParam has no fsdp_placement"),
     ("mesh_info", "FSDPParam has no mesh_info"),
-    ("shard_process_group", "FSDPMeshInfo has no shard_process_group"),
+    ("shard_process_group", "MeshInfo has no shard_process_group"),  # FSDPMeshInfo, or HSDPMeshInfo of an earlier model
     ("_orig_size", "FSDPParam has no _orig_size"),
     ("padded_sharded_param_size", "FSDPParam has no padded_sharded_param_size"),
     ("_unsharded_param", "FSDPParam has no _unsharded_param"),
