@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
-    from layoutc.runtime.agreed import precompute_amaxes
     from layoutc.runtime.agreement import check_ranks
     from layoutc.runtime.group_buffers import buffers_of
     from layoutc.runtime.init import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.optim import MasterWeights
+    from layoutc.runtime.precompute import precompute_amaxes
     from layoutc.runtime.strict import implicit_dequantizes, strict
 
 _RUNTIME = {
@@ -25,7 +25,7 @@ _RUNTIME = {
     "check_ranks": "layoutc.runtime.agreement",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
-    "precompute_amaxes": "layoutc.runtime.agreed",
+    "precompute_amaxes": "layoutc.runtime.precompute",
     "quantize_": "layoutc.runtime.init",
     "quantized_init": "layoutc.runtime.init",
     "restore_tensor": "layoutc.runtime.stored",

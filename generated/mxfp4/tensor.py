@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime import amax as amaxes
 from layoutc.runtime import fsdp, launch, transport
-from layoutc.runtime.casting import CastOnGather, register_cast
+from layoutc.runtime.cast_dispatch import register_cast
+from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp, gathered, stored
+from layoutc.runtime import amax, gathered, shards, stored
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.halo import check_place
 from layoutc.runtime.partial import check_whole
@@ -146,8 +146,8 @@ def _check_takes_values(live: QuantizedTensor) -> None:
     gathered.refuse_write(live)
     if live._transposed:
         raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
-    check_place(live, fsdp.place(live))
-    amax.check_out(live.LAYOUT, live, live, None, alone=not fsdp.amax_groups(live)[0])
+    check_place(live, shards.place(live))
+    amax.check_out(live.LAYOUT, live, live, None, alone=not shards.amax_groups(live)[0])
 
 
 @cache

@@ -17,7 +17,6 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.halo import gather_bytes
 from layoutc.runtime.optim import place_of
-from layoutc.runtime.plain_state import with_local
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -43,7 +42,7 @@ def gathered_whole(value: Tensor) -> Tensor:
             mesh_dim, dim = between[0]
             rest = [cut for cut in cuts if cut != between[0]]
             return _rejoined(value, _joined(held, dim, value.shape[dim], mesh.get_group(mesh_dim)), rest)
-    found: Any = with_local(value, local.plain) if isinstance(local, CastOnGather) else value
+    found: Any = meshes.with_local(value, local.plain) if isinstance(local, CastOnGather) else value
     if local.device.type != mesh.device_type:  # offloaded
         found = found.to(mesh.device_type)
     whole: Tensor = found.full_tensor()

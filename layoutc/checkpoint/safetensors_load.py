@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.regions import Rows, box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.safetensors_files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
 from layoutc.checkpoint.verdicts import Problem, agree, noted, rank_of, size_of
-from layoutc.runtime import amax, fsdp, gathered, meshes, stored
+from layoutc.runtime import amax, gathered, meshes, shards, stored
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.halo import check_place
@@ -268,7 +268,7 @@ def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dis
     """Whom this rank shares amaxes with, and where its shard lies among those that share blocks with it."""
     if isinstance(param, DTensor):
         return meshes.amax_groups(local.LAYOUT, param, name), place_of(param, local)
-    return fsdp.amax_groups(local)[0], fsdp.place(local)
+    return shards.amax_groups(local)[0], shards.place(local)
 
 
 def _write(step: Step, slices: Slices) -> None:
@@ -288,7 +288,7 @@ def _write(step: Step, slices: Slices) -> None:
     if isinstance(local, QuantizedTensor):
         # As copy_ does, and also for shards that fully_shard has not made.
         groups, place = _sharing(name, param, local)
-        tag = fsdp.tag(local) if groups else None
+        tag = shards.tag(local) if groups else None
         values = values.to(local.device).contiguous()
         amax.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=place)
     elif isinstance(local, CastOnGather):

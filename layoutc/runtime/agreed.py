@@ -1,18 +1,15 @@
-"""The amax that shards of a weight in high precision share: reduced at each gather, or for all weights at once."""
+"""The amax that shards of a weight in high precision share: reduced at each gather, unless it was found ahead of it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from layoutc.runtime import operators
+from layoutc.runtime import operators, registry, shards
 from layoutc.runtime.amax import reduce_max, with_history
 from layoutc.runtime.errors import UnsupportedOperator
 
@@ -43,14 +40,12 @@ class Agreed:
         layout, cls = tensor.LAYOUT, tensor.QUANTIZED
         if not layout.shares_amax:
             return None, {}
-        from layoutc.runtime import fsdp
-
         # FSDP2 gathers outside of graphs, so a dispatch mode there (a counter of flops, a debugger) traces nothing.
-        if operators.traced(matrix) and fsdp.find(tensor) is None:
+        if operators.traced(matrix) and registry.find(tensor) is None:
             return self._traced(tensor, matrix)
-        if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or fsdp.find(tensor) is not None):
+        if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
             return self._held(tensor)
-        groups, _ = fsdp.amax_groups(tensor)
+        groups, _ = shards.amax_groups(tensor)
         current = operators.shared_amax(cls, matrix)
         if not layout.history:
             return with_history(layout, reduce_max(current, groups), None)
@@ -114,34 +109,3 @@ class Agreed:
         agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
         agreed.count(tensor)
         return agreed
-
-
-@torch.no_grad()
-def precompute_amaxes(model: nn.Module) -> None:
-    """Finds the amaxes of all weights of `model` that are cast on gather: one all-reduce for each process group.
-
-    Call it on all ranks after optimizer.step(): gathers reduce nothing until a weight is written again. Without it each
-    gather of a weight whose shards share an amax reduces its own; bytes are the same. Weights of other recipes take no
-    part. Whoever writes some shards of a weight and not the others, below its DTensor, calls it again on all ranks.
-    """
-    from layoutc.runtime import fsdp
-    from layoutc.runtime.casting import find_cast
-    from layoutc.runtime.groups import shared_amaxes
-
-    batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
-    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-    for param in model.parameters():
-        tensor = find_cast(param)
-        if tensor is not None and tensor.LAYOUT.shares_amax and not tensor.is_meta:
-            found, _ = fsdp.amax_groups(tensor)
-            key = tuple(id(group) for group in found)
-            groups[key] = found
-            batches[key, tensor.device.type].append(tensor)
-    for (key, _), tensors in batches.items():
-        amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, tensor.as_matrix()) for tensor in tensors])
-        news = [tensor._agreed.is_new(tensor, amaxes) for tensor in tensors]
-        amaxes = reduce_max(torch.cat([amaxes, *news]), groups[key])
-        *pieces, all_new = torch.split(amaxes, [*map(prod, shapes), len(tensors)])
-        for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.unsqueeze(1), strict=True):
-            tensor._agreed.advance(tensor, piece.view(shape), new)
-            tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

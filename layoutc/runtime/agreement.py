@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import fsdp, meshes
+from layoutc.runtime import meshes, registry
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.halo import gather_bytes
@@ -52,7 +52,7 @@ def check_ranks(model: nn.Module) -> int:
     """
     claims: dict[int, Claim] = {}
     named: dict[str, list[str]] = defaultdict(list)
-    whole = fsdp.sharded_parameters()
+    whole = registry.sharded_parameters()
     for name, parameter in model.named_parameters():
         param = whole.get(id(parameter), parameter)
         if isinstance(param, DTensor):

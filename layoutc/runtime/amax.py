@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime import gathered, initial, launch, operators
+from layoutc.runtime import gathered, initial, launch, operators, replicas, shards
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.halo import Place, check_place, extended
+from layoutc.runtime.halo import check_place, extended
+from layoutc.runtime.shards import Place
 from layoutc.runtime.tensor import QuantizedTensor, check_writable, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,14 +225,12 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
     need that cuts go through.
     """
-    from layoutc.runtime import fsdp, replicas
-
     if replicas.receive(target):
         return
     like = target if like is None else like
-    (groups, tag), place = fsdp.amax_groups(like), fsdp.place(like)
+    (groups, tag), place = shards.amax_groups(like), shards.place(like)
     if place is not None and place.joins(like.LAYOUT) and not groups:
-        check_same(fsdp.tag(like), place.group, x.device)
+        check_same(shards.tag(like), place.group, x.device)
     known = {"group": groups or None, "tag": tag if groups else None, "place": place}
     quantize(type(target), x, out=target, restart=True, **known)  # type: ignore[arg-type]
 
@@ -253,13 +252,11 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
 
 def _holds(target: QuantizedTensor, x: Tensor) -> bool:
     """True for the values that a whole weight dequantizes to."""
-    from layoutc.runtime import fsdp
-
     if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
         return False
     if target._home is not None or target._writes.waiting or not target.orientations:
         return False
-    if fsdp.amax_groups(target)[0] or fsdp.place(target) is not None:
+    if shards.amax_groups(target)[0] or shards.place(target) is not None:
         return False
     return torch.equal(target.dequantize(x.dtype), x)
 

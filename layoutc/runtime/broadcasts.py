@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import amax, callers, meshes
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.meshes import with_local
 from layoutc.runtime.partial import Writes
-from layoutc.runtime.plain_state import with_local
 from layoutc.runtime.tensor import QuantizedTensor
 
 Slices = tuple[slice, ...]

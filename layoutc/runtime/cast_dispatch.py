@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layoutc.runtime import callers, dispatch
+from layoutc.runtime import callers, dispatch, registry
 from layoutc.runtime.agreed import Agreed
-from layoutc.runtime.casting import CastOnGather, View
+from layoutc.runtime.casting import CastOnGather, View, rebuild
 from layoutc.runtime.dispatch import Args, Kwargs
 
 aten = torch.ops.aten
@@ -79,12 +79,9 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     moved = tensor._fresh(made)
     if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
-    if made.device != tensor.device:
-        from layoutc.runtime import fsdp
-
-        if fsdp.remember_copy(moved, tensor):
-            moved._agreed = tensor._agreed
-            moved._source = tensor if tensor._source is None else tensor._source
+    if registry.remember_copy(moved, tensor):
+        moved._agreed = tensor._agreed
+        moved._source = tensor if tensor._source is None else tensor._source
     return moved
 
 
@@ -147,10 +144,8 @@ def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """True for an operator that is no use of a weight in a model, whichever alias of it is given."""
     if func in _COPIES or "c10d" in func.namespace:
         return True
-    from layoutc.runtime import fsdp
-
     casts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, CastOnGather)]
-    if all(fsdp.find(tensor) is not None for tensor in casts):  # a model has what is gathered, never the shard
+    if all(registry.find(tensor) is not None for tensor in casts):  # a model has what is gathered, never the shard
         return True
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
@@ -222,4 +217,12 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         ),
         _product,
     ),
+    None: other,
 }
+
+
+def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
+    """Decorator for generated classes: with the recipe's facts, and known to torch.load(weights_only=True)."""
+    cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
+    torch.serialization.add_safe_globals([cls, rebuild])
+    return cls

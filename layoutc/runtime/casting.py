@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layoutc.runtime import flattening, operators, storage
+from layoutc.runtime import flattening, fsdp, operators, registry, shards, storage
 from layoutc.runtime.agreed import Agreed
 from layoutc.runtime.amax import as_matrix
 from layoutc.runtime.facts import Layout
@@ -127,22 +127,21 @@ class CastOnGather(torch.Tensor):
         collective where shards share an amax that `layoutc.precompute_amaxes` has not found. Raises ValueError for
         shapes that the recipe does not take, UnsupportedOperator for a view that would cut a block.
         """
-        from layoutc.runtime import fsdp
-
         chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
         with torch.no_grad():
-            if fsdp.find(self) is not None or fsdp.simulated():
+            if registry.find(self) is not None or fsdp.simulated():
                 return self._quantized(self._plain, chosen)
             whole = self._quantized(self._planes["values"], chosen)
             for func, args, place in self._views:
                 whole = func(whole, *args) if place is None else func(whole, *args)[place]
             return whole
 
+    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
+        return self.quantize(orientations)
+
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Values as a weight of its own, with the amax that its shards share."""
-        from layoutc.runtime import fsdp
-
-        cls, shape, place = self.QUANTIZED, tuple(values.shape), fsdp.place(self)
+        cls, shape, place = self.QUANTIZED, tuple(values.shape), shards.place(self)
         matrix = self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
         (matrix,) = extended([self.LAYOUT], [matrix], [place])
@@ -159,9 +158,7 @@ class CastOnGather(torch.Tensor):
 
     def _matrix_of(self, values: Tensor) -> Tensor:
         shape = tuple(values.shape)
-        from layoutc.runtime import fsdp
-
-        if values.numel() and fsdp.find(self) is None:  # a shard may have any number of rows
+        if values.numel() and registry.find(self) is None:  # a shard may have any number of rows
             self.LAYOUT.check_shape(shape, self._name or "weight")
         return as_matrix(values, (prod(shape[:-1]), shape[-1]))
 
@@ -176,11 +173,9 @@ class CastOnGather(torch.Tensor):
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """What this shard sends in the pass, quantized for it: see the recipe's tensor."""
-        from layoutc.runtime import fsdp
-
-        fsdp.check_other_dim(self)
+        shards.check_other_dim(self)
         shard: Any = self.quantize(self.LAYOUT.serves[fsdp.passing(self)])
-        fsdp.stand_in(shard, self)
+        registry.stand_in(shard, self)
         sent: tuple[tuple[Tensor, ...], Any] = shard.fsdp_pre_all_gather(mesh)
         return sent
 
@@ -289,24 +284,11 @@ class CastOnGather(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One dict look-up; an operator without a handler goes to `cast_dispatch.other`."""
-        handler = cls.HANDLERS.get(func)
-        if handler is None:
-            from layoutc.runtime.cast_dispatch import other
-
-            handler = other
+        """One dict look-up; None stands for every operator without a handler of its own."""
+        handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():
             return in_inference_mode(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
-
-
-def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
-    """Decorator for generated classes: with the recipe's facts, and known to torch.load(weights_only=True)."""
-    from layoutc.runtime.cast_dispatch import HANDLERS
-
-    cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
-    torch.serialization.add_safe_globals([cls, rebuild])
-    return cls
 
 
 def rebuild(

@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 from torch.nn.functional import pad as functional_pad
 
-from layoutc.runtime import broadcasts, initial, operators, rejoining
+from layoutc.runtime import amax, broadcasts, initial, operators, rejoining
 from layoutc.runtime.dispatch import Args, Kwargs
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
@@ -308,7 +308,7 @@ def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
     return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
 
 
-HANDLERS = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     _functional.all_gather_into_tensor.default: all_gather,
     _functional.wait_tensor.default: wait,
     _functional.broadcast.default: broadcast,
@@ -317,6 +317,8 @@ HANDLERS = {
     c10d.broadcast_.default: broadcast_,
     aten.constant_pad_nd.default: pad,
     aten.index_select.default: index_select,
+    torch.Tensor.data: amax.replacement,  # of a tensor, for plain values that are assigned
+    None: fallback,  # every other operator
 }
 if hasattr(_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
     HANDLERS[_functional._wrap_tensor_autograd.default] = wrap

@@ -12,7 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layoutc.runtime import callers, gathered, initial, operators, partial, staging, strict
+from layoutc.runtime import (
+    amax,
+    broadcasts,
+    callers,
+    gathered,
+    initial,
+    operators,
+    partial,
+    registry,
+    shards,
+    staging,
+    strict,
+    updates,
+)
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.pieces import ScatteredPlanes
 from layoutc.runtime.sharding import Halo
@@ -142,9 +155,7 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if kwargs.get("pin_memory"):
         planes = {name: plane.pin_memory() for name, plane in planes.items()}
     moved = tensor._with_planes(planes)
-    from layoutc.runtime import fsdp
-
-    if not fsdp.remember_copy(moved, tensor):
+    if not registry.remember_copy(moved, tensor):
         initial.carry(moved, tensor)
     return moved
 
@@ -194,13 +205,11 @@ def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
-    from layoutc.runtime import amax, fsdp
-
     tensor: QuantizedTensor = args[0]
     check_writable(tensor)
     gathered.refuse_write(tensor)
     before = initial.held(tensor)
-    place = None if tensor.is_meta else fsdp.place(tensor)
+    place = None if tensor.is_meta else shards.place(tensor)
     if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
         amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
     elif not tensor._common and not tensor._transposed and not tensor.is_meta:
@@ -235,8 +244,6 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     Same recipe: planes, byte for byte; a piece whose scales also cover other rows, and differ, waits for those rows
     (`partial`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Another recipe: through fp32.
     """
-    from layoutc.runtime import amax, broadcasts, updates
-
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
         as_sent = source._sent is not None or not target.is_floating_point()  # other ranks have it in its own dtype
@@ -279,9 +286,7 @@ def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
 
     Its bytes don't fit, and requantizing is collective, which ranks whose shards end with blocks would not know of.
     """
-    from layoutc.runtime import fsdp
-
-    place = fsdp.place(target)
+    place = shards.place(target)
     if place is not None and place.joins(target.LAYOUT):
         raise LayoutError(
             f"{func}: {target._label()} is a shard whose cuts go through blocks, and the source is not cut as it is; "

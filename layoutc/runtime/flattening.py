@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime import gathered, operators
-from layoutc.runtime.pieces import CutPlanes, Window, owner
+from layoutc.runtime.pieces import CutPlanes, Home, Window, owner
 from layoutc.runtime.sharding import Halo
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def unflatten(
     if context.whole is None or context.window is None:
         matrix = cls.LAYOUT.matrix_of(planes, matrix)
     else:
-        home = getattr(planes, "home", _nowhere)
+        home = getattr(planes, "home", _UNKNOWN)
         if matrix != context.whole:
             planes = CutPlanes(planes, context.whole, context.window, cls._cut)
     tensor = cls(
@@ -94,8 +94,11 @@ def place(tensor: QuantizedTensor) -> tuple[tuple[int, int], Window]:
     return tensor._matrix, (0, tensor._matrix[0], 0, tensor._matrix[1])
 
 
-def _nowhere() -> None:
-    """In place of a weak reference to the shard: a graph finds it when it runs."""
+def _nothing(*_: Any) -> None:
+    """In place of a weak reference to the shard, and of a gather: a graph finds both when it runs."""
+
+
+_UNKNOWN = Home(_nothing, _nothing)  # type: ignore[arg-type]
 
 
 def stable_hash(tensor: QuantizedTensor) -> str:

@@ -124,8 +124,6 @@ def _now(cls: type[QuantizedTensor], handle: Tensor, orientation: str) -> Mappin
 
     Raises MissingOrientation where the weight is gone, LayoutError where FSDP2 has freed what it held.
     """
-    from layoutc.runtime import fsdp
-
     sources = cls.LAYOUT.sources[orientation]
     held = owner(handle)
     if held is not None and all(name in held for name in sources):
@@ -142,7 +140,7 @@ def _now(cls: type[QuantizedTensor], handle: Tensor, orientation: str) -> Mappin
             f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a gathered weight, but "
             + (f"its shard holds no {orientation}" if shard is not None else "FSDP2 does not hold that weight any more")
         )
-    return fsdp.fetch(shard, orientation, handle.device)
+    return held.home.fetch(orientation, handle.device)
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values

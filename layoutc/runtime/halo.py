@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,8 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.sharding import Cuts
+from layoutc.runtime.shards import Place
 from layoutc.runtime.tensor import QuantizedTensor
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a shard lies among the others: their process group, its rank in it, and how the rows are cut."""
-
-    group: dist.ProcessGroup
-    rank: int
-    cuts: Cuts
-
-    def joins(self, layout: Layout) -> bool:
-        """True when some cut falls inside a block: then all ranks take part in an exchange."""
-        return not self.cuts.aligned(layout.block_rows)
 
 
 def check_place(target: QuantizedTensor, place: Place | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import fsdp, initial, meshes, updates
+from layoutc.runtime import initial, meshes, registry, updates
 from layoutc.runtime.amax import FLOATS, quantize
 from layoutc.runtime.broadcasts import keep_quantized
 from layoutc.runtime.casting import CastOnGather
@@ -98,7 +98,7 @@ def _replace(
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
-    if isinstance(weight, DTensor) and (caller != "quantize_" or fsdp.holds(weight)):
+    if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
         raise ValueError(f"{name} is sharded already: call {caller} before fully_shard")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")

@@ -21,6 +21,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(tensor: Any, local: Tensor) -> Tensor:
+    """`local` in the place of a DTensor's shard; itself where the tensor is none."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def cuts(tensor: Tensor) -> list[tuple[int, int]]:
     """(mesh dim, tensor dim) of every cut of a DTensor, those that FSDP2 makes of tensor-parallel shards included."""
     if not isinstance(tensor, DTensor):

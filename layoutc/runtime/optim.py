@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, fsdp, initial, meshes, replaced, updates
+from layoutc.runtime import amax, initial, meshes, registry, replaced, shards, updates
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.groups import shared_amaxes
-from layoutc.runtime.halo import Place
 from layoutc.runtime.sharding import Cuts
+from layoutc.runtime.shards import Place
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -45,6 +45,8 @@ class MasterWeights(torch.optim.Optimizer):
     A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
     are others, or with a quantized weight that something has made plain since.
     """
+
+    STEPS_MASTERS = True  # not the quantized weights themselves
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
         """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
@@ -222,7 +224,7 @@ class MasterWeights(torch.optim.Optimizer):
                 )
         if all(param.grad is None for param in self._masters):
             for param, (name, _) in self._recipes.items():
-                if not isinstance(param, DTensor) and fsdp.trains_instead(name, tuple(param.shape)):
+                if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
                     raise LayoutError(
                         f"MasterWeights holds {name} of shape {tuple(param.shape)} as it was before fully_shard, which "
                         "has made new parameters: create it after fully_shard"
@@ -350,7 +352,7 @@ def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
     """Where a parameter's local tensor lies among its shards, where that can matter: some blocks have several rows."""
     if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
         return None
-    found, cut = fsdp.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
+    found, cut = shards.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
     if found is not None or len(cut) != 1:
         return found
     group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ from layoutc.runtime.facts import Plane
 Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a gathered weight has come from: called, it gives this rank's shard, or None where that is gone."""
+
+    shard: Callable[[], Any]
+    gather: Callable[[Any, str, torch.device], dict[str, Tensor]]  # shard, orientation, device -> planes of the whole
+
+    def __call__(self) -> Any:
+        """This rank's shard."""
+        return self.shard()
+
+    def fetch(self, orientation: str, device: torch.device) -> dict[str, Tensor]:
+        """The planes of an orientation that the weight does not hold in this pass; collective over its shards."""
+        return self.gather(self.shard(), orientation, device)
+
+
 class GatheredPlanes(dict[str, Tensor]):
     """The planes that a weight holds in this pass, where each pass gathers others: one dict, which its aliases share.
 
@@ -23,8 +40,8 @@ class GatheredPlanes(dict[str, Tensor]):
     storage says whose it is, whatever Python objects autograd makes for it.
     """
 
-    def __init__(self, planes: Mapping[str, Tensor], home: Callable[[], Any], matrix: tuple[int, int]) -> None:
-        """`home` gives this rank's shard, or None; `matrix` is (m, k) of the whole weight."""
+    def __init__(self, planes: Mapping[str, Tensor], home: Home, matrix: tuple[int, int]) -> None:
+        """`matrix` is (m, k) of the whole weight."""
         super().__init__(planes)
         self.home, self.matrix = home, matrix
         self.handle = next(iter(planes.values())).new_zeros(1, dtype=torch.uint8)

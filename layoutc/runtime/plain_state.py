@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.casting import CastOnGather, find_cast
+from layoutc.runtime.meshes import with_local
 from layoutc.runtime.tensor import QuantizedTensor
 
 
@@ -38,11 +38,3 @@ def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
     local = getattr(found, "_local_tensor", found)
     if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
         state[f"{prefix}weight"] = with_local(found, tensor._fresh(local.detach()))
-
-
-def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """`local` in the place of a DTensor's shard; itself where the tensor is none."""
-    if not isinstance(tensor, DTensor):
-        return local
-    # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

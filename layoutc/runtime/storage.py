@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import UnsupportedOperator
-
-if TYPE_CHECKING:
-    from layoutc.runtime.casting import CastOnGather
-    from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.registry import Shard
 
 # Torch's tracing takes a storage for one tensor's identity: the wrapper's must not be a plane's, which it sees as well.
 _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
@@ -21,7 +17,7 @@ _STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint
 _KERNELS = ("triton.",)  # reads, at an address, as many elements of the dtype as the tensor has
 
 
-def untyped_storage(tensor: QuantizedTensor | CastOnGather) -> torch.UntypedStorage:
+def untyped_storage(tensor: Shard) -> torch.UntypedStorage:
     """The storage in which the first plane of codes stands, or the values of a weight that is cast on gather: its
     address and its bytes; none on meta, or while FSDP2 has freed it.
 
@@ -32,10 +28,10 @@ def untyped_storage(tensor: QuantizedTensor | CastOnGather) -> torch.UntypedStor
     The bytes held are the sum over `planes()`. Raises as data_ptr.
     """
     plain = _held(tensor, _caller(), _TRACING)
-    return torch.Tensor.untyped_storage(tensor) if plain is None else plain.untyped_storage()
+    return torch.Tensor.untyped_storage(tensor) if plain is None else plain.untyped_storage()  # type: ignore[arg-type]
 
 
-def data_ptr(tensor: QuantizedTensor | CastOnGather) -> int:
+def data_ptr(tensor: Shard) -> int:
     """Where the first plane of codes begins, or the values of a weight that is cast on gather; of a view, where its own
     rows do. 0 on meta, and while FSDP2 has freed it.
 
@@ -54,7 +50,7 @@ def _caller() -> str:
     return name
 
 
-def _held(tensor: QuantizedTensor | CastOnGather, caller: str, untold: tuple[str, ...]) -> Tensor | None:
+def _held(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:
     """The plain tensor that says where a wrapper lies; None for callers that must not know, and while it is traced."""
     if caller.startswith(untold):
         return None

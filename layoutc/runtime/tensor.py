@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from layoutc.runtime import flattening, gathered, initial, operators, storage, stored
+from layoutc.runtime import flattening, gathered, initial, operators, registry, storage, stored
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, cdiv, contiguous_strides
 from layoutc.runtime.flattening import place
 from layoutc.runtime.generated import Generated
 from layoutc.runtime.partial import Part, Writes, check_readable, chunk_protocol, forget
-from layoutc.runtime.pieces import CutPlanes, ScatteredPlanes
+from layoutc.runtime.pieces import CutPlanes, Home, ScatteredPlanes
 from layoutc.runtime.sharding import NO_HALO, Halo
 
 Handler = Callable[..., Any]
@@ -40,13 +40,14 @@ class QuantizedTensor(Generated, torch.Tensor):
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Handler]]
     KEY: ClassVar[str]  # under which operators find the recipe
+    QUANTIZED: ClassVar[type[QuantizedTensor]]  # what it is gathered as: the class itself
 
     _planes: MutableMapping[str, Tensor]
     _matrix: tuple[int, int]
     _orientations: tuple[str, ...]
     _transposed: bool
     _name: str | None
-    _home: Callable[[], Any] | None  # of a gathered weight: gives this rank's shard
+    _home: Home | None  # of a gathered weight: where this rank's shard is
     _writes: Writes  # shared by aliases and pieces: version counters don't see writes below autograd
     _part: Part | None  # of a piece: where it lies in the tensor that it is a piece of
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
@@ -236,22 +237,22 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _shard(self) -> QuantizedTensor | None:
         """This rank's shard of a gathered weight, where FSDP2 holds it."""
-        from layoutc.runtime import fsdp
-
         shard = self._home() if self._home is not None else None
-        return shard if shard is not None and fsdp.find(shard) is not None else None
+        return shard if shard is not None and registry.find(shard) is not None else None
 
     def _fetch(self, orientation: str) -> dict[str, Tensor]:
-        from layoutc.runtime import fsdp
-
         shard = self._shard()
-        if shard is None or orientation not in shard.orientations:
+        if self._home is None or shard is None or orientation not in shard.orientations:
             raise MissingOrientation(
                 f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
                 f"codes of its own in {self.LAYOUT.name}"
             )
-        planes = fsdp.fetch(shard, orientation, self.device)
+        planes = self._home.fetch(orientation, self.device)
         return self._planes.cut(planes, *self._planes.window) if isinstance(self._planes, CutPlanes) else planes
+
+    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
+        """What a gather sends: the shard itself."""
+        return self
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
@@ -280,11 +281,10 @@ class QuantizedTensor(Generated, torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, QuantizedTensor):
-            from layoutc.runtime import amax
-
             if tuple(value.shape) != tuple(self.shape):
                 raise ValueError(f"{self._label()} can't take plain values of shape {tuple(value.shape)}")
-            value = amax.replacement(self, value)
+            replacement: QuantizedTensor = self.HANDLERS[torch.Tensor.data](self, value)
+            value = replacement
         elif value.LAYOUT.layout_id != self.LAYOUT.layout_id:
             raise LayoutError(f"{self._label()} can't take the planes of a tensor in {value.LAYOUT.name}")
         _set_data(self, value)  # shape, dtype and device of the wrapper
@@ -355,12 +355,8 @@ class QuantizedTensor(Generated, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One dict look-up; an operator without a handler goes to `fallback`."""
-        handler = cls.HANDLERS.get(func)
-        if handler is None:
-            from layoutc.runtime.fallback import fallback
-
-            handler = fallback
+        """One dict look-up; None stands for every operator without a handler of its own."""
+        handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():
             return in_inference_mode(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
@@ -393,5 +389,5 @@ def written(tensors: Sequence[QuantizedTensor]) -> None:
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     """Decorator for generated classes: known to torch.load(weights_only=True) and to the operators."""
     stored.register(cls)
-    cls.KEY = operators.register(cls)
+    cls.KEY, cls.QUANTIZED = operators.register(cls), cls
     return cls

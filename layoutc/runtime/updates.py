@@ -66,12 +66,10 @@ def watch() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Looks at an optimizer in its first step. Its weights keep no initial values: it changes their codes."""
-    from layoutc.runtime.optim import MasterWeights
-
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    if any(isinstance(one, MasterWeights) for one in (optimizer, *vars(optimizer).values())):
+    if any(getattr(type(one), "STEPS_MASTERS", False) for one in (optimizer, *vars(optimizer).values())):
         return  # or one that wraps it
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     weights = [local for p in params if isinstance(local := getattr(p, "_local_tensor", p), QuantizedTensor)]

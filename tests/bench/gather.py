@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.runtime import fsdp
+from layoutc.runtime import registry
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current")
 SIZES = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]
@@ -135,7 +135,7 @@ def main() -> None:
             note(recipe, form, timed(module), sent)
             undo()
             del module
-        fsdp._shardings.clear()
+        registry._shardings.clear()
         torch.cuda.empty_cache()
     if dist.get_rank() == 0 and "--json" in sys.argv:
         with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.runtime import fsdp
+from layoutc.runtime import registry
 from layoutc.runtime.facts import cdiv, up
 from layoutc.runtime.init import recipe_class
 from layoutc.runtime.sharding import Cuts
@@ -219,7 +219,7 @@ def main() -> None:
         rows.append(measure(recipe, form, options, device))
         if first:
             print(line(rows[-1]), flush=True)
-        fsdp._shardings.clear()
+        registry._shardings.clear()
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
 from layoutc.recipes import RECIPES
-from layoutc.runtime import fsdp, halo
+from layoutc.runtime import halo, registry
 from layoutc.runtime.facts import cdiv
 from layoutc.runtime.sharding import Cuts
 
@@ -270,7 +270,7 @@ def main() -> None:
         for cuts, size in shapes(recipe, shape, world):
             for form in ("quantized", "cast"):
                 rows += measured(recipe, form, cuts, size, device)
-        fsdp._shardings.clear()
+        registry._shardings.clear()
     if dist.get_rank() == 0:
         if set(options.recipes) == set(RECIPES):
             report(rows, shape, world)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layoutc.runtime import fsdp
+from layoutc.runtime import registry
 from layoutc.runtime.casting import CastOnGather
 from layoutc.runtime.tensor import QuantizedTensor
 
@@ -46,7 +46,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     modules = set(model.modules())
-    for param, _ in fsdp._parameters():
+    for param, _ in registry.parameters():
         if param._module_info.module not in modules or not hasattr(param, "_unsharded_param"):
             continue
         name = param._param_fqn or "a weight"
@@ -55,7 +55,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(weight, QuantizedTensor):
             tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
             shard = param.sharded_param._local_tensor
-            known = fsdp.find(shard)
+            known = registry.find(shard)
             assert known is not None, name
             tensors |= {f"joined {plane}": tensor for plane, tensor in known.gathered.joined.items()}
             own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()

@@ -14,7 +14,7 @@ from storages import live_bytes
 from test_memory import built
 from torch.distributed.tensor import Shard
 
-from layoutc.runtime import fsdp
+from layoutc.runtime import fsdp, registry
 
 
 class Lost(Exception):
@@ -65,7 +65,7 @@ def leaves_nothing(recipe: str, form: str) -> None:
 
     def known() -> tuple[int, int]:
         gc.collect()
-        return len(fsdp._shardings), len(fsdp._gathered)
+        return len(registry._shardings), len(fsdp._gathered)
 
     before, held = known(), []
     for _ in range(4):

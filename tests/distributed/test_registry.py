@@ -22,7 +22,7 @@ from models import build, shard
 from torch.distributed import _composable_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from layoutc.runtime import fsdp, registry
+from layoutc.runtime import registry
 from layoutc.runtime.errors import UnsupportedTorch
 
 STATES = "torch.distributed._composable_state"
@@ -144,4 +144,4 @@ def test_what_is_said_to_work_is_what_may_be_installed() -> None:
 def test_nothing_is_read_before_there_is_a_process_group() -> None:
     """A weight on one device does not ask FSDP2."""
     with renamed("_module_state_mapping"):
-        assert fsdp.find(build("mxfp8", 64).layers[0].weight) is None
+        assert registry.find(build("mxfp8", 64).layers[0].weight) is None

@@ -15,8 +15,9 @@ from numpy_models import RECIPES, recipe
 
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
-from layoutc.runtime.halo import Place, check_place
+from layoutc.runtime.halo import check_place
 from layoutc.runtime.sharding import NO_HALO, Cuts, Halo, picks, sent_blocks
+from layoutc.runtime.shards import Place
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
 
