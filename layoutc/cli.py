@@ -10,18 +10,17 @@ Anything slow is imported by the command that needs it: `layoutc check` of 20 sp
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 from layoutc import cli_bench, cli_layout, cli_test
+from layoutc.cli_shared import choosing, refuse, report, reporting
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors, nearest, tidy
-from layoutc.renderers import FORMS, page, render, summary
-from layoutc.shipped import Command, chosen, specs_option
+from layoutc.renderers import page, summary
+from layoutc.shipped import chosen
 
 if TYPE_CHECKING:
     from layoutc.files import FileState
@@ -69,31 +68,15 @@ def main() -> None:
     """
 
 
-def _reporting(command: Command) -> Command:
-    """Adds --format and --color."""
-    words = "How to print findings: full on a terminal, otherwise concise."
-    form = click.option("--format", "form", type=click.Choice(FORMS), help=words)
-    words = "Colours in the full form; auto obeys NO_COLOR."
-    choice = click.Choice(["auto", "always", "never"])
-    color = click.option("--color", type=choice, default="auto", show_default=True, help=words)
-    return form(color(command))
-
-
-def _choosing(command: Command) -> Command:
-    """Adds RECIPE or SPEC... and --specs."""
-    specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...")
-    return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
-
-
 @main.command()
-@_choosing
+@choosing
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("generated"), show_default=True, help="Where to write."
 )
 @click.option("--check", is_flag=True, help="Write nothing; fail when a file is not what its spec produces.")
 @click.option("--diff", is_flag=True, help="As --check, and print a unified diff.")
 @click.option("-q", "--quiet", is_flag=True, help="Print findings only.")
-@_reporting
+@reporting
 def build(
     specs: tuple[str, ...], folder: Path, out: Path, check: bool, diff: bool, quiet: bool, form: str | None, color: str
 ) -> None:
@@ -111,9 +94,9 @@ def build(
     try:
         result = compiler.build(chosen(specs, folder), out, check or diff, whole=not specs)
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename}: {error.strerror}")
     except RuntimeError as error:
-        _refuse(str(error))
+        refuse(str(error))
     drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
     if diff:
         click.echo("".join(state.diff for state in result.states), nl=False)
@@ -122,16 +105,16 @@ def build(
         for state in result.states:
             click.echo(f"{verbs.get(state.status, state.status):8}{state.path}")
     found = tidy([*result.diagnostics, *drift])
-    _report(found, form, color)
+    report(found, form, color)
     sys.exit(1 if has_errors(found) else 0)
 
 
 @main.command()
-@_choosing
+@choosing
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
 @click.option("--explain", is_flag=True, help="Also print what is proved about each layout, and how.")
 @click.option("-q", "--quiet", is_flag=True, help="No summary line.")
-@_reporting
+@reporting
 def check(
     specs: tuple[str, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
 ) -> None:
@@ -152,11 +135,11 @@ def check(
         try:
             content = path.read_bytes()
         except OSError as error:
-            _refuse(f"{path}: {error.strerror}")
+            refuse(f"{path}: {error.strerror}")
         found += compiler.check(content, str(path))
     if explain:
         found += cli_layout.explain_specs(paths, form)
-    _report(tidy(found), form, color)
+    report(tidy(found), form, color)
     if not quiet:
         click.echo(summary(len(paths), found), err=True)
     sys.exit(1 if has_errors(found) or (strict and found) else 0)
@@ -197,7 +180,7 @@ def explain(code: str | None, every: bool) -> None:
         name = name if name.startswith("LC") else f"LC{name}"
         if name not in entries:
             meant = nearest(name, entries)
-            _refuse(
+            refuse(
                 f"no finding has the code {code}." + (f" Did you mean {meant}?" if meant else " See: layoutc explain")
             )
         click.echo(page(entries[name]), nl=False)
@@ -220,11 +203,11 @@ def demo(recipes: tuple[str, ...], steps: int, processes: int) -> None:
     try:
         from layoutc.demo import run
     except ImportError as error:
-        _refuse(f"the demo needs torch with torch.distributed: {error}")
+        refuse(f"the demo needs torch with torch.distributed: {error}")
     try:
         held = run(recipes=recipes, steps=steps, processes=processes)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     sys.exit(0 if held else 1)
 
 
@@ -266,17 +249,3 @@ def _drift(state: FileState) -> Diagnostic | None:
     message = f"this file is not what its spec produces ({count} lines differ)"
     help = "run `layoutc build`, and commit the result"
     return Diagnostic("LC901", message, path, help=help, detail="\n".join(first) or None)
-
-
-def _report(found: Iterable[Diagnostic], form: str | None, color: str) -> None:
-    """Findings for people to stderr, for machines to stdout."""
-    form = form or ("full" if sys.stderr.isatty() else "concise")
-    for_machines = form in ("github", "json", "sarif")
-    auto = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    colored = form == "full" and (color == "always" or (color == "auto" and auto))
-    click.echo(render(found, form, colored), err=not for_machines, nl=False, color=colored or None)
-
-
-def _refuse(message: str) -> NoReturn:
-    """Exit code 2, in click's own form."""
-    raise click.UsageError(message)

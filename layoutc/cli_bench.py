@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from layoutc.cli_layout import shape_of
+from layoutc.cli_shared import shape_of
 
 Shape = tuple[int, int]
 

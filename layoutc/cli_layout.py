@@ -6,7 +6,6 @@ As in cli.py: arguments, streams and exit codes; nothing is decided here, and sl
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from layoutc.cli_shared import report, shape_of
 from layoutc.diagnostics import Diagnostic, has_errors, nearest, tidy
 from layoutc.renderers import FORMS
 from layoutc.shipped import spec_of, specs_in, specs_option
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # of a picture that no terminal limits
 MAP_BYTES = 2**20  # the largest index map that --json writes
-
-
-def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """`4096x14336` -> (4096, 14336)."""
-    match = re.fullmatch(r"([1-9][0-9]{0,9})[xX]([1-9][0-9]{0,9})", value or "", re.ASCII)
-    if match is None and value is not None:
-        raise click.BadParameter(f"'{value}' is not a shape; write rows x columns, as in 4096x14336.", ctx, param)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 @click.command()
@@ -102,7 +94,7 @@ def show(
     m, k = shape or describe.usual_shape(plan, world)
     found = describe.problems(plan, m, k, str(path))
     if found:
-        _report(found, "full")  # of which the short form would leave out what to do
+        report(found, "full")  # of which the short form would leave out what to do
         sys.exit(1)
     facts = describe.describe(plan, m, k, world)
     if as_json:
@@ -240,7 +232,7 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
             ids = change.after or change.before or ""
             moved = f"{change.before} -> {change.after}" if change.status == "changed" else ids
             click.echo(f"{change.status:10}{change.name}{f' -> {change.now}' if change.now else ''}  {moved}")
-    _report(found, form)
+    report(found, form)
     sys.exit(1 if has_errors(found) else 0)
 
 
@@ -287,7 +279,7 @@ def _plan(path: Path) -> Plan:
     """The plan of a spec; its findings and exit code 1 where it has errors."""
     plan, found = _read(_content(path), str(path))
     if plan is None:
-        _report(found)
+        report(found)
         sys.exit(1)
     return plan
 
@@ -295,7 +287,7 @@ def _plan(path: Path) -> Plan:
 def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
     from layoutc.layout import resolve
     from layoutc.plan import derive
-    from layoutc.schema import read_spec_bytes
+    from layoutc.read import read_spec_bytes
 
     spec, found = read_spec_bytes(content, path)
     return (None if spec is None else derive(resolve(spec))), found
@@ -306,9 +298,3 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}") from error
-
-
-def _report(found: list[Diagnostic], form: str | None = None) -> None:
-    from layoutc import cli
-
-    cli._report(found, form, "auto")

@@ -13,10 +13,11 @@ import sys
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from layoutc.cli_shared import refuse
 from layoutc.diagnostics import nearest
 from layoutc.shipped import SUFFIXES, chosen, spec_of, specs_in, specs_option
 
@@ -59,7 +60,7 @@ def test(
     try:
         from layoutc.conformance.registry import all_checks
     except ImportError as error:
-        _refuse(f"`layoutc test` needs torch and numpy: {error}")
+        refuse(f"`layoutc test` needs torch and numpy: {error}")
     checks = all_checks()
     if listing:
         for one in checks:
@@ -67,7 +68,7 @@ def test(
         return
     unknown = [name for name in only if name not in {one.name for one in checks}]
     if unknown:
-        _refuse(f"no check is named '{unknown[0]}'.{_meant(unknown[0], [one.name for one in checks])}")
+        refuse(f"no check is named '{unknown[0]}'.{_meant(unknown[0], [one.name for one in checks])}")
     paths = chosen(recipes, folder)
 
     def wanted(one: Check) -> bool:
@@ -89,7 +90,7 @@ def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distrib
             try:
                 subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
             except OSError as error:
-                _refuse(f"{path}: {error.strerror}")
+                refuse(f"{path}: {error.strerror}")
             except (BadSpec, Unusable) as bad:
                 passed = False
                 _tell_bad(path, bad, as_json)
@@ -159,11 +160,11 @@ def new(name: str, original: str | None, folder: Path) -> None:
         fixed = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:40]
         hint = f" For instance: {fixed}." if re.fullmatch(r"[a-z][a-z0-9_]*", fixed) and fixed != name else ""
         words = "a lower-case letter, then lower-case letters, digits and underscores, at most 40 in all, no keyword"
-        _refuse(f"'{name}' can't name a recipe: {words}.{hint}")
+        refuse(f"'{name}' can't name a recipe: {words}.{hint}")
     path = folder / f"{name}.yaml"
     taken = next((folder / f"{name}{s}" for s in SUFFIXES if (folder / f"{name}{s}").exists()), None)
     if taken is not None:
-        _refuse(f"{taken} exists; choose another name, or delete it")
+        refuse(f"{taken} exists; choose another name, or delete it")
     text = files("layoutc").joinpath("starter.yaml").read_text(encoding="utf-8")
     if original is not None:
         places = (path.parent for path in (*specs_in(folder), *specs_in(Path("specs"))) if path.stem == original)
@@ -171,13 +172,13 @@ def new(name: str, original: str | None, folder: Path) -> None:
         text = source.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     renamed, count = re.subn(r"(?m)^name:[ ]*[^\s#]+", f"name: {name}", text, count=1)
     if not count:
-        _refuse(f"{original} has no line `name: ...` to change")
+        refuse(f"{original} has no line `name: ...` to change")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(renamed)
     except OSError as error:
-        _refuse(f"{path}: {error.strerror}")
+        refuse(f"{path}: {error.strerror}")
     click.echo(str(path))
     click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)
 
@@ -185,8 +186,3 @@ def new(name: str, original: str | None, folder: Path) -> None:
 def _meant(word: str, known: Any) -> str:
     found = nearest(word, known)
     return f" Did you mean {found}?" if found else ""
-
-
-def _refuse(message: str) -> NoReturn:
-    """Exit code 2, in click's own form."""
-    raise click.UsageError(message)

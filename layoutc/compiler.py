@@ -9,6 +9,7 @@ from pathlib import Path
 
 from layoutc import emit, files, layout, plan, schema
 from layoutc.diagnostics import Diagnostic, has_errors
+from layoutc.read import read_spec_bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
 
     What is found sound and can't be printed all the same is a finding of its own. Never raises.
     """
-    spec, found = schema.read_spec_bytes(content, path)
+    spec, found = read_spec_bytes(content, path)
     if spec is None:
         return None, {}, found
     try:

@@ -1,4 +1,4 @@
-"""The YAML surface as types, and `read_spec`: text to a checked Spec or to every problem in it.
+"""The YAML surface as types: which keys there are, and what each holds.
 
 The models say which keys there are and what each holds. They don't say whether a spec makes sense as a whole
 (checks.py), nor what it means (layout.py). A format's name is not a closed set here: it may be the spec's own.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from layoutc import source as yaml_source
-from layoutc.diagnostics import Diagnostic, Label, Span, has_errors, tidy
 from layoutc.rules import RULES
 
 LANGUAGE = 1  # version of the spec language
@@ -193,43 +191,3 @@ def quantized_as(spec: Spec, orientation: Orientation) -> tuple[Element, Scale]:
     """The element and scale of one orientation: its own, or the recipe's."""
     own = orientation.quantize
     return own.element or spec.element, own.scale or spec.scale
-
-
-def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    """YAML text to a Spec. Runs every stage that makes sense, returns every problem at once, never raises.
-
-    The Spec is None when any of the problems is an error.
-    """
-    from layoutc import checks, findings  # they need the models above
-
-    source, found = yaml_source.read(text, path)
-    if source is None:
-        return None, tidy(found)
-    source, unknown = findings.known_keys_only(source)
-    bad = {span for place in source.bad for span in (source.keys.get(place), source.values.get(place)) if span}
-    try:
-        spec = Spec.model_validate(source.data)
-        later = checks.check(spec, source)
-    except ValidationError as error:
-        spec, later = None, list(findings.from_pydantic(error, source))
-    found += [item for item in (*unknown, *later) if not _touches(item, bad)]
-    found = tidy(found)
-    return (None if has_errors(found) else spec), found
-
-
-def read_spec_bytes(content: bytes, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    """As read_spec, from a file's bytes."""
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        label = Label(Span(line, 1, line, 2), f"byte 0x{content[error.start]:02x}")
-        help = "save the file as UTF-8"
-        return None, [Diagnostic("LC107", "this file is not UTF-8 text", path, label, help=help)]
-    return read_spec(text.replace("\r\n", "\n"), path)
-
-
-def _touches(item: Diagnostic, bad: set[Span]) -> bool:
-    """True when a finding is about a value that was refused already."""
-    labels = (item.primary, *item.secondary)
-    return any(label is not None and label.span in bad for label in labels)

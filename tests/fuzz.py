@@ -33,8 +33,8 @@ def one(content: bytes) -> None:
     """What `layoutc check` does with one file, in every form: what it accepts compiles."""
     from layoutc.compiler import check
     from layoutc.diagnostics import has_errors, tidy
+    from layoutc.read import read_spec_bytes
     from layoutc.renderers import FORMS, render
-    from layoutc.schema import read_spec_bytes
 
     start = time.process_time()
     spec, found = read_spec_bytes(content, "specs/x.yaml")

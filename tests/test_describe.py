@@ -28,10 +28,10 @@ from layoutc.cuts import (
 from layoutc.describe import Description, as_data, describe, problems, usual_shape
 from layoutc.maps import index_map
 from layoutc.plan import Plan
+from layoutc.read import read_spec
 from layoutc.runtime import halo, sharding
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import Cuts
-from layoutc.schema import read_spec
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
 NAMES = [path.stem for path in SPECS]

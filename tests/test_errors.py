@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from layoutc import compiler
 from layoutc.diagnostics import Diagnostic, catalogue, has_errors
 from layoutc.formats import BUILTIN
+from layoutc.read import read_spec, read_spec_bytes
 from layoutc.renderers import FORMS, page, render
 from layoutc.rules import RULES
-from layoutc.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec, read_spec, read_spec_bytes
+from layoutc.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec
 
 ERRORS = Path(__file__).parent / "errors"
 SPECS = Path(__file__).parent.parent / "specs"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from layoutc import compiler, emit, formats, schema
+from layoutc import compiler, emit, formats, read
 from layoutc.views import cast_name, class_name
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def test_generated_code_is_clean_under_ruff() -> None:
 def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_path: Path) -> None:
     """The same bits under other names give the same code: nothing is decided by a name."""
     text = path.read_text(encoding="utf-8")
-    spec, _ = schema.read_spec(text, str(path))
+    spec, _ = read.read_spec(text, str(path))
     assert spec
     name = spec.element.format
     if spec.formats:

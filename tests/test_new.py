@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from layoutc.cli import main
-from layoutc.schema import read_spec
+from layoutc.read import read_spec
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))

@@ -20,7 +20,7 @@ from layoutc.chain import Chain
 from layoutc.cli import main
 from layoutc.plan import Plan
 from layoutc.proofs import Proof, failures, prove
-from layoutc.schema import read_spec
+from layoutc.read import read_spec
 
 SPECS = Path(__file__).parent.parent / "specs"
 

@@ -19,9 +19,9 @@ from layoutc import show, tables
 from layoutc.cli import main
 from layoutc.describe import describe
 from layoutc.diagnostics import Diagnostic, Label, Span, catalogue
+from layoutc.read import read_spec_bytes
 from layoutc.renderers import FORMS
 from layoutc.sarif import sarif
-from layoutc.schema import read_spec_bytes
 
 ROOT = Path(__file__).parent.parent
 SPECS, ERRORS, GOLDEN = ROOT / "specs", Path(__file__).parent / "errors", Path(__file__).parent / "golden" / "show"

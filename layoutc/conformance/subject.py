@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from layoutc import compiler, schema
+from layoutc import compiler, read
 from layoutc.diagnostics import Diagnostic, has_errors
 from layoutc.layout import Layout, up
 from layoutc.plan import Plan
@@ -152,7 +152,7 @@ def compile_subject(
     imported.
     """
     data = path.read_bytes()
-    spec, found = schema.read_spec_bytes(data, str(path))
+    spec, found = read.read_spec_bytes(data, str(path))
     if spec is None:
         raise BadSpec([item for item in found if item.severity == "error"])
     digest = hashlib.sha256(data + str(path.resolve()).encode()).hexdigest()[:8]

@@ -22,7 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from layoutc.layout import Chain, Layout, resolve
-from layoutc.schema import read_spec
+from layoutc.read import read_spec
 
 Array = NDArray[Any]
 SPECS = Path(__file__).parent.parent.parent / "specs"

@@ -113,7 +113,7 @@ def test_blocks_that_no_program_holds_have_no_kernels_and_say_why(rowwise: str, 
     from layoutc.compiler import plan_for
     from layoutc.emit import emit
     from layoutc.kernel_views import gap
-    from layoutc.schema import read_spec
+    from layoutc.read import read_spec
 
     sizes = [dict(part.split(": ") for part in block.split(", ")) for block in (rowwise, columnwise)]
     scales = [" ".join(axis if size[axis] == "1" else f"{axis}/{size[axis]}" for axis in "mk") for size in sizes]

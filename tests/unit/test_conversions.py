@@ -13,8 +13,8 @@ import torch
 
 from layoutc.compiler import plan_for
 from layoutc.emit import emit
+from layoutc.read import read_spec
 from layoutc.runtime import launch
-from layoutc.schema import read_spec
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 import triton.language as tl  # noqa: E402

@@ -23,7 +23,8 @@ from layoutc.conformance.model import Model, planes_of
 from layoutc.conformance.placing import plane_values
 from layoutc.formats import BUILTIN, thresholds
 from layoutc.layout import resolve
-from layoutc.schema import Spec, read_spec
+from layoutc.read import read_spec
+from layoutc.schema import Spec
 
 M, K = 24, 40
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining a failure would take minutes

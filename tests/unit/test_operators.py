@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layoutc.compiler import compile_spec
+from layoutc.read import read_spec
 from layoutc.runtime import operators
 from layoutc.runtime.errors import LayoutError
-from layoutc.schema import read_spec
 
 NAMES = sorted(path.stem for path in SPECS.glob("*.yaml"))
 OPERATORS = torch.ops.layoutc
