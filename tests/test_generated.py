@@ -170,6 +170,7 @@ def test_commands_are_quick(arguments: list[str], limit: float) -> None:
     for _ in range(8):
         spent.append(process_time(["-m", "layoutc", *arguments]))
         imports.append(process_time(["-c", "import click, jinja2, yaml, pydantic; pydantic.BaseModel"]))
-        if min(spent) < limit:
+        allowed = limit * (max(1, min(imports) / QUIET) if len(imports) >= 3 else 1)
+        if min(spent) < allowed:
             return
-    assert min(spent) < limit * max(1, min(imports) / QUIET), (spent, imports)
+    pytest.fail(f"{arguments}: {spent}, {imports}")
