@@ -106,6 +106,8 @@ def keep_types(core: Any) -> None:
 
     def make(original: Any) -> Any:
         def init(self: Any, element_ty: Any, shape: Any) -> None:
+            if not isinstance(shape, (list, core.tuple)):
+                original(self, element_ty, shape)  # refuses it
             sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
             facts = known.get((id(element_ty), sizes))
             if facts is None:
@@ -124,7 +126,7 @@ def keep_tensors(core: Any) -> None:
     """Tensors of one type share their shape and their number of elements."""
 
     def make(original: Any) -> Any:
-        def init(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton names it so
+        def init(self: Any, handle: Any, type: Any) -> None:
             kept = type.__dict__.get("of_tensors")
             if kept:
                 self.__dict__.update(kept)
