@@ -74,7 +74,8 @@ def test_the_ranks_that_touch_a_block_have_all_of_its_rows_between_them(cuts: Cu
 def test_a_halo_is_the_rest_of_the_blocks_that_a_rank_touches(cuts: Cuts, block: int) -> None:
     for rank in range(cuts.world):
         (first, last), halo = cuts.bounds(rank), cuts.halo(rank, block)
-        whole = [row for row in range(cuts.rows) if row // block in blocks_of(cuts, rank, block)]
+        touched = blocks_of(cuts, rank, block)
+        whole = [row for row in range(cuts.rows) if row // block in touched]
         assert whole == (list(range(first - halo.before, last + halo.after)) if last > first else [])
         assert halo.rows == len(whole) - (last - first)
         assert not halo.tied
