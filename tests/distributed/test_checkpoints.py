@@ -70,8 +70,7 @@ def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ..
     """Bytes of all planes, masters and moments, and three more losses, are those of a run that was not interrupted.
 
     Each set of recipes loads half of the pairs of numbers of ranks: as many or two more or fewer, or else one or three.
-    Of each kind of block some recipe is in a set of either half. Losses follow a third of the pairs, another for each
-    set. All of it for all pairs with LAYOUTC_ALL_PAIRS=1.
+    Losses follow a third of the pairs, another for each set. All pairs load with LAYOUTC_ALL_PAIRS=1.
     """
     turn = None if os.environ.get("LAYOUTC_ALL_PAIRS") else EVERY.index(recipes[0]) // 4
     four.run(resumes, tuple(recipes), awkward, str(tmp_path), turn)

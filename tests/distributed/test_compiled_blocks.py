@@ -109,8 +109,7 @@ def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool
         assert 0 < counts[0] == counts[-1], (mode, counts)
 
 
-# Every recipe in two modes at least and all modes with each kind of block; every pair of a recipe that has codes of its
-# own for each orientation and a mode, in one kind of block or another. fp8_delayed, whose state moves on, in all modes.
+# Each recipe in two modes, and every mode with several recipes; fp8_delayed, whose state moves on, in all of them.
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
