@@ -1,4 +1,4 @@
-"""The FSDP2 shim: with registry.py, what reads private parts of torch.distributed.fsdp, for torch 2.11 to 2.13.
+"""The FSDP2 shim: with registry.py, what reads private parts of torch.distributed.fsdp, for torch 2.11 to 2.14.
 
 FSDP2's extension hooks are told the mesh and nothing else that a layout needs: which pass gathers, whether the weight
 stays gathered for backward, how many rows the padded shard has, how large the whole weight is. All of it is on the
