@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-from inspect import ismodule
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from interpreter import quicken
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
@@ -21,37 +18,8 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """Triton's interpreter prepares its language again for each call of a function; here, once for each launch.
-
-    What it prepares lasts until the launch ends, so all but the first time do nothing, and take a third of all time.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    prepare, prepared = interpreter._patch_lang, set()
-
-    @cache
-    def languages(function: Any) -> set[str]:
-        modules = (value for value in function.__globals__.values() if ismodule(value))
-        return {module.__name__ for module in modules if module in (interpreter.tl, interpreter.tl.core)}
-
-    def prepare_once(function: Any) -> Any:
-        if prepared and languages(function) <= prepared:
-            return interpreter._LangPatchScope()  # nothing to restore
-        is_launch, scope = not prepared, prepare(function)
-        prepared.update(languages(function))
-        if is_launch:
-            restore = scope.restore
-
-            def end() -> None:
-                prepared.clear()
-                restore()
-
-            scope.restore = end
-        return scope
-
-    interpreter._patch_lang = prepare_once
+    """Makes Triton's interpreter fast enough to test kernels with."""
+    quicken()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

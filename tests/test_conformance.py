@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from layoutc.cli import main
 from layoutc.conformance.check_codecs import search_disagrees
 from layoutc.conformance.codes import codes_of, pack, unpack
 from layoutc.conformance.material import expect, expect_same
-from layoutc.conformance.ranks import RankError, Ranks
+from layoutc.conformance.ranks import PRELOADED, RankError, Ranks
 from layoutc.conformance.registry import Check, all_checks
 from layoutc.conformance.report import explanation, line
 from layoutc.conformance.runner import Outcome, run_check, run_checks
@@ -100,6 +101,20 @@ def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too(
         with pytest.raises(RankError, match=r"(?s)rank 1: .*KeyError"):
             ranks.run(fails_on_one_rank)
         assert ranks.run(int, "7") == [7, 7]
+
+
+def test_what_processes_are_copied_with_asks_cuda_nothing_and_starts_no_thread() -> None:
+    """A copy of a process that has asked can't ask again, and has none of its threads."""
+    program = (
+        "import importlib, sys, threading, torch\n"
+        "def asked(*_): sys.exit('CUDA was asked')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert not [name for name in sys.modules if name.startswith('layoutc')]"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *PRELOADED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def fails_on_one_rank() -> None:
@@ -585,14 +600,12 @@ def test_list_says_what_each_check_means() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- plugin
 def pytest_run(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    """pytest as a third party runs it, in a folder of its own."""
+    """pytest as a third party runs it, in a folder of its own, and without the interpreter that tests/ asks for."""
     plugin = ["-p", "layoutc.conformance.plugin", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *plugin, *map(str, args)]
-    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    import os
-
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRITON_INTERPRET": "0"}
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env=environment
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -49,6 +50,20 @@ def weight(
         if kind == "inf":
             x[rng.integers(m), rng.integers(k)] = -special
     return torch.from_numpy(x).reshape(shape).to(dtype)
+
+
+def every_pair(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Of the product of all choices, few that hold every pair of two choices; always the same ones."""
+    rows = list(product(*(range(len(one)) for one in choices)))
+
+    def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(combinations(enumerate(row), min(2, len(row))))
+
+    left = set[tuple[tuple[int, int], ...]]().union(*map(pairs, rows))
+    while left:
+        row = max(rows, key=lambda row: len(pairs(row) & left))
+        left -= pairs(row)
+        yield tuple(one[index] for one, index in zip(choices, row, strict=True))
 
 
 def input_max(dtype: torch.dtype) -> float:

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
+# Imported once for all processes that this one ever starts. None of them asks CUDA for anything, which a copy of the
+# process could not do again. Nothing of layoutc, which may stand where only this process looks.
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
 
 
 class RankError(Exception):
@@ -48,6 +51,15 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         except BaseException as error:
             answer = (False, getattr(error, "told", None) or traceback.format_exc(limit=-4))
         pipe.send(answer)
+
+
+def _context() -> Any:
+    """How processes start: as copies of one that has imported what all need, where the system can copy processes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
 
 
 class Ranks:
@@ -86,7 +98,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory(prefix="layoutc-ranks-", ignore_cleanup_errors=True)
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):

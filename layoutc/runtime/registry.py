@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from layoutc.runtime.errors import LayoutError, UnsupportedTorch
 from layoutc.runtime.facts import Layout
 
-RUNS_WITH = "2.11 to 2.13"
-FIX = "pip install 'torch>=2.11,<2.14'"
+RUNS_WITH = "2.11 to 2.14"
+FIX = "pip install 'torch>=2.11,<2.15'"
 
 _OF_GROUP = ("fsdp_params", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
 _OF_PARAM = ("sharded_param", "fsdp_placement", "mesh_info", "_orig_size", "padded_sharded_param_size")

@@ -1,4 +1,4 @@
-"""Processes of one gloo group on this machine, which run check after check, so that each imports torch once.
+"""Processes of one gloo group on this machine, which run check after check; torch is imported once for all of them.
 
 A check is a function at the top of a module, called on every rank with the same arguments; it returns plain Python.
 Nothing hangs: a rank that fails or is late ends the whole group, and the next check starts another.
@@ -6,6 +6,7 @@ Nothing hangs: a rank that fails or is late ends the whole group, and the next c
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 60.0
+# What processes are forked with; torch's compiler is half of all that fully_shard imports when it is first called.
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "layoutc.checkpoint",
+    "pytest",
+]
 Check = Callable[..., Any]
 STARTED: list[Ranks] = []
 
@@ -34,6 +44,8 @@ def serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     timeout = timedelta(seconds=TIMEOUT / 2)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     pipe.send((True, None))
+    gc.collect()
+    gc.freeze()  # modules, which are most objects: each collection would look at them again
     while True:
         try:
             check, arguments = pipe.recv()
@@ -68,13 +80,16 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         STARTED.append(self)
 
-    def run(self, check: Check, *arguments: Any) -> list[Any]:
-        """Every rank's result. Raises AssertionError with the tracebacks of ranks that failed, and names late ones."""
+    def run(self, check: Check, *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """Every rank's result. Raises AssertionError with the tracebacks of ranks that failed, and names late ones.
+
+        timeout: seconds that the check may take, without collectives that wait for more than half of TIMEOUT.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((check, arguments))
-        return self._answers(check.__name__)
+        return self._answers(check.__name__, timeout)
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -89,7 +104,8 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):
@@ -99,12 +115,12 @@ class Ranks:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        self._answers("joining the group")
+        self._answers("joining the group", TIMEOUT)
 
-    def _answers(self, what: str) -> list[Any]:
+    def _answers(self, what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + timeout
         while len(results) + len(errors) < self.world:
             left = deadline - time.monotonic()
             if errors:  # the others wait in a collective, or fail by themselves within a moment

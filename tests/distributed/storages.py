@@ -17,7 +17,7 @@ def live_bytes(expected: int | None = None) -> int:
     """Bytes of all storages that some tensor in this process holds; wrappers have none of their own.
 
     expected: where there are more, the least of a few looks, since gloo's threads let go of what a collective filled a
-    moment after it is done.
+    moment after it is done. Objects that gc.freeze() has put aside are left out.
     """
     found = _bytes_now()
     for pause in (0.02, 0.1, 0.5):

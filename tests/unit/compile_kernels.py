@@ -1,6 +1,7 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
-Names of recipes may follow (`all`, if none), and `checks`: what compares a card's conversions with arithmetic.
+Names of recipes may follow (`all`, if none), `amaxes` (of groups; in `all`), and `checks`: what compares a card's
+conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
 kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
 conversions, instructions for each element. That takes as long as compiling. A process of its own, since the
@@ -190,7 +191,7 @@ def main() -> None:
         print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
 
     folder = Path(layoutc.recipes.__file__).parent
-    if "all" in named:
+    if {"all", "amaxes"} & named:
         for name, constants, tile, dtype in amax_variants():
             kernel = triton_groups.amax_group_kernel
             tell("", name, compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
@@ -198,7 +199,7 @@ def main() -> None:
     for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in named else ():
         tell("checks", name, compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
-    for recipe in every if "all" in named else sorted(named - {"checks"}):
+    for recipe in every if "all" in named else sorted(named - {"amaxes", "checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
         for name, kernel, flags, tile, dtype in variants(kernels, layout):

@@ -6,6 +6,8 @@ from collections import Counter
 from fractions import Fraction
 from importlib import import_module
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from numpy_models import RECIPES, recipe
 
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
-from layoutc.runtime.halo import check_place
+from layoutc.runtime.halo import _edges, _with_halo, check_place
 from layoutc.runtime.sharding import NO_HALO, Cuts, Halo, picks, sent_blocks
 from layoutc.runtime.shards import Place
 
@@ -75,7 +77,8 @@ def test_the_ranks_that_touch_a_block_have_all_of_its_rows_between_them(cuts: Cu
 def test_a_halo_is_the_rest_of_the_blocks_that_a_rank_touches(cuts: Cuts, block: int) -> None:
     for rank in range(cuts.world):
         (first, last), halo = cuts.bounds(rank), cuts.halo(rank, block)
-        whole = [row for row in range(cuts.rows) if row // block in blocks_of(cuts, rank, block)]
+        touched = blocks_of(cuts, rank, block)
+        whole = [row for row in range(cuts.rows) if row // block in touched]
         assert whole == (list(range(first - halo.before, last + halo.after)) if last > first else [])
         assert halo.rows == len(whole) - (last - first)
         assert not halo.tied
@@ -119,6 +122,38 @@ def test_a_block_may_lie_on_many_ranks() -> None:
     assert [cuts.touched(rank, 16) for rank in (0, 5, 10, 13, 14)] == [(0, 1), (0, 2), (1, 3), (2, 3), (2, 2)]
     assert [cuts.halo(rank, 16) for rank in (0, 5, 13, 14)] == [Halo(0, 13), Halo(15, 14), Halo(7, 0), NO_HALO]
     assert (sent_blocks(cuts, 16), picks(cuts, 16)) == (2, (0, 11, 21))
+
+
+@given(st.sampled_from(sorted(RECIPES)), st.integers(1, 90), st.integers(2, 9), st.integers(0, 2**32))
+@EXAMPLES
+def test_a_shard_among_its_halo_has_the_codes_and_scales_of_the_whole(
+    name: str, size: int, world: int, seed: int
+) -> None:
+    """Also where many ranks share a block: each of them tells its own rows, and the halo has the extremes of all."""
+    layout, of = facts(name), recipe(name)
+    rows, k = size * layout.multiple_m, layout.column_multiple
+    cuts = Cuts(rows, cdiv(rows, world), world)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) * torch.exp2(torch.arange(rows) % 7).view(
+        -1, 1
+    )
+    places: list[Any] = [SimpleNamespace(rank=rank, cuts=cuts) for rank in range(world)]
+    shards = [x[slice(*cuts.bounds(rank))] for rank in range(world)]
+    heard = torch.stack([_edges(layout, shard, place) for shard, place in zip(shards, places, strict=True)])
+    amax = of.Tensor._shared_amax(x) if layout.shares_amax else None
+    whole = of.quantize(x, amax=amax)
+    for place, shard in zip(places, shards, strict=True):
+        if not len(shard):
+            continue
+        halo, (first, last) = cuts.halo(place.rank, layout.block_rows), cuts.bounds(place.rank)
+        among = _with_halo(layout, shard, place, heard)
+        planes = of.reference.quantize_reference(among, amax=amax)
+        for plane, stored in planes.items():
+            per = layout.stored[plane].rows_per_value
+            if per is None:
+                continue
+            own = slice(halo.before // per, cdiv(halo.before + last - first, per))
+            mine = slice(first // per, cdiv(last, per))
+            assert torch.equal(stored[own].view(torch.uint8), whole.planes()[plane][mine].view(torch.uint8)), plane
 
 
 def test_a_tied_halo_lies_in_the_tensor_of_which_its_own_is_a_part() -> None:
