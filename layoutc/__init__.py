@@ -11,24 +11,24 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
-    from layoutc.runtime.agreement import check_ranks
-    from layoutc.runtime.group_buffers import buffers_of
-    from layoutc.runtime.init import cast_on_gather_, quantize_, quantized_init
-    from layoutc.runtime.optim import MasterWeights
-    from layoutc.runtime.precompute import precompute_amaxes
+    from layoutc.runtime.cast.precompute import precompute_amaxes
+    from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
+    from layoutc.runtime.train.check_ranks import check_ranks
+    from layoutc.runtime.train.convert import cast_on_gather_, quantize_, quantized_init
+    from layoutc.runtime.train.master_weights import MasterWeights
 
 _RUNTIME = {
-    "MasterWeights": "layoutc.runtime.optim",
-    "buffers_of": "layoutc.runtime.group_buffers",
-    "cast_on_gather_": "layoutc.runtime.init",
-    "check_ranks": "layoutc.runtime.agreement",
+    "MasterWeights": "layoutc.runtime.train.master_weights",
+    "buffers_of": "layoutc.runtime.quantize.batch_buffers",
+    "cast_on_gather_": "layoutc.runtime.train.convert",
+    "check_ranks": "layoutc.runtime.train.check_ranks",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
-    "precompute_amaxes": "layoutc.runtime.precompute",
-    "quantize_": "layoutc.runtime.init",
-    "quantized_init": "layoutc.runtime.init",
-    "restore_tensor": "layoutc.runtime.stored",
+    "precompute_amaxes": "layoutc.runtime.cast.precompute",
+    "quantize_": "layoutc.runtime.train.convert",
+    "quantized_init": "layoutc.runtime.train.convert",
+    "restore_tensor": "layoutc.runtime.weight.stored_form",
     "strict": "layoutc.runtime.strict",
 }
 

@@ -1,6 +1,6 @@
-"""python -m layoutc."""
+"""The command line, as `python -m layoutc`."""
 
-from layoutc.cli import main
+from layoutc.cli.app import main
 
 if __name__ == "__main__":
     main(prog_name="layoutc")

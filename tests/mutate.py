@@ -1,9 +1,9 @@
 """Puts faults into modules, one at a time, runs their tests, and lists the faults that no test noticed.
 
-    python tests/mutate.py layoutc/runtime/partial.py              20 faults, chosen at random
+    python tests/mutate.py layoutc/runtime/weight/pending_writes.py              20 faults, chosen at random
     python tests/mutate.py layoutc/checkpoint --count 60 --seed 3  60 faults in the modules of a folder
-    python tests/mutate.py layoutc/chain.py --tests tests/unit/test_layout.py
-    python tests/mutate.py layoutc/chain.py --only 3f2a91c         one fault again, once there is a test for it
+    python tests/mutate.py layoutc/layout/chain.py --tests tests/unit/test_layout.py
+    python tests/mutate.py layoutc/layout/chain.py --only 3f2a91c         one fault again, once there is a test for it
 
 A fault that survives is a test to write, or changes nothing: read its diff. The faults of a seed are the same while the
 module is. Nothing is written into the checkout: tests run in copies of it, each fault in a process of its own.
@@ -42,7 +42,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layo
 # Modules and their tests; the first pattern that fits.
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "layoutc/checkpoint/safetensors*",
+        "layoutc/checkpoint/safetensors/*",
         ("unit/test_safetensors*.py", "unit/test_checkpoint_inspection.py", "distributed/test_safetensors*.py"),
     ),
     (
@@ -58,7 +58,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "layoutc/runtime/triton_*",
+        "layoutc/runtime/[kt]*/*",
         ("unit/test_kernels.py", "unit/test_[dg]*.py", "unit/test_con*.py", "unit/test_four*.py", "unit/test_q*.py"),
     ),
     ("layoutc/runtime/*", ("unit/test_[!f]*.py", "distributed/test_*.py")),

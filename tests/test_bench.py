@@ -12,10 +12,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from layoutc import bench, bench_clocks, bench_jobs, bench_peers
-from layoutc.cli import main
-from layoutc.runtime import launch
-from layoutc.runtime.init import recipe_class
+from layoutc.bench import clocks, measure, peers
+from layoutc.bench import jobs as bench_jobs
+from layoutc.cli.app import main
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.train.convert import recipe_class
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a card, whose clock takes few calls."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_clocks, "CALLS", 3)
+    monkeypatch.setattr(clocks, "CALLS", 3)
 
 
 def run(*args: object) -> Result:
@@ -34,7 +35,7 @@ def run(*args: object) -> Result:
 def test_without_a_card_hooks_are_timed_and_the_rest_is_said() -> None:
     result = run("mxfp8", "--shape", "256x256", "--shape", "128x64", "--world", 2)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert bench.NO_CARD in result.stdout
+    assert measure.NO_CARD in result.stdout
     assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("  mxfp8")] == [
         *("forward", "backward", "both"),
         *("forward", "backward", "both"),
@@ -45,7 +46,7 @@ def test_json_goes_to_stdout_and_counts_what_travels() -> None:
     """The bytes that the hooks return are those of LAYOUT.gather, filling included."""
     result = run("mxfp8", "nvfp4", "hybrid_fp8", "--shape", "512x256", "--world", 4, "--json")
     assert result.exit_code == 0
-    assert bench.NO_CARD in result.stderr
+    assert measure.NO_CARD in result.stderr
     found = json.loads(result.stdout)
     assert (found["device"], found["kernels"], found["peers"], found["copy_bytes_per_us"]) == ("cpu", [], [], {})
     rows = found["hooks"]
@@ -75,7 +76,7 @@ def test_a_shape_whose_shards_cut_blocks_sends_what_is_planned() -> None:
     ],
 )
 def test_bad_input_is_refused_before_work(args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_clocks, "host", lambda call: pytest.fail("something was timed"))
+    monkeypatch.setattr(clocks, "host", lambda call: pytest.fail("something was timed"))
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
@@ -88,7 +89,7 @@ def test_the_module_runs_without_the_command_line() -> None:
         "for name in ('pydantic', 'click', 'jinja2', 'yaml', 'rich'): sys.modules[name] = None\n"
         "from layoutc import bench_clocks; bench_clocks.CALLS = 3\n"
         "sys.argv = ['bench', *sys.argv[1:]]\n"
-        "runpy.run_module('layoutc.bench', run_name='__main__')\n"
+        "runpy.run_module('layoutc.bench.measure', run_name='__main__')\n"
     )
 
     def module(*args: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +139,7 @@ def test_every_job_of_a_recipe_runs(name: str) -> None:
 
 def test_jobs_of_others_run() -> None:
     said: list[str] = []
-    jobs = list(bench_peers.other_jobs((64, 64), CPU, said.append))
+    jobs = list(peers.other_jobs((64, 64), CPU, said.append))
     for job in jobs:
         job.make()()
     assert [job.nbytes for job in jobs] == [64 * 64 * 2, 64 * 64 * 4, 2 * 64 * 64]
@@ -147,10 +148,10 @@ def test_jobs_of_others_run() -> None:
 
 def test_shares_are_of_what_a_copy_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the bytes in the same time are twice the share; what can't be in a graph has one clock."""
-    monkeypatch.setattr(bench_clocks, "rotated", lambda make, nbytes: 4.0)
-    monkeypatch.setattr(bench_clocks, "flushed", lambda work: 8.0)
+    monkeypatch.setattr(clocks, "rotated", lambda make, nbytes: 4.0)
+    monkeypatch.setattr(clocks, "flushed", lambda work: 8.0)
     job = bench_jobs.Job("nvfp4", "quantize", "bfloat16", 1000, lambda: lambda: None)
-    row = bench.timed(job, (8, 8), (500.0, 250.0))
+    row = measure.timed(job, (8, 8), (500.0, 250.0))
     assert (row.us, row.share, row.flushed_us, row.flushed_share) == (4.0, 0.5, 8.0, 0.5)
-    row = bench.timed(job._replace(in_graph=False), (8, 8), (500.0, 250.0))
+    row = measure.timed(job._replace(in_graph=False), (8, 8), (500.0, 250.0))
     assert (row.us, row.share, row.flushed_share) == (None, None, 0.5)

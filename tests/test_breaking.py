@@ -13,9 +13,9 @@ import yaml
 from click.testing import CliRunner, Result
 from test_describe import NAMES, plan_of, recipe
 
-from layoutc.breaking import compare, differences
-from layoutc.cli import main
-from layoutc.plan import Plan
+from layoutc.cli.app import main
+from layoutc.plan.plan import Plan
+from layoutc.report.breaking import compare, differences
 
 SPECS = Path(__file__).parent.parent / "specs"
 Edit = Callable[[dict[str, Any]], object]

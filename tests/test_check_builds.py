@@ -22,11 +22,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
 
-from layoutc import compiler
-from layoutc.conformance.model import Model, planes_of
-from layoutc.diagnostics import has_errors
-from layoutc.kernel_views import gap
-from layoutc.layout import resolve
+from layoutc.build import pipeline
+from layoutc.conformance.model.weights import Model, planes_of
+from layoutc.diagnostics.diagnostic import has_errors
+from layoutc.emit.kernel_view import gap
+from layoutc.layout.layout import resolve
 
 COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "8")) * 8
 M, K = 16, 24
@@ -149,9 +149,9 @@ def same(a: Any, b: Any) -> bool:
 
 def try_spec(text: str, seed: int) -> bool:
     """Checks, compiles, imports and runs a spec; False where it is refused in words."""
-    found = compiler.check(text.encode(), "made_up.yaml")
+    found = pipeline.check(text.encode(), "made_up.yaml")
     assert not [item for item in found if item.code == "LC907"], found
-    spec, files, _ = compiler.read(text.encode(), "made_up.yaml")
+    spec, files, _ = pipeline.read(text.encode(), "made_up.yaml")
     if has_errors(found) or spec is None:
         return False
     layout, package = resolve(spec), loaded(files)
@@ -225,8 +225,8 @@ def test_what_can_not_be_printed_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
     """Of `check` and of `build`, with the place in the compiler; nothing is written, and there is no traceback."""
     from click.testing import CliRunner
 
-    from layoutc import emit
-    from layoutc.cli import main
+    from layoutc.cli.app import main
+    from layoutc.emit import emit
 
     spec = Path(__file__).parent.parent / "specs" / "mxfp8.yaml"
     monkeypatch.setattr(emit, "recipe_view", lambda plan, sha256: 1 // 0)
@@ -272,11 +272,11 @@ orientations:
   rowwise: {block: {m: 8, k: 8}, data: {layout: m k}, scale: {layout: m/8 k/8}}
 """
     assert try_spec(text, 5)
-    spec, texts, _ = compiler.read(text.encode(), "made_up.yaml")
+    spec, texts, _ = pipeline.read(text.encode(), "made_up.yaml")
     assert spec is not None
     assert "kernels.py" not in texts
-    assert gap(compiler.plan_for(spec)) == "codes of own_s have no short decoding"
+    assert gap(pipeline.plan_for(spec)) == "codes of own_s have no short decoding"
     reference = loaded(texts).reference
     assert reference.decode_scale(torch.tensor([0xFD, 0xFE], dtype=torch.uint8)).tolist() == [2.0**126, float("inf")]
     same_but_inf = text.replace("inf: [0xfe], ", "")
-    assert "kernels.py" in compiler.read(same_but_inf.encode(), "made_up.yaml")[1]
+    assert "kernels.py" in pipeline.read(same_but_inf.encode(), "made_up.yaml")[1]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from layoutc.cli import main
-from layoutc.diagnostics import catalogue
-from layoutc.rules import RULES
+from layoutc.cli.app import main
+from layoutc.diagnostics.diagnostic import catalogue
+from layoutc.spec.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 SPECS, ERRORS = ROOT / "specs", Path(__file__).parent / "errors"

@@ -18,16 +18,16 @@ import torch
 import yaml
 from click.testing import CliRunner, Result
 
-from layoutc.cli import main
-from layoutc.conformance.check_codecs import search_disagrees
-from layoutc.conformance.codes import codes_of, pack, unpack
+from layoutc.cli.app import main
+from layoutc.conformance.checks.codecs import search_disagrees
 from layoutc.conformance.material import expect, expect_same
+from layoutc.conformance.model.codes import codes_of, pack, unpack
 from layoutc.conformance.ranks import PRELOADED, RankError, Ranks
 from layoutc.conformance.registry import Check, all_checks
 from layoutc.conformance.report import explanation, line
 from layoutc.conformance.runner import Outcome, run_check, run_checks
 from layoutc.conformance.subject import BadSpec, Edit, Subject, compile_subject
-from layoutc.formats import BUILTIN
+from layoutc.spec.formats import BUILTIN
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -412,7 +412,7 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
         ("master-weights",),
     ),
     "the model rounds ties up": (
-        "layoutc.conformance.codes.Codes.encode",
+        "layoutc.conformance.model.codes.Codes.encode",
         lambda encode: lambda self, x, how: encode(self, np.nextafter(x, np.float32(np.inf)), how),
         "mxfp8",
         ("rounding",),
@@ -522,22 +522,22 @@ def test_unpack_undoes_pack(bits: int, low_first: bool) -> None:
 def test_the_suite_knows_no_recipe_no_format_and_no_rule() -> None:
     names = {path.stem for path in SPECS}
     for file in ("formats.yaml", "rules.yaml"):
-        names |= set(yaml.safe_load((ROOT / "layoutc" / file).read_text(encoding="utf-8"))) - {"f32"}
+        names |= set(yaml.safe_load((ROOT / "layoutc" / "spec" / file).read_text(encoding="utf-8"))) - {"f32"}
     word = re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, names)))})(?![\w-])")
-    for path in sorted((ROOT / "layoutc" / "conformance").glob("*.py")):
+    for path in sorted((ROOT / "layoutc" / "conformance").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         assert not word.search(text), (path.name, word.search(text))
         assert len(text.splitlines()) <= 400, path.name
 
 
-@pytest.mark.parametrize("module", ["codes", "model", "placing"])
+@pytest.mark.parametrize("module", ["codes", "weights", "placing"])
 def test_the_independent_model_shares_no_arithmetic(module: str) -> None:
     """It imports the types of the layout and of formats, and nothing of the runtime or the generated code."""
-    text = (ROOT / "layoutc" / "conformance" / f"{module}.py").read_text(encoding="utf-8")
+    text = (ROOT / "layoutc" / "conformance" / "model" / f"{module}.py").read_text(encoding="utf-8")
     imported = set(re.findall(r"^from (layoutc[\w.]*) import", text, flags=re.M))
     assert imported <= {f"layoutc.conformance.{name}" for name in ("codes", "model")} | {
-        "layoutc.formats",
-        "layoutc.layout",
+        "layoutc.spec.formats",
+        "layoutc.layout.layout",
     }
     assert "torch" not in re.findall(r"^(?:import|from) (\w+)", text, flags=re.M)
     for line_ in re.findall(r"^from layoutc\.(?:formats|layout) import (.*)", text, flags=re.M):

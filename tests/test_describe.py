@@ -15,8 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layoutc.compiler import plan_for
-from layoutc.cuts import (
+from layoutc.build.pipeline import plan_for
+from layoutc.ints import cuts as sharding
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.nearest import (
     aligned,
     cuts_inside,
     nearest_multiple,
@@ -25,13 +27,12 @@ from layoutc.cuts import (
     ranks_cutting,
     sent_blocks,
 )
-from layoutc.describe import Description, as_data, describe, problems, usual_shape
-from layoutc.maps import index_map
-from layoutc.plan import Plan
-from layoutc.read import read_spec
-from layoutc.runtime import halo, sharding
+from layoutc.plan.plan import Plan
+from layoutc.report.describe import Description, as_data, describe, problems, usual_shape
+from layoutc.report.maps import index_map
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding import Cuts
+from layoutc.runtime.quantize import block_edges
+from layoutc.spec.checks.read import read_spec
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
 NAMES = [path.stem for path in SPECS]
@@ -114,7 +115,7 @@ def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int,
     cuts = Cuts(m, -(-m // world), world)
     bounds = [cuts.bounds(rank) for rank in range(world)]
     assert (at.rows_per_rank, at.ranks_with_rows) == (cuts.per_rank, sum(last > first for first, last in bounds))
-    places = [halo.Place(None, rank, cuts) for rank in {0, world - 1}]  # type: ignore[arg-type]
+    places = [block_edges.Place(None, rank, cuts) for rank in {0, world - 1}]  # type: ignore[arg-type]
     assert (at.cut_blocks is not None) == places[0].joins(layout)
     if at.cut_blocks is None:
         return
@@ -125,7 +126,7 @@ def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int,
     assert at.cut_blocks.exchanged == ("extremes" if layout.extremes else "values")
     for place in places:
         first, last = bounds[place.rank]
-        told = halo._edges(layout, torch.zeros(last - first, k), place)
+        told = block_edges._edges(layout, torch.zeros(last - first, k), place)
         assert at.cut_blocks.exchange_bytes_per_rank == told.nbytes
 
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layoutc import compiler
-from layoutc.diagnostics import Diagnostic, catalogue, has_errors
-from layoutc.formats import BUILTIN
-from layoutc.read import read_spec, read_spec_bytes
-from layoutc.renderers import FORMS, page, render
-from layoutc.rules import RULES
-from layoutc.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec
+from layoutc.build import pipeline
+from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors
+from layoutc.diagnostics.renderers import FORMS, page, render
+from layoutc.spec.checks.read import read_spec, read_spec_bytes
+from layoutc.spec.formats import BUILTIN
+from layoutc.spec.rules import RULES
+from layoutc.spec.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec
 
 ERRORS = Path(__file__).parent / "errors"
 SPECS = Path(__file__).parent.parent / "specs"
@@ -172,7 +172,7 @@ def test_never_raises_on_exchanged_words(name: str, data: st.DataObject) -> None
     never_raises(text)
     spec, _ = read_spec(text, f"specs/{name}.yaml")
     if spec is not None:
-        compiler.plan_for(spec)
+        pipeline.plan_for(spec)
 
 
 def test_the_language_page_shows_what_there_is() -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from layoutc import compiler, emit, formats, read
-from layoutc.views import cast_name, class_name
+from layoutc.build import pipeline
+from layoutc.emit import emit
+from layoutc.emit.recipe_view import cast_name, class_name
+from layoutc.spec import formats
+from layoutc.spec.checks import read
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -26,7 +29,7 @@ def written(folder: Path) -> dict[str, str]:
 
 
 def test_generated_code_is_what_the_specs_produce() -> None:
-    states = compiler.build(SPECS, ROOT / "generated", check=True).states
+    states = pipeline.build(SPECS, ROOT / "generated", check=True).states
     drifted = [f"{state.path}: {state.status}" for state in states if state.status != "same"]
     assert not drifted, f"{drifted}; run: layoutc build"
 
@@ -39,36 +42,36 @@ def test_two_hash_seeds_and_two_places_give_the_same_bytes(tmp_path: Path) -> No
 
 
 def test_a_second_build_writes_nothing(tmp_path: Path) -> None:
-    compiler.build(SPECS, tmp_path, check=False)
+    pipeline.build(SPECS, tmp_path, check=False)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.py")}
-    states = compiler.build(SPECS, tmp_path, check=False).states
+    states = pipeline.build(SPECS, tmp_path, check=False).states
     assert {state.status for state in states} == {"same"}
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.py")}
 
 
 def test_a_spec_with_an_error_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    compiler.build(SPECS, tmp_path, check=False)
+    pipeline.build(SPECS, tmp_path, check=False)
     before = written(tmp_path)
     bad = tmp_path / "bad.yaml"
     bad.write_text("layoutc: 1\nname: bad\n", encoding="utf-8")
-    result = compiler.build([SPECS[0], bad], tmp_path, check=False)
+    result = pipeline.build([SPECS[0], bad], tmp_path, check=False)
     assert result.diagnostics
     assert not result.states
     assert written(tmp_path) == before
 
 
 def test_files_that_no_spec_makes_are_reported_and_left(tmp_path: Path) -> None:
-    compiler.build(SPECS, tmp_path, check=False)
-    states = compiler.build(SPECS[1:], tmp_path, check=False).states
+    pipeline.build(SPECS, tmp_path, check=False)
+    states = pipeline.build(SPECS[1:], tmp_path, check=False).states
     stale = {state.path.parent.name for state in states if state.status == "stale"}
     assert stale == {SPECS[0].stem}
     assert (tmp_path / SPECS[0].stem / "tensor.py").is_file()
 
 
 def test_building_one_spec_keeps_the_others_in_the_index(tmp_path: Path) -> None:
-    compiler.build(SPECS, tmp_path, check=False)
+    pipeline.build(SPECS, tmp_path, check=False)
     before = written(tmp_path)
-    states = compiler.build([SPECS[1]], tmp_path, check=False, whole=False).states
+    states = pipeline.build([SPECS[1]], tmp_path, check=False, whole=False).states
     assert {state.status for state in states} == {"same"}
     assert written(tmp_path) == before
 
@@ -76,7 +79,7 @@ def test_building_one_spec_keeps_the_others_in_the_index(tmp_path: Path) -> None
 def test_two_specs_of_one_name_are_refused(tmp_path: Path) -> None:
     other = tmp_path / SPECS[0].name
     other.write_text(SPECS[0].read_text(encoding="utf-8"), encoding="utf-8")
-    result = compiler.build([SPECS[0], other], tmp_path / "out", check=False)
+    result = pipeline.build([SPECS[0], other], tmp_path / "out", check=False)
     assert [item.code for item in result.diagnostics] == ["LC904"]
     assert not (tmp_path / "out").exists()
 
@@ -107,7 +110,7 @@ def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_pa
         renamed = text.replace(f"element: {{format: {name}", own, 1)
     renamed = renamed.replace(f"name: {path.stem}", "name: okapi")
     (tmp_path / "okapi.yaml").write_text(renamed, encoding="utf-8")
-    result = compiler.build([tmp_path / "okapi.yaml"], tmp_path / "out", check=False)
+    result = pipeline.build([tmp_path / "okapi.yaml"], tmp_path / "out", check=False)
     assert not result.diagnostics
     for name in emit.FILES:
         ours = (ROOT / "generated" / path.stem / name).read_text(encoding="utf-8")

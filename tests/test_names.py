@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layoutc import compiler
+from layoutc.build import pipeline
 
 SPEC = """\
 layoutc: 1
@@ -45,7 +45,7 @@ def test_any_name_gives_a_package_that_works(tmp_path: Path, monkeypatch: pytest
     for name in NAMES:
         specs.append(tmp_path / f"{name}.yaml")
         specs[-1].write_text(SPEC.format(name=name), encoding="utf-8")
-    result = compiler.build(specs, tmp_path / "out" / "named", check=False)
+    result = pipeline.build(specs, tmp_path / "out" / "named", check=False)
     assert result.diagnostics == []
     monkeypatch.syspath_prepend(str(tmp_path / "out"))
     package = importlib.import_module("named")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from layoutc.cli import main
+from layoutc.cli.app import main
 
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).parent.parent
 CODE = sorted([*(ROOT / "layoutc").rglob("*.py"), *(ROOT / "generated").rglob("*.py")])
-PAGES = [ROOT / "README.md", ROOT / "specs" / "README.md", ROOT / "layoutc" / "catalogue.yaml"]
+PAGES = [ROOT / "README.md", ROOT / "specs" / "README.md", ROOT / "layoutc" / "diagnostics" / "catalogue.yaml"]
 FILE = re.compile(r"[\w./-]+\.(?:py|md|yaml|toml|txt|json)|[\w-]+(?:/[\w-]+)*/")
 OTHERS = {"triton_op", "redistribute", "transformers", "Trainer", "null"}  # torch's, transformers', YAML's
 MADE_UP = {"mxfp8_v2", "_rowwise", "ROWWISE_", "element_power"}  # examples, parts of names, what a page defines
@@ -55,7 +55,7 @@ def words() -> frozenset[str]:
         _, strings, names = parsed(path)
         found |= {*names, path.stem, path.parent.name}
         found |= {word for one in strings if re.fullmatch(r"[\w.-]+", one) for word in re.findall(r"\w+", one)}
-    for path in (*ROOT.glob("specs/*.yaml"), *ROOT.glob("layoutc/*.yaml"), ROOT / "pyproject.toml"):
+    for path in (*ROOT.glob("specs/*.yaml"), *ROOT.glob("layoutc/*/*.yaml"), ROOT / "pyproject.toml"):
         if path.name != "catalogue.yaml":
             found |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return frozenset(found | OTHERS | MADE_UP)
@@ -97,7 +97,14 @@ def check(span: str, path: Path) -> None:
     if span == "layoutc.json":  # of a checkpoint
         return
     if FILE.fullmatch(span):
-        places = (ROOT, ROOT / "layoutc", ROOT / "layoutc" / "runtime", ROOT / "generated" / "nvfp4", path.parent)
+        places = (
+            ROOT,
+            ROOT / "layoutc",
+            ROOT / "layoutc" / "runtime",
+            ROOT / "generated" / "nvfp4",
+            path.parent,
+            path.parent.parent,
+        )
         assert any((place / span).exists() for place in places), "no such file"
         return
     for dotted in re.findall(r"(?<![\w./\"'-])layoutc(?:\.\w+)+", span):

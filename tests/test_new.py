@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from layoutc.cli import main
-from layoutc.read import read_spec
+from layoutc.cli.app import main
+from layoutc.spec.checks.read import read_spec
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from layoutc import compiler
+from layoutc.build import pipeline
 from layoutc.conformance.registry import all_checks
 from layoutc.conformance.runner import run_check
 from layoutc.conformance.subject import Edit, compile_subject
-from layoutc.kernel_views import gap
+from layoutc.emit.kernel_view import gap
 
 ROOT = Path(__file__).parent.parent
 CHECKS = {check.name: check for check in all_checks()}
@@ -155,7 +155,7 @@ scale: {scale}
 {"tensor: {amax: f32}" + chr(10) if "four" in scale else ""}orientations:
   rowwise: {{block: {{m: {block["m"]}, k: {block["k"]}}}, data: {{layout: m k}}, scale: {{layout: {layout}}}}}
 """
-    spec, texts, found = compiler.read(text.encode(), "made_up.yaml")
+    spec, texts, found = pipeline.read(text.encode(), "made_up.yaml")
     assert spec is not None, found
-    assert reason in str(gap(compiler.plan_for(spec)))
+    assert reason in str(gap(pipeline.plan_for(spec)))
     assert "kernels.py" not in texts

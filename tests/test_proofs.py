@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_describe import NAMES, plan_of, recipe, six_bits
 
-from layoutc import chain, proofs
-from layoutc.chain import Chain
-from layoutc.cli import main
-from layoutc.plan import Plan
-from layoutc.proofs import Proof, failures, prove
-from layoutc.read import read_spec
+from layoutc.cli.app import main
+from layoutc.layout import chain
+from layoutc.layout.chain import Chain
+from layoutc.plan.plan import Plan
+from layoutc.report import proofs
+from layoutc.report.proofs import Proof, failures, prove
+from layoutc.spec.checks.read import read_spec
 
 SPECS = Path(__file__).parent.parent / "specs"
 
@@ -150,7 +151,7 @@ def test_an_orientation_made_of_other_planes_is_refuted() -> None:
 
 
 def test_a_plane_with_too_few_values_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layoutc.layout import Plane
+    from layoutc.layout.layout import Plane
 
     monkeypatch.setattr(Plane, "shape", lambda plane, m, k: (m // (plane.per_m or m), k // (plane.per_k or k)))
     assert "rowwise_scale" in failing(recipe("fp8_block")), "a partial block has a scale of its own"
@@ -166,7 +167,7 @@ def not_partitioned(plan: Plan) -> set[str]:
 def test_blocks_that_are_stored_too_rarely_or_too_often_are_refuted(
     off: int, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layoutc.layout import Plane
+    from layoutc.layout.layout import Plane
 
     plan, right = recipe("fp8_block"), Plane.shape
     assert not_partitioned(plan) == set()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from layoutc.conformance.report import line
 from layoutc.conformance.runner import run_checks
 from layoutc.conformance.subject import BadSpec, compile_subject
-from layoutc.rules import RULES
+from layoutc.spec.rules import RULES
 
 COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "8"))
 SIZES = [1, 1, 2, 3, 4, 5, 8, 16, 32, 128, "all"]

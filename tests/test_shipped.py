@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import layoutc
-from layoutc.cli import main
+from layoutc.cli.app import main
 
 SPECS = Path(__file__).parent.parent / "specs"
 

@@ -15,13 +15,13 @@ import yaml
 from click.testing import CliRunner, Result
 from test_describe import NAMES, plan_of, recipe
 
-from layoutc import show, tables
-from layoutc.cli import main
-from layoutc.describe import describe
-from layoutc.diagnostics import Diagnostic, Label, Span, catalogue
-from layoutc.read import read_spec_bytes
-from layoutc.renderers import FORMS
-from layoutc.sarif import sarif
+from layoutc.cli.app import main
+from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, catalogue
+from layoutc.diagnostics.renderers import FORMS
+from layoutc.diagnostics.sarif import sarif
+from layoutc.report import show, tables
+from layoutc.report.describe import describe
+from layoutc.spec.checks.read import read_spec_bytes
 
 ROOT = Path(__file__).parent.parent
 SPECS, ERRORS, GOLDEN = ROOT / "specs", Path(__file__).parent / "errors", Path(__file__).parent / "golden" / "show"

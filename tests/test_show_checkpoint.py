@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from layoutc import show_checkpoint, tables
-from layoutc.cli import main
+from layoutc.cli.app import main
+from layoutc.report import show_checkpoint, tables
 
 torch = pytest.importorskip("torch")
 
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and its optimizer's state, a layout that nobody has, and a name that a terminal would obey."""
     import layoutc
     import layoutc.checkpoint
-    from layoutc.runtime import stored
+    from layoutc.runtime.weight import stored_form
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=bias) for bias in (True, False, False)))
@@ -41,13 +41,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layoutc.quantize_(strange, "mxfp8")
     state: dict[str, Any] = {"model": model.state_dict(), "strange": strange.weight.detach(), "step": 3}
     state |= {"red \x1b[31m": torch.arange(2), "a.very" + 20 * ".long" + ".name": torch.zeros(2, 3, 4)}
-    folder, state_of = tmp_path_factory.mktemp("saved") / "step-3", stored.state_of
+    folder, state_of = tmp_path_factory.mktemp("saved") / "step-3", stored_form.state_of
 
     def other(tensor: Any) -> dict[str, Any]:
         return state_of(tensor) | ({"layout_id": "0123456789ab", "language": 9} if len(tensor) == 32 else {})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored, "state_of", other)
+        patch.setattr(stored_form, "state_of", other)
         layoutc.checkpoint.save(state, folder, no_dist=True)
     return folder
 
@@ -104,7 +104,7 @@ def test_terminals_get_rich_tables(saved: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_mixed_tensors_are_named() -> None:
-    from layoutc.checkpoint.entries import EntryFacts, LayoutFacts
+    from layoutc.checkpoint.common.entries import EntryFacts, LayoutFacts
     from layoutc.checkpoint.inspection import CheckpointFacts
 
     layouts = tuple(LayoutFacts(name, name[:2] * 6, 1, "", True, None, 2) for name in ("mxfp8", "nvfp4"))
@@ -151,7 +151,7 @@ def test_usage_errors(args: list[str], message: str) -> None:
 def test_without_torch_it_says_so(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        f"from layoutc.cli import main; main(['show', '--checkpoint', {str(tmp_path)!r}])"
+        f"from layoutc.cli.app import main; main(['show', '--checkpoint', {str(tmp_path)!r}])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2

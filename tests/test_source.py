@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from layoutc.diagnostics import Label, Span, nearest, quoted
-from layoutc.renderers import render
-from layoutc.source import MAX_CHARACTERS, Source, read
-from layoutc.yaml11 import plain_value
+from layoutc.diagnostics.diagnostic import Label, Span, nearest, quoted
+from layoutc.diagnostics.renderers import render
+from layoutc.spec.source import MAX_CHARACTERS, Source, read
+from layoutc.spec.yaml11 import plain_value
 
 SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
 
@@ -142,6 +142,7 @@ def test_suggestions() -> None:
 
 def test_the_compiler_needs_no_torch() -> None:
     code = (
-        "import layoutc.schema, layoutc.cli, sys; sys.exit(any(n in sys.modules for n in ('torch', 'triton', 'rich')))"
+        "import layoutc.spec.schema, layoutc.cli, sys;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'triton', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=SPECS[0].parent.parent).returncode == 0

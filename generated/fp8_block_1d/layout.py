@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(4, "fp8_block_1d")
+require(5, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

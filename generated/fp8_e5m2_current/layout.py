@@ -28,7 +28,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(4, "fp8_e5m2_current")
+require(5, "fp8_e5m2_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutc.runtime import group_buffers, groups, launch
-from layoutc.runtime.triton_blocks import from_blocks, to_blocks, to_float
-from layoutc.runtime.triton_codes import (
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.direct import run
+from layoutc.runtime.quantize import batch_buffers, batches
+from layoutc.runtime.triton.batch import covered_member_of, plane_like
+from layoutc.runtime.triton.blocks import from_blocks, to_blocks, to_float
+from layoutc.runtime.triton.codes import (
     F32_MAX,
     cast_from_codes,
     cast_to_codes,
@@ -25,10 +28,8 @@ from layoutc.runtime.triton_codes import (
     like,
     to_small_codes,
 )
-from layoutc.runtime.triton_direct import run
-from layoutc.runtime.triton_groups import covered_member_of, plane_like
-from layoutc.runtime.triton_tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton_turns import move_codes, turn_bytes
+from layoutc.runtime.triton.tiles import load, load_runs, store, tile_of, to_dtype
+from layoutc.runtime.triton.turns import move_codes, turn_bytes
 
 from .layout import LAYOUT
 
@@ -367,20 +368,20 @@ def lay_out_group(
 ) -> list[dict[str, Tensor]]:
     """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
     weights = [launch.readable(planes) for planes in weights]
-    made = group_buffers.new(LAYOUT, shapes, orientations, weights)
+    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
     planes, buffers = ["columnwise_data"], ["columnwise_data"]
-    launches = group_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
+    launches = batch_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
     for index, table in launches:
         _lay_out(weights[index], made[index], *shapes[index], table)
     return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
 
 
 def _lay_out(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: groups.Table | None
+    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: batches.Table | None
 ) -> None:
     """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
     tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or group_buffers.alone(m, k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
+    table = table or batch_buffers.alone(m, k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
     if made and table.programs:
         args = (
             table.entries,

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(4, "hybrid_fp8")
+require(5, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -38,7 +38,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(4, "int4_group32")
+require(5, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(4, "int8_block")
+require(5, "int8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

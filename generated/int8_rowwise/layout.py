@@ -31,7 +31,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(4, "int8_rowwise")
+require(5, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

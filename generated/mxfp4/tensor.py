@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp, launch, transport
-from layoutc.runtime.cast_dispatch import register_cast
-from layoutc.runtime.casting import CastOnGather
-from layoutc.runtime.tensor import QuantizedTensor, register
+from layoutc.runtime.cast.handlers import register_cast
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import amax as amaxes
+from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
 from .layout import LAYOUT
@@ -56,30 +57,30 @@ class MXFP4Tensor(QuantizedTensor):
         return self._plane("columnwise_scale")
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], transport.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
         Forward sends rowwise_data and rowwise_scale; backward columnwise_data and columnwise_scale, of the same bytes,
         since FSDP2 wants the same sizes in each pass; a weight that stays gathered sends all of them once.
         """
-        gathering = fsdp.begin(self, mesh)
+        gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
             sent += [
-                transport.wire(self, gathering, "rowwise_data"),
-                transport.wire(self, gathering, "rowwise_scale"),
+                wire.wire(self, gathering, "rowwise_data"),
+                wire.wire(self, gathering, "rowwise_scale"),
             ]
         if gathering.which != "forward":
             sent += [
-                transport.wire(self, gathering, "columnwise_data"),
-                transport.wire(self, gathering, "columnwise_scale"),
+                wire.wire(self, gathering, "columnwise_data"),
+                wire.wire(self, gathering, "columnwise_scale"),
             ]
-        return transport.send(tuple(sent), gathering)
+        return wire.send(tuple(sent), gathering)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: transport.Gathering,
+        metadata: wire.Gathering,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -88,17 +89,17 @@ class MXFP4Tensor(QuantizedTensor):
 
         Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        received = transport.receive(all_gather_outputs, metadata)
+        received = wire.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
         slot = 0
         if metadata.which != "backward":
-            gathered["rowwise_data"] = transport.arrived(metadata, "rowwise_data", received[slot])
-            gathered["rowwise_scale"] = transport.arrived(metadata, "rowwise_scale", received[slot + 1])
+            gathered["rowwise_data"] = wire.arrived(metadata, "rowwise_data", received[slot])
+            gathered["rowwise_scale"] = wire.arrived(metadata, "rowwise_scale", received[slot + 1])
             slot += 2
         if metadata.which != "forward":
-            gathered["columnwise_data"] = transport.arrived(metadata, "columnwise_data", received[slot])
-            gathered["columnwise_scale"] = transport.arrived(metadata, "columnwise_scale", received[slot + 1])
-        return fsdp.finish(self, gathered, metadata, param_dtype, out)
+            gathered["columnwise_data"] = wire.arrived(metadata, "columnwise_data", received[slot])
+            gathered["columnwise_scale"] = wire.arrived(metadata, "columnwise_scale", received[slot + 1])
+        return hooks.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod

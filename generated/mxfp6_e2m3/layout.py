@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "mxfp6_e2m3")
+require(5, "mxfp6_e2m3")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

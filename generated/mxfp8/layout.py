@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "mxfp8")
+require(5, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

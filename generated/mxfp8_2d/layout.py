@@ -30,7 +30,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "mxfp8_2d")
+require(5, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

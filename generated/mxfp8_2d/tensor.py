@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layoutc.runtime import amax as amaxes
-from layoutc.runtime import fsdp, launch, transport
-from layoutc.runtime.cast_dispatch import register_cast
-from layoutc.runtime.casting import CastOnGather
-from layoutc.runtime.tensor import QuantizedTensor, register
+from layoutc.runtime.cast.handlers import register_cast
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import amax as amaxes
+from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
 from .layout import LAYOUT
@@ -46,20 +47,20 @@ class MXFP82DTensor(QuantizedTensor):
         return self._plane("rowwise_scale")
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], transport.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
         Both passes send the same planes.
         """
-        gathering = fsdp.begin(self, mesh)
-        data = transport.wire(self, gathering, "rowwise_data")
-        scale = transport.wire(self, gathering, "rowwise_scale")
-        return transport.send((data, scale), gathering)
+        gathering = hooks.begin(self, mesh)
+        data = wire.wire(self, gathering, "rowwise_data")
+        scale = wire.wire(self, gathering, "rowwise_scale")
+        return wire.send((data, scale), gathering)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: transport.Gathering,
+        metadata: wire.Gathering,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -68,12 +69,12 @@ class MXFP82DTensor(QuantizedTensor):
 
         Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
         """
-        received = transport.receive(all_gather_outputs, metadata)
+        received = wire.receive(all_gather_outputs, metadata)
         gathered = {
-            "rowwise_data": transport.arrived(metadata, "rowwise_data", received[0]),
-            "rowwise_scale": transport.arrived(metadata, "rowwise_scale", received[1]),
+            "rowwise_data": wire.arrived(metadata, "rowwise_data", received[0]),
+            "rowwise_scale": wire.arrived(metadata, "rowwise_scale", received[1]),
         }
-        return fsdp.finish(self, gathered, metadata, param_dtype, out)
+        return hooks.finish(self, gathered, metadata, param_dtype, out)
 
     # ------------------------------------------------------------------------------------------- what the runtime calls
     @classmethod

@@ -34,7 +34,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "mxint8")
+require(5, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -35,7 +35,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "nvfp4_1d")
+require(5, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

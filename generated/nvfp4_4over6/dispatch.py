@@ -20,8 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime import collectives, shaping
-from layoutc.runtime import dispatch as common
+from layoutc.runtime.dispatch import collectives, cuts_and_joins
+from layoutc.runtime.dispatch import handlers as common
 
 aten = torch.ops.aten
 
@@ -61,16 +61,16 @@ HANDLERS = {
     aten.as_strided.default: common.as_strided,
     aten.expand.default: common.expand,
     # cuts along rows (any) and columns (multiples of 16)
-    aten.slice.Tensor: shaping.slice_,
-    aten.select.int: shaping.select,
-    aten.unbind.int: shaping.unbind,
-    aten.split.Tensor: shaping.split,
-    aten.split_with_sizes.default: shaping.split_with_sizes,
-    aten.cat.default: shaping.cat,
+    aten.slice.Tensor: cuts_and_joins.slice_,
+    aten.select.int: cuts_and_joins.select,
+    aten.unbind.int: cuts_and_joins.unbind,
+    aten.split.Tensor: cuts_and_joins.split,
+    aten.split_with_sizes.default: cuts_and_joins.split_with_sizes,
+    aten.cat.default: cuts_and_joins.cat,
     # new tensors of the recipe
-    aten.new_empty.default: shaping.new_empty,
-    aten.new_zeros.default: shaping.new_zeros,
-    aten.empty_like.default: shaping.empty_like,
+    aten.new_empty.default: cuts_and_joins.new_empty,
+    aten.new_zeros.default: cuts_and_joins.new_zeros,
+    aten.empty_like.default: cuts_and_joins.empty_like,
     aten.clone.default: common.clone,
     aten._to_copy.default: common.to_copy,
     aten._pin_memory.default: common.pin_memory,

@@ -33,7 +33,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(4, "nvfp4_4over6")
+require(5, "nvfp4_4over6")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -6,7 +6,7 @@ not there, that every byte is checked before anything of a live model is written
 
 from layoutc.checkpoint.inspection import inspect as inspect
 from layoutc.checkpoint.loading import load as load
-from layoutc.checkpoint.safetensors_export import export_safetensors as export_safetensors
-from layoutc.checkpoint.safetensors_load import load_safetensors as load_safetensors
+from layoutc.checkpoint.safetensors.export import export_safetensors as export_safetensors
+from layoutc.checkpoint.safetensors.load import load_safetensors as load_safetensors
 from layoutc.checkpoint.saving import async_save as async_save
 from layoutc.checkpoint.saving import save as save

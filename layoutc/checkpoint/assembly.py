@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import amax, gathered, shards, stored
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.halo import check_place
-from layoutc.runtime.partial import check_whole
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize.block_edges import check_place
+from layoutc.runtime.sharding import shards
+from layoutc.runtime.weight import gathered_in_graphs, stored_form
+from layoutc.runtime.weight.pending_writes import check_whole
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Destination:
                         f"{self.name}: the checkpoint lacks its {', '.join(lacking)}, which the model holds"
                     )
                 return
-            what = stored.difference(stored.describe(source.LAYOUT), stored.describe(live.LAYOUT))
+            what = stored_form.difference(stored_form.describe(source.LAYOUT), stored_form.describe(live.LAYOUT))
             if not self.convert:
                 raise LayoutError(
                     f"{self.name} has layout {theirs} in the checkpoint and {ours} in the model: {what}; convert=True "
@@ -143,7 +145,7 @@ def local_of(value: object) -> Tensor | None:
 
 def _check_takes_values(live: QuantizedTensor) -> None:
     """Raises LayoutError where a weight takes no values to be quantized, as `copy_` would when others are written."""
-    gathered.refuse_write(live)
+    gathered_in_graphs.refuse_write(live)
     if live._transposed:
         raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
     check_place(live, shards.place(live))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from layoutc.checkpoint import reading
-from layoutc.checkpoint.entries import VALUE, EntryFacts, entry_of
+from layoutc.checkpoint.common.entries import VALUE, EntryFacts, entry_of
 from layoutc.checkpoint.manifest import check_manifest
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.errors import LayoutError as LayoutError
@@ -66,9 +66,9 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
     """
     path = Path(folder)
     if not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
-        from layoutc.checkpoint import safetensors_inspection
+        from layoutc.checkpoint.safetensors import inspection
 
-        form, entries = "safetensors", safetensors_inspection.entries(path)
+        form, entries = "safetensors", inspection.entries(path)
     else:
         form, entries = "torch.distributed.checkpoint", tuple(_entries(path, thorough))
     sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]

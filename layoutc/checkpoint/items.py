@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from layoutc.checkpoint import unpickling, zips
 from layoutc.checkpoint.reading import is_shape, is_storage, names_of
-from layoutc.checkpoint.untrusted import open_file
-from layoutc.runtime import stored
-from layoutc.runtime.checksums import crc32
+from layoutc.checkpoint.untrusted import unpickling, zips
+from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.weight import stored_form
+from layoutc.runtime.weight.checksums import crc32
 
 
 def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> Any:
@@ -68,7 +68,7 @@ def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
 def _any(data: Tensor, name: str, where: str) -> Any:
     """What torch.load makes of an item."""
     try:
-        with stored.at_most(2 * data.numel()):
+        with stored_form.at_most(2 * data.numel()):
             return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
         told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
@@ -134,7 +134,7 @@ def _tensor(
     def restored(state: Any) -> Any:
         if next(calls):
             raise DamagedError(f"{where} is one tensor, and restores several")
-        return stored.restored(state, crc32_of)
+        return stored_form.restored(state, crc32_of)
 
     names = names_of(tensor, typed_tensor, restored)
     try:

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from layoutc.checkpoint.assembly import Destination, local_of, requantize
-from layoutc.checkpoint.folders import INCOMPLETE, previous, resolved
+from layoutc.checkpoint.common.folders import INCOMPLETE, previous, resolved
+from layoutc.checkpoint.common.verdicts import everywhere, from_first, rank_of, together
 from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
 from layoutc.checkpoint.reading import METADATA, read_metadata
-from layoutc.checkpoint.verdicts import everywhere, from_first, rank_of, together
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 T = TypeVar("T")
 READERS = min(8, os.cpu_count() or 1)  # threads that read and check items

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from layoutc import __version__
-from layoutc.checkpoint.folders import MANIFEST
+from layoutc.checkpoint.common.folders import MANIFEST
 from layoutc.checkpoint.reading import METADATA, METADATA_BYTES
-from layoutc.checkpoint.untrusted import json_of, read_whole
+from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 FORMAT = 1

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from layoutc.checkpoint import unpickling, zips
-from layoutc.checkpoint.stored_metadata import metadata_of
-from layoutc.checkpoint.untrusted import DIMS, open_file, read_at, read_whole, short
+from layoutc.checkpoint.untrusted import unpickling, zips
+from layoutc.checkpoint.untrusted.files import DIMS, open_file, read_at, read_whole, short
+from layoutc.checkpoint.untrusted.metadata import metadata_of
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.stored import FORMAT, wrong_in
+from layoutc.runtime.weight.stored_form import FORMAT, wrong_in
 
 METADATA = ".metadata"
 METADATA_BYTES = 2**30  # the largest that is read: some ten million pieces
@@ -82,8 +82,10 @@ def check_files(folder: Path, metadata: dcp.Metadata) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- items
 def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
-    """What an item is, without its data: the state of a quantized tensor (layoutc.runtime.stored.state_of; planes as
-    `Plain`), {"dtype", "shape"} of a plain tensor, {"value": name of its type} of any other plain value.
+    """What an item is, without its data.
+
+    The state of a quantized tensor (`stored_form.state_of`; planes as `Plain`), {"dtype", "shape"} of a plain tensor,
+    {"value": name of its type} of any other plain value.
 
     None for an item that was transformed on its way to the file (compressed, say), which can't be looked into.
     Raises DamagedError where the item is no torch.save zip, or names something that is in neither kind of tensor.

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from layoutc.checkpoint import folders
-from layoutc.checkpoint.apart import apart, goes_on
+from layoutc.checkpoint.common import folders
 from layoutc.checkpoint.manifest import write_manifest
+from layoutc.checkpoint.process_groups import apart, goes_on
 from layoutc.checkpoint.reading import directory_crc_of
 from layoutc.runtime.errors import LayoutError
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layoutc.conformance.codes import F32, Array
-from layoutc.conformance.placing import logical
+from layoutc.conformance.model.codes import F32, Array
+from layoutc.conformance.model.placing import logical
 from layoutc.conformance.registry import TALLY, Failure
 from layoutc.conformance.subject import Subject
 

@@ -36,11 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _place(spec: str, config: pytest.Config) -> Path:
     """The file of a spec: a path, from where pytest was started, or the name of a recipe that a package ships."""
-    from layoutc import shipped
+    from layoutc.build import lookup
 
     path = config.invocation_params.dir / spec
     if not path.is_file() and Path(spec).name == spec:
-        found = [specs[spec] for specs in shipped.by_package().values() if spec in specs]
+        found = [specs[spec] for specs in lookup.by_package().values() if spec in specs]
         path = found[0] if len(found) == 1 else path
     if not path.is_file():
         raise pytest.UsageError(f"--layoutc-spec: {path} does not exist")

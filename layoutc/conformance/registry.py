@@ -86,5 +86,5 @@ def all_checks() -> list[Check]:
     from importlib import import_module
 
     for module in ("codecs", "maps", "reference", "hooks", "dispatch", "products", "kernels", "state", "processes"):
-        import_module(f"layoutc.conformance.check_{module}")
+        import_module(f"layoutc.conformance.checks.{module}")
     return list(REGISTRY.checks)

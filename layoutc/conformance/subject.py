@@ -15,14 +15,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from layoutc import compiler, read
-from layoutc.diagnostics import Diagnostic, has_errors
-from layoutc.layout import Layout, up
-from layoutc.plan import Plan
-from layoutc.renderers import render
+from layoutc.build import pipeline
+from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
+from layoutc.diagnostics.renderers import render
+from layoutc.ints.sizes import up
+from layoutc.layout.layout import Layout
+from layoutc.plan.plan import Plan
+from layoutc.spec.checks import read
 
 if TYPE_CHECKING:
-    from layoutc.conformance.model import Model
+    from layoutc.conformance.model.weights import Model
     from layoutc.conformance.ranks import Ranks
 
 Edit = Callable[[Path], None]
@@ -79,7 +81,7 @@ class Subject:
     @property
     def model(self) -> Model:
         """The independent reading of the spec."""
-        from layoutc.conformance.model import Model
+        from layoutc.conformance.model.weights import Model
 
         return Model(self.layout)
 
@@ -160,7 +162,7 @@ def compile_subject(
     folder = Path(tempfile.mkdtemp(prefix="layoutc-test-"))
     try:
         out = folder / root / "somewhere"  # generated code works wherever it stands
-        result = compiler.build([path], out, check=False)
+        result = pipeline.build([path], out, check=False)
         if has_errors(result.diagnostics):
             raise BadSpec(result.diagnostics)
         (folder / root / "__init__.py").write_text("", encoding="utf-8")
@@ -174,7 +176,7 @@ def compile_subject(
             sys.path.remove(str(folder))
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    plan = compiler.plan_for(spec)
+    plan = pipeline.plan_for(spec)
     return Subject(path, plan.layout, plan, package, folder, seed, thorough, ranks)
 
 

@@ -3,7 +3,7 @@
 Generated code leans on it through the modules here and checks `INTERFACE` at import.
 """
 
-INTERFACE = 4
+INTERFACE = 5
 
 
 def require(interface: int, recipe: str) -> None:

@@ -11,19 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from layoutc.runtime.sharding import Cuts, sent_blocks
+from layoutc.ints.cuts import Cuts, sent_blocks
+from layoutc.ints.sizes import cdiv, up
 
 PassName = Literal["forward", "backward", "both"]
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
-
-def up(a: int, multiple: int) -> int:
-    """`a` rounded up to a multiple."""
-    return cdiv(a, multiple) * multiple
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

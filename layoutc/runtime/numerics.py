@@ -11,7 +11,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from layoutc.runtime.facts import cdiv
+from layoutc.ints.sizes import cdiv
 
 F32_MAX = torch.finfo(torch.float32).max
 

@@ -1,40 +1,6 @@
-"""State dicts of weights that are cast on gather hold plain values, which load into an ordinary model, and back."""
+"""A name in pickles of layoutc 0.1."""
 
-from __future__ import annotations
+from layoutc.pickled import give_plain as give
+from layoutc.pickled import take_plain as take
 
-from typing import Any
-
-from torch import Tensor, nn
-
-from layoutc.runtime.casting import CastOnGather, find_cast
-from layoutc.runtime.meshes import with_local
-from layoutc.runtime.tensor import QuantizedTensor
-
-
-def keep_plain(module: nn.Module) -> None:
-    """From now on `module` gives the values of its weight to state dicts, and takes plain ones."""
-    module.register_state_dict_post_hook(give)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
-
-
-def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The weight's values, sharded as it is, in its memory: loading in place is loading into the weight."""
-    found = state.get(f"{prefix}weight")
-    tensor = find_cast(found) if isinstance(found, Tensor) and not isinstance(found, nn.Parameter) else None
-    if tensor is not None:
-        state[f"{prefix}weight"] = with_local(found, tensor.plain)
-
-
-def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain values as a tensor of the class, so that a weight which is assigned stays what it was.
-
-    What is loaded has nothing to do with the values before, so a history of amaxes starts anew.
-    """
-    tensor = find_cast(weight) if (weight := getattr(module, "weight", None)) is not None else None
-    found = state.get(f"{prefix}weight")
-    if tensor is None or not isinstance(found, Tensor):
-        return
-    tensor._agreed.forget()
-    local = getattr(found, "_local_tensor", found)
-    if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
-        state[f"{prefix}weight"] = with_local(found, tensor._fresh(local.detach()))
+__all__ = ["give", "take"]

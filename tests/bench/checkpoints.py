@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 import layoutc
 import layoutc.recipes
 from layoutc import checkpoint
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 LAYERS, WIDTH = int(os.environ.get("LAYOUTC_LAYERS", "15")), int(os.environ.get("LAYOUTC_WIDTH", "8192"))
 REPEATS = 3

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.runtime import registry
+from layoutc.runtime.sharding import registry
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current")
 SIZES = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]

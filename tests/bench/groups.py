@@ -23,9 +23,10 @@ import triton
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime import amax as amaxes_of
-from layoutc.runtime import groups, launch
-from layoutc.runtime.optim import requantize_batch_
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import amax as amaxes_of
+from layoutc.runtime.quantize import batches
+from layoutc.runtime.train.master_weights import requantize_batch_
 
 CASES = [
     ("mxfp8", ("rowwise",)),
@@ -128,15 +129,15 @@ def group_amax(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: list[Fig
     """Grouped amax against torch's grouped norm, and against a launch each."""
     xs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
     expected = torch.cat([launch.matrix_amax(x, None) for x in xs])
-    assert same(expected, groups.group_amax(xs))
+    assert same(expected, batches.group_amax(xs))
     assert same(expected, torch.stack(torch._foreach_norm(xs, ord=torch.inf)).float())
     nbytes = sum(x.numel() * x.element_size() for x in xs)
     label = f"{len(xs)} x {shapes[0][0]}x{shapes[0][1]}" if len(set(shapes)) == 1 else f"{len(xs)} mixed"
     which = f"{label} {str(dtype)[6:]}"
     foreach = lambda: torch._foreach_norm(xs, ord=torch.inf)  # noqa: E731
-    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: groups.group_amax(xs), rows)
+    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: batches.group_amax(xs), rows)
     loop = lambda: [launch.matrix_amax(x, None) for x in xs]  # noqa: E731
-    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: groups.group_amax(xs), rows)
+    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: batches.group_amax(xs), rows)
 
 
 def lay_out(name: str, shapes: list[tuple[int, int]], rows: list[Figures]) -> None:

@@ -16,7 +16,7 @@ import torch
 import triton
 
 import layoutc.recipes
-from layoutc.bench_peers import same
+from layoutc.bench.peers import same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38, 1e-45, -1e-40, 448.0, -6.0, 2.5]

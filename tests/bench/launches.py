@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from layoutc.runtime import launch, triton_direct
+from layoutc.runtime.kernels import direct as triton_direct
+from layoutc.runtime.kernels import launch
 
 CALLS, ROUNDS = 2000, 5
 SHAPE = (512, 4096)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.demo import Config, Transformer, batches, corpus
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.bench.demo import Config, Transformer, batches, corpus
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 HELD_OUT = 1_000_000  # steps from here on are not trained on

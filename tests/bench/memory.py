@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.runtime import registry
-from layoutc.runtime.facts import cdiv, up
-from layoutc.runtime.init import recipe_class
-from layoutc.runtime.sharding import Cuts
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.train.convert import recipe_class
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from storages import assert_freed, live_bytes

@@ -29,10 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv
 from layoutc.recipes import RECIPES
-from layoutc.runtime import halo, registry
-from layoutc.runtime.facts import cdiv
-from layoutc.runtime.sharding import Cuts
+from layoutc.runtime.quantize import block_edges
+from layoutc.runtime.sharding import registry
 
 PLAIN = 2.0  # bytes per element of bf16
 TE = "Transformer Engine 2.20.0.dev0, transformer_engine/pytorch/tensor"
@@ -82,7 +83,7 @@ class Counting(TorchDispatchMode):
 @contextmanager
 def counting() -> Iterator[Counting]:
     """Counts; tells apart what ranks say of blocks that cuts go through from what FSDP2 gathers."""
-    original, mode = halo._all_gather, Counting()
+    original, mode = block_edges._all_gather, Counting()
 
     def exchange(*arguments: Any) -> Any:
         mode.exchanging = True
@@ -91,12 +92,12 @@ def counting() -> Iterator[Counting]:
         finally:
             mode.exchanging = False
 
-    halo._all_gather = exchange
+    block_edges._all_gather = exchange
     try:
         with mode:
             yield mode
     finally:
-        halo._all_gather = original
+        block_edges._all_gather = original
     unknown = set(mode.calls) - {"gather", "exchange", "all-reduce", "gradients"}
     assert not unknown, f"collectives that nobody planned: {unknown}"
 

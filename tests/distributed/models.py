@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
-from layoutc.runtime import halo
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.quantize import block_edges
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 SHARED = ("fp8_delayed", "fp8_current", "nvfp4")
@@ -184,7 +184,7 @@ def counted(name: str, note: Callable[..., Any], module: Any = dist) -> Iterator
 
 def exchanges() -> Any:
     """counted() of the all-gathers by which ranks tell one another of blocks that cuts go through."""
-    return counted("_all_gather", lambda mine, group: mine.numel() * mine.element_size(), halo)
+    return counted("_all_gather", lambda mine, group: mine.numel() * mine.element_size(), block_edges)
 
 
 def gathers() -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layoutc.runtime import registry
-from layoutc.runtime.casting import CastOnGather
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def live_bytes(expected: int | None = None) -> int:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layoutc
-from layoutc.runtime import agreement
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.train import check_ranks
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def options_for(meshed: str | None) -> tuple[dict[str, Any], int]:
@@ -44,7 +44,7 @@ def agrees(recipe: str, meshed: str | None) -> None:
     )
     for model, optimizer in trained:
         for step in range(4):
-            with counted("gather_bytes", lambda *_: 1, agreement) as gathered:
+            with counted("gather_bytes", lambda *_: 1, check_ranks) as gathered:
                 assert layoutc.check_ranks(model) == 5
             assert len(gathered) == 2
             if step < 3:

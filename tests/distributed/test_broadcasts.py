@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ODD = ("fp8_rowwise", "mxfp6_e2m3", "fp8_block_1d")
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -42,8 +42,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 import layoutc
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import cdiv
 
 ALL = (*RECIPES, "int8_rowwise", "mxfp6_e2m3")
 STEPS = 20  # of recipes by themselves; 6 and fewer where an option of torch is tried with them

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from layoutc import checkpoint
 from layoutc.checkpoint.assembly import Destination
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 WIDTH = 96  # three blocks of mxfp8 on two ranks: a cut goes through one
 RECIPE = "mxfp8"

@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import layoutc
 import layoutc.recipes
 from layoutc.checkpoint import export_safetensors
-from layoutc.checkpoint.gathering import gathered_whole
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Shape = tuple[int, ...]
 FULL = StateDictOptions(full_state_dict=True)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ODD = ("fp8_rowwise", "mxfp6_e2m3")  # scales of whole rows and whole columns; elements across bytes
 _functional = torch.ops._c10d_functional

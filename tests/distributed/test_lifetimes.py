@@ -14,7 +14,8 @@ from storages import live_bytes
 from test_memory import built
 from torch.distributed.tensor import Shard
 
-from layoutc.runtime import fsdp, registry
+from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.sharding import registry
 
 
 class Lost(Exception):
@@ -65,7 +66,7 @@ def leaves_nothing(recipe: str, form: str) -> None:
 
     def known() -> tuple[int, int]:
         gc.collect()
-        return len(registry._shardings), len(fsdp._gathered)
+        return len(registry._shardings), len(hooks._gathered)
 
     before, held = known(), []
     for _ in range(4):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import layoutc
-from layoutc.runtime.sharding import Cuts
+from layoutc.ints.cuts import Cuts
 
 STEPS, SETTLED = 12, 3
 

@@ -22,8 +22,8 @@ from models import build, shard
 from torch.distributed import _composable_state
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from layoutc.runtime import registry
 from layoutc.runtime.errors import UnsupportedTorch
+from layoutc.runtime.sharding import registry
 
 STATES = "torch.distributed._composable_state"
 RENAMED = [  # what is hidden, and what is said to be missing

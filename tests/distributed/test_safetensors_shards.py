@@ -29,11 +29,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, load_safetensors, safetensors_files
-from layoutc.checkpoint.gathering import gathered_whole
-from layoutc.runtime import meshes
+from layoutc.checkpoint import export_safetensors, load_safetensors
+from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.safetensors import files as safetensors_files
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 INNER = 384  # rows of layers.0: three blocks of 128, so that two and four ranks cut inside of one
 CASES = [(2, INNER), (3, INNER), (4, INNER), (4, 256)]
@@ -446,7 +447,7 @@ def refuses_to_export(kind: str, where: str) -> tuple[str, str, list[str]]:
         def no_memory(*_: Any) -> None:
             raise MemoryError("no memory")
 
-        patch.setattr("layoutc.checkpoint.safetensors_export._made", no_memory)
+        patch.setattr("layoutc.checkpoint.safetensors.export._made", no_memory)
     with pytest.raises((LayoutError, OSError)) as caught:
         export_safetensors(model, folder, max_shard_bytes=30_000)
     patch.undo()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness import Ranks
 
 from layoutc import checkpoint
-from layoutc.checkpoint import folders, saving
+from layoutc.checkpoint import saving
+from layoutc.checkpoint.common import folders
 from layoutc.runtime.errors import LayoutError
 
 SAVES = {"save": checkpoint.save, "async_save": lambda *a, **k: checkpoint.async_save(*a, **k).result()}

@@ -34,8 +34,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import layoutc
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import cdiv
 
 STEPS, FEW = 20, 6  # on two ranks with the plain options; with others
 EVERY = importlib.import_module("layoutc.recipes").RECIPES

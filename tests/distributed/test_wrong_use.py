@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layoutc
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 WIDTH = 64
 Case = Callable[[], Any]

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 import layoutc
 from layoutc import checkpoint
 from layoutc.runtime.errors import DamagedError
-from layoutc.runtime.init import recipe_class
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.train.convert import recipe_class
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4_group32")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int4_group32")
 SAVES = 3

@@ -10,8 +10,8 @@ import torch
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 import triton.language as tl  # noqa: E402
 
-from layoutc.runtime import launch, triton_checks  # noqa: E402
-from layoutc.runtime.triton_codes import cast_to_codes, to_exponents, to_small_codes  # noqa: E402
+from layoutc.runtime.kernels import conversion_checks, launch  # noqa: E402
+from layoutc.runtime.triton.codes import cast_to_codes, to_exponents, to_small_codes  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,21 +50,26 @@ def nearest(x):
 @pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
 def test_fp8_conversions_give_the_bytes_of_arithmetic() -> None:
     """Half a million values, twice: what a first launch compiles, a second finds."""
-    assert triton_checks.differing(CARD, triton_checks.COMPARISONS[90]) == []
-    assert triton_checks.differing(CARD, triton_checks.COMPARISONS[90]) == []
+    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[90]) == []
+    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[90]) == []
 
 
 @pytest.mark.skipif(LEVEL < 90, reason="needs compute capability 8.9")
 def test_a_conversion_that_differs_is_found() -> None:
     """Another NaN, another rounding, another format: by name, and only those."""
     given = [("nan", with_nan_of_its_own, e5m2), ("same", e4m3, e4m3), ("up", nearest, up), ("format", e5m2, e4m3)]
-    assert triton_checks.differing(CARD, given) == ["nan", "up", "format"]
+    assert conversion_checks.differing(CARD, given) == ["nan", "up", "format"]
 
 
 @pytest.mark.skipif(LEVEL >= 100, reason="the card has these conversions")
 def test_conversions_that_the_card_has_not_are_refused_by_its_assembler() -> None:
     """And not launched."""
-    assert triton_checks.differing(CARD, triton_checks.COMPARISONS[100]) == ["e2m1x2", "e2m3x2", "e3m2x2", "ue8m0x2"]
+    assert conversion_checks.differing(CARD, conversion_checks.COMPARISONS[100]) == [
+        "e2m1x2",
+        "e2m3x2",
+        "e3m2x2",
+        "ue8m0x2",
+    ]
 
 
 def test_the_card_has_the_level_of_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import layoutc.recipes
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 
-from layoutc.runtime import launch, triton_direct  # noqa: E402
+from layoutc.runtime.kernels import direct as triton_direct  # noqa: E402
+from layoutc.runtime.kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import layoutc
 import layoutc.recipes
-from layoutc.runtime import groups, launch
-from layoutc.runtime.optim import requantize_batch_
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import batches
+from layoutc.runtime.train.master_weights import requantize_batch_
 
 pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 pytestmark = [
@@ -144,7 +145,7 @@ def test_amaxes_of_a_group(block_k: int | None) -> None:
     xs = [x for dtype in DTYPES for x in matrices("fp8_current", dtype, 30)]
     xs += [torch.randn(300, 200, device="cuda").t(), torch.randn(0, 64, device="cuda")]
     expected = torch.cat([launch.matrix_amax(x, block_k).flatten() for x in xs])
-    assert torch.equal(expected.view(torch.int32), groups.group_amax(xs, block_k).view(torch.int32))
+    assert torch.equal(expected.view(torch.int32), batches.group_amax(xs, block_k).view(torch.int32))
 
 
 def batch_of(names: list[str], count: int) -> tuple[list[Any], list[Any]]:
@@ -169,31 +170,31 @@ def test_steps_of_an_optimizer(names: list[str]) -> None:
     """Three, so that histories fill. Masters stay where they are, and the second step takes the tables of the first."""
     targets, others = batch_of(names, 12)
     values = [torch.empty(target.shape, device="cuda") for target in targets]
-    groups._tables.cache_clear()
+    batches._tables.cache_clear()
     misses = []
     for step in range(3):
         for index, each in enumerate(values):
             each.normal_().mul_(2.0 ** (step + index % 5))
         requantize_batch_(list(zip(targets, values, strict=True)), [])
-        misses.append(groups._tables.cache_info().misses)
+        misses.append(batches._tables.cache_info().misses)
         for other, each in zip(others, values, strict=True):
             one_by_one(other, each)
         expect_same(targets, others)
     assert misses[0] > 0
-    assert misses[1] == misses[0] == misses[2] or misses[0] > groups.KEPT
+    assert misses[1] == misses[0] == misses[2] or misses[0] > batches.KEPT
 
 
 def test_tables_follow_streams_and_survive_eviction() -> None:
     """A table is used on the stream that its copy is on; more groups than are kept, launched without waiting."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     results = []
-    for index in range(groups.KEPT // 2 + 16):
+    for index in range(batches.KEPT // 2 + 16):
         xs = [torch.full((32, 64), float(index * 10 + one + 1), device="cuda") for one in range(3)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000)
-                results.append((index, xs, groups.group_amax(xs)))
+                results.append((index, xs, batches.group_amax(xs)))
     torch.cuda.synchronize()
     for index, _, found in results:
         assert found.tolist() == [index * 10.0 + one + 1 for one in range(3)]
@@ -211,10 +212,10 @@ def test_under_a_captured_graph_weights_go_one_by_one(monkeypatch: pytest.Monkey
         requantize_batch_(batch, [])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    kept = groups._tables.cache_info().misses
+    kept = batches._tables.cache_info().misses
     with torch.cuda.graph(graph):
         requantize_batch_(batch, [])
-    assert groups._tables.cache_info().misses == kept
+    assert batches._tables.cache_info().misses == kept
     for each in values:
         each.normal_().mul_(3)
     graph.replay()

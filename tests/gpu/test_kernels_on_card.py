@@ -14,7 +14,7 @@ import layoutc.recipes
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 import triton.language as tl  # noqa: E402
 
-from layoutc.runtime import launch  # noqa: E402
+from layoutc.runtime.kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

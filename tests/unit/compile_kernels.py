@@ -29,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime import groups, launch, triton_checks, triton_groups
+from layoutc.runtime.kernels import conversion_checks, launch
+from layoutc.runtime.quantize import batches
+from layoutc.runtime.triton import batch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
@@ -76,7 +78,7 @@ def absent(name: str, layout: Any) -> set[str]:
 def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
     """(name, constants, tile, dtype) of the amaxes of a group."""
     for dtype in ("bf16", "fp32"):
-        tile_m, tile_k, warps = groups.AMAX_TILE
+        tile_m, tile_k, warps = batches.AMAX_TILE
         yield f"amax_group {dtype}", {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
         tile_m, tile_k, warps = launch.column_tile(1)
         yield f"amax_group columns {dtype}", {"BLOCK_K": 1, "WHOLE": False}, (tile_m, tile_k, 1, warps, None), dtype
@@ -100,7 +102,7 @@ def compiled(
     level = launch.level_of(divmod(capability, 10))
     fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
     fixed |= {"PIECES": tile[2], "SWIZZLED": True}
-    fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": groups.ROWS[-1], "ALIGNED": True}
+    fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": batches.ROWS[-1], "ALIGNED": True}
     fixed |= {"ROWS": 0, "ALIGNED": False} if "table" in none else {}
     fixed |= constants_
     signature: dict[str, str] = {}
@@ -134,10 +136,15 @@ def compiled(
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     """What compares a card's conversion with arithmetic, as it is launched."""
-    constants = {"CONVERT": convert, "EXPECT": expect, "ROWS": triton_checks.TILE[0], "COLUMNS": triton_checks.TILE[1]}
+    constants = {
+        "CONVERT": convert,
+        "EXPECT": expect,
+        "ROWS": conversion_checks.TILE[0],
+        "COLUMNS": conversion_checks.TILE[1],
+    }
     signature = {"x": "*fp32", "one": "*fp32", "counts": "*i32", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(
-        fn=triton_checks.count_kernel,
+        fn=conversion_checks.count_kernel,
         signature=signature,
         constexprs={(index,): value for index, value in enumerate(constants.values(), 3)},
         attrs={(index,): ALIGNED for index in range(3)},
@@ -193,11 +200,11 @@ def main() -> None:
     folder = Path(layoutc.recipes.__file__).parent
     if {"all", "amaxes"} & named:
         for name, constants, tile, dtype in amax_variants():
-            kernel = triton_groups.amax_group_kernel
+            kernel = batch.amax_group_kernel
             tell("", name, compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
     level = launch.level_of(divmod(capability, 10))
-    for name, convert, expect in triton_checks.COMPARISONS[level] if "checks" in named else ():
-        tell("checks", name, compiled_check(convert, expect, capability), (*triton_checks.TILE, 1, 4, None))
+    for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in named else ():
+        tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     for recipe in every if "all" in named else sorted(named - {"amaxes", "checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")

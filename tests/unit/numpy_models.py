@@ -21,8 +21,8 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from layoutc.layout import Chain, Layout, resolve
-from layoutc.read import read_spec
+from layoutc.layout.layout import Chain, Layout, resolve
+from layoutc.spec.checks.read import read_spec
 
 Array = NDArray[Any]
 SPECS = Path(__file__).parent.parent.parent / "specs"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layoutc.runtime import fsdp
+from layoutc.runtime.fsdp2 import hooks
 
 
 class Mesh:
@@ -19,7 +19,7 @@ class Mesh:
 
 def gather(shard: Any, which: Any, memory: list[Tensor], out: Any = None) -> Any:
     """The hooks, with outputs that are allocated once, as FSDP2 has them."""
-    with fsdp.simulate(which, shard.shape, shard.shape[0]):
+    with hooks.simulate(which, shard.shape, shard.shape[0]):
         inputs, metadata = shard.fsdp_pre_all_gather(Mesh())
         memory[:] = memory or [torch.empty_like(given).flatten() for given in inputs]
         outputs = [held.copy_(given.flatten()).view(given.shape) for held, given in zip(memory, inputs, strict=True)]

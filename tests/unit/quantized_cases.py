@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 BLOCKED = ("fp8_block", "mxfp8", "nvfp4")

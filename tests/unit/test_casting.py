@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime import fsdp
-from layoutc.runtime.casting import CastOnGather
+from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedOperator
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = import_module("layoutc.recipes").RECIPES
 SOME = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8_rowwise")
@@ -59,7 +59,7 @@ def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which
     layoutc.cast_on_gather_(model, module)
     layoutc.precompute_amaxes(model)
     quantized, world, sent = module.quantize(x), 2, []
-    with fsdp.simulate(which, x.shape, 128):
+    with hooks.simulate(which, x.shape, 128):
         for cast, expected in zip(model.weight.data.split(128), quantized.split(128), strict=True):
             mine, note = cast.fsdp_pre_all_gather(Shards(world))
             theirs, _ = expected.fsdp_pre_all_gather(Shards(world))

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint import metadata as dcp
 import layoutc
 import layoutc.checkpoint
 from layoutc.checkpoint import reading
-from layoutc.checkpoint.entries import EntryFacts
+from layoutc.checkpoint.common.entries import EntryFacts
 from layoutc.checkpoint.inspection import CheckpointFacts, inspect
 from layoutc.recipes import RECIPES
-from layoutc.runtime import stored
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.weight import stored_form
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_tensor_without_elements(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------- layouts that are not here
 def test_a_layout_that_no_recipe_has_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = stored.describe
+    told = stored_form.describe
 
     def other(layout: Any) -> dict[str, Any]:
         found = copy.deepcopy(told(layout))
@@ -177,7 +177,7 @@ def test_a_layout_that_no_recipe_has_says_what_differs(tmp_path: Path, monkeypat
 
     weight = quantized("mxfp8")
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "describe", other)
+        patch.setattr(stored_form, "describe", other)
         save({"weight": weight}, tmp_path)
     (found,) = inspect(tmp_path).entries
     (one,) = found.layouts
@@ -189,10 +189,10 @@ def test_a_layout_that_no_recipe_has_says_what_differs(tmp_path: Path, monkeypat
 
 
 def test_a_recipe_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = stored.describe
+    told = stored_form.describe
     weight = quantized("mxfp8")
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "describe", lambda one: told(one) | {"layout_id": "x", "recipe": "os"})
+        patch.setattr(stored_form, "describe", lambda one: told(one) | {"layout_id": "x", "recipe": "os"})
         save({"weight": weight}, tmp_path)
     (one,) = inspect(tmp_path).entries[0].layouts
     assert (one.recipe, one.installed, one.difference) == ("os", False, "no recipe os is installed")

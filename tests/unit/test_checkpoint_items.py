@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from layoutc.checkpoint import items, loading, reading
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BASE = torch.arange(60.0).view(6, 10)
 PLAIN: dict[str, Tensor] = {

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from layoutc.checkpoint import reading, unpickling, zips
+from layoutc.checkpoint import reading
 from layoutc.checkpoint.reading import Plain
-from layoutc.checkpoint.stored_metadata import metadata_of
+from layoutc.checkpoint.untrusted import unpickling, zips
+from layoutc.checkpoint.untrusted.metadata import metadata_of
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.stored import state_of
+from layoutc.runtime.weight.stored_form import state_of
 
 EXAMPLES = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -154,7 +155,7 @@ def test_what_an_item_says_is_not_run(tmp_path: Path, wrap: Callable[[Any], Any]
 @pytest.mark.parametrize(
     "name",
     ["builtins eval", "builtins getattr", "torch load", "torch hub", "torch._utils _rebuild_sparse_tensor", "os system",
-     "layoutc.runtime.stored class_of", "torch.serialization load"],
+     "layoutc.runtime.weight.stored_form class_of", "torch.serialization load"],
 )  # fmt: skip
 def test_no_other_name_is_found(name: str) -> None:
     data = b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n."

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutc.runtime import checksums
+from layoutc.runtime.weight import checksums
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

@@ -112,10 +112,10 @@ def test_kernels_compile_without_spills(capability: int) -> None:
 )
 def test_blocks_that_no_program_holds_have_no_kernels_and_say_why(rowwise: str, columnwise: str, reason: str) -> None:
     """Before Triton would refuse them on a card."""
-    from layoutc.compiler import plan_for
-    from layoutc.emit import emit
-    from layoutc.kernel_views import gap
-    from layoutc.read import read_spec
+    from layoutc.build.pipeline import plan_for
+    from layoutc.emit.emit import emit
+    from layoutc.emit.kernel_view import gap
+    from layoutc.spec.checks.read import read_spec
 
     sizes = [dict(part.split(": ") for part in block.split(", ")) for block in (rowwise, columnwise)]
     scales = [" ".join(axis if size[axis] == "1" else f"{axis}/{size[axis]}" for axis in "mk") for size in sizes]

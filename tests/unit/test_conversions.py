@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from layoutc.compiler import plan_for
-from layoutc.emit import emit
-from layoutc.read import read_spec
-from layoutc.runtime import launch
+from layoutc.build.pipeline import plan_for
+from layoutc.emit.emit import emit
+from layoutc.spec.checks.read import read_spec
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 import triton.language as tl  # noqa: E402
 from triton.runtime.errors import PTXASError  # noqa: E402
 
-from layoutc.runtime import triton_checks, triton_comparisons, triton_direct  # noqa: E402
-from layoutc.runtime.triton_codes import pack, to_codes, to_exponents, to_small_codes  # noqa: E402
+from layoutc.runtime.kernels import conversion_checks, direct, launch  # noqa: E402
+from layoutc.runtime.triton import comparisons as triton_comparisons  # noqa: E402
+from layoutc.runtime.triton.codes import pack, to_codes, to_exponents, to_small_codes  # noqa: E402
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
@@ -100,7 +100,7 @@ def short_of_range(x):
 
 def test_patterns_are_every_bf16_value_and_what_lies_around() -> None:
     """Signs, infinities, every NaN, both zeros; each once."""
-    found = triton_checks.patterns(CPU)
+    found = conversion_checks.patterns(CPU)
     bits = found.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     assert found.shape == (1 << 19,)
     assert len(bits.unique()) == len(bits)
@@ -108,13 +108,13 @@ def test_patterns_are_every_bf16_value_and_what_lies_around() -> None:
     for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 26.0, 0.0625, 7.25, 2.0**-127):
         at = int(torch.tensor(tie).view(torch.int32))
         assert {at - 2, at - 1, at, at + 1, at + 2} <= set(bits.tolist())
-    assert found.numel() % (triton_checks.TILE[0] * triton_checks.TILE[1]) == 0
+    assert found.numel() % (conversion_checks.TILE[0] * conversion_checks.TILE[1]) == 0
 
 
 @pytest.fixture
 def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all patterns: the interpreter takes its time for every program."""
-    monkeypatch.setattr(triton_checks, "TILE", (64, 8192))
+    monkeypatch.setattr(conversion_checks, "TILE", (64, 8192))
 
 
 @interpreted
@@ -123,8 +123,8 @@ def one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
     """The oracle of every comparison, against integer arithmetic for any format."""
     for name, _, expect in triton_comparisons.COMPARISONS[100]:
-        assert triton_checks.differing(CPU, [(name, expect, expect)]) == []
-    assert triton_checks.differing(CPU, [("e2m1", right, triton_comparisons._e2m1)]) == []
+        assert conversion_checks.differing(CPU, [(name, expect, expect)]) == []
+    assert conversion_checks.differing(CPU, [("e2m1", right, triton_comparisons._e2m1)]) == []
 
 
 @interpreted
@@ -151,7 +151,7 @@ def test_the_same_codes_by_other_arithmetic_do_not_differ() -> None:
 def test_a_wrong_conversion_is_found(wrong: Any, expect: Any) -> None:
     """By its format's name, once, beside those that are right."""
     given = [("good", expect, expect), ("bad", expect, expect), ("bad", wrong, expect), ("bad", wrong, expect)]
-    assert triton_checks.differing(CPU, given) == ["bad"]
+    assert conversion_checks.differing(CPU, given) == ["bad"]
 
 
 def test_a_conversion_that_the_assembler_refuses_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +161,8 @@ def test_a_conversion_that_the_assembler_refuses_differs(monkeypatch: pytest.Mon
         def __getitem__(self, grid: Any) -> Any:
             raise PTXASError("Instruction 'cvt with .e2m1x2' not supported on .target 'sm_100'")
 
-    monkeypatch.setattr(triton_checks, "count_kernel", Refused())
-    assert triton_checks.differing(CPU, triton_comparisons.COMPARISONS[100]) == [
+    monkeypatch.setattr(conversion_checks, "count_kernel", Refused())
+    assert conversion_checks.differing(CPU, triton_comparisons.COMPARISONS[100]) == [
         "e2m1x2",
         "e2m3x2",
         "e3m2x2",
@@ -193,7 +193,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up B200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(triton_checks, "differing", differing)
+    monkeypatch.setattr(conversion_checks, "differing", differing)
     return state
 
 
@@ -236,7 +236,7 @@ def test_other_cards_are_asked_nothing(card: dict[str, Any], capability: tuple[i
 
 def test_levels_are_launched_apart() -> None:
     """Kernels of two levels are two."""
-    keys = [triton_direct.key((16, True, level), 1)[0] for level in (0, 90, 100)]
+    keys = [direct.key((16, True, level), 1)[0] for level in (0, 90, 100)]
     assert keys[0] != keys[1] != keys[2] != keys[0]
 
 

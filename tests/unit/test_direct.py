@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from layoutc.runtime import triton_direct  # noqa: E402
+from layoutc.runtime.kernels import direct  # noqa: E402
 
 NAMES = ["fp8_current", "hybrid_fp8", "int4_group32", "mxfp8", "nvfp4"]
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
@@ -86,7 +86,7 @@ def test_equal_keys_mean_equal_specializations(case: tuple[Any, tuple[Any, ...],
     kernel, *lists = case
     split = sum(not parameter.is_constexpr for parameter in kernel.params)
     assert not any(parameter.is_constexpr for parameter in kernel.params[:split])
-    (first, _), (second, _) = (triton_direct.key(args, split) for args in lists)
+    (first, _), (second, _) = (direct.key(args, split) for args in lists)
     assert first is not None
     hash(tuple(first))
     if first == second:
@@ -103,7 +103,7 @@ def test_every_pair_of_a_pool_of_arguments() -> None:
     found: dict[Any, Any] = {}
     for value in pool:
         special = jit.native_specialize_impl(backend, value, False, True, True)
-        key, _ = triton_direct.key((value,), 1)
+        key, _ = direct.key((value,), 1)
         assert key is not None
         assert found.setdefault(tuple(key), special) == special, value
     assert len(found) == len(set(found.values()))
@@ -130,29 +130,29 @@ def test_every_pair_of_a_pool_of_arguments() -> None:
 )
 def test_keys_are_no_finer_than_they_must_be(one: Any, other: Any, equal: bool) -> None:
     """Sizes that change from call to call find one kernel."""
-    assert (triton_direct.key((one,), 1)[0] == triton_direct.key((other,), 1)[0]) is equal
+    assert (direct.key((one,), 1)[0] == direct.key((other,), 1)[0]) is equal
 
 
 def test_arguments_that_have_no_key() -> None:
-    assert triton_direct.key(((1, 2),), 1)[0] is None
+    assert direct.key(((1, 2),), 1)[0] is None
 
 
 def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target, real = GPUTarget("cuda", 90, 32), jit.native_specialize_impl
-    assert triton_direct.tells_apart(target)
+    assert direct.tells_apart(target)
 
     def finer(backend: Any, arg: Any, *flags: bool) -> Any:
         kind, special = real(backend, arg, *flags)
         return kind, f"{special}S" if isinstance(arg, int) and arg % 32 == 0 else special
 
     monkeypatch.setattr(jit, "native_specialize_impl", finer)
-    assert not triton_direct.tells_apart(target)
+    assert not direct.tells_apart(target)
 
     def broken(*_: Any) -> Any:
         raise TypeError("other arguments by now")
 
     monkeypatch.setattr(jit, "native_specialize_impl", broken)
-    assert not triton_direct.tells_apart(target)
+    assert not direct.tells_apart(target)
 
 
 class NoDriver:
@@ -200,10 +200,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any], 
 
     monkeypatch.setattr(jit.JITFunction, "run", counted)
     monkeypatch.setattr(jit.JITFunction, "_do_compile", compile_)
-    monkeypatch.setattr(triton_direct, "_launches", {})
+    monkeypatch.setattr(direct, "_launches", {})
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
-    triton_direct.supported()  # before the driver is replaced
+    direct.supported()  # before the driver is replaced
     before = driver._active
     driver.set_active(NoDriver())
     try:
@@ -224,7 +224,7 @@ def test_a_second_launch_is_direct(launches: Any) -> None:
     """It launches what the first one compiled, with addresses in place of tensors, on the current stream."""
     kernel, calls, ordinary = launches
     for m in (64, 64, 32):
-        triton_direct.run(kernel, (4,), arguments(m=m), 8, None)
+        direct.run(kernel, (4,), arguments(m=m), 8, None)
     assert len(ordinary) == 1
     assert [name for name, _ in calls] == [calls[0][0]] * 3
     first, second, third = (given for _, given in calls)
@@ -248,7 +248,7 @@ def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:
     ]
     for _ in range(3):
         for args, warps, registers in variants:
-            triton_direct.run(kernel, (4,), args, warps, registers)
+            direct.run(kernel, (4,), args, warps, registers)
     assert len(ordinary) == len(variants)
     names = [name for name, _ in calls]
     assert len(set(names)) == len(variants)
@@ -260,8 +260,8 @@ def test_two_kernels_of_one_signature_are_two(launches: Any) -> None:
     other = jitted("fp8_e5m2_current", "quantize_kernel")
     assert kernel.arg_names == other.arg_names
     for _ in range(2):
-        triton_direct.run(kernel, (4,), arguments(), 8)
-        triton_direct.run(other, (4,), arguments(), 8)
+        direct.run(kernel, (4,), arguments(), 8)
+        direct.run(other, (4,), arguments(), 8)
     assert [given[4] for _, given in calls[:2]] == [given[4] for _, given in calls[2:]]
     assert calls[0][1][4] != calls[1][1][4]
 
@@ -269,27 +269,27 @@ def test_two_kernels_of_one_signature_are_two(launches: Any) -> None:
 def test_hooks_see_every_launch(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's own, and a profiler's, set as Triton lets them be: a chain with calls, or a function."""
     kernel, _, ordinary = launches
-    triton_direct.run(kernel, (4,), arguments(), 8)
+    direct.run(kernel, (4,), arguments(), 8)
     seen: list[Any] = []
     kernel.add_pre_run_hook(lambda *_, **__: seen.append("own"))
-    triton_direct.run(kernel, (4,), arguments(), 8)
+    direct.run(kernel, (4,), arguments(), 8)
     kernel.pre_run_hooks.clear()
     chain = knobs.HookChain()
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", chain)
-    triton_direct.run(kernel, (4,), arguments(), 8)
+    direct.run(kernel, (4,), arguments(), 8)
     assert (len(ordinary), seen) == (2, ["own"])
     chain.add(lambda _: None)
-    triton_direct.run(kernel, (4,), arguments(), 8)
+    direct.run(kernel, (4,), arguments(), 8)
     assert len(ordinary) == 3
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", lambda _: None)
-    triton_direct.run(kernel, (4,), arguments(), 8)
+    direct.run(kernel, (4,), arguments(), 8)
     assert len(ordinary) == 4
 
 
 def test_the_ordinary_way_where_direct_launches_are_not_known(launches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, calls, ordinary = launches
-    monkeypatch.setattr(triton_direct, "supported", lambda: False)
+    monkeypatch.setattr(direct, "supported", lambda: False)
     for _ in range(3):
-        triton_direct.run(kernel, (4,), arguments(), 8)
+        direct.run(kernel, (4,), arguments(), 8)
     assert len(ordinary) == len(calls) == 3

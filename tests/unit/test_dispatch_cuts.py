@@ -14,7 +14,7 @@ from torch import Tensor
 
 import layoutc
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Cut = Callable[[Tensor], Tensor]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = each_recipe
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -19,8 +19,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy_models import Array, all_bf16
 
-from layoutc.formats import BUILTIN, F32_MAX, Format, f32, make, thresholds
 from layoutc.runtime import numerics
+from layoutc.spec.formats import BUILTIN, F32_MAX, Format, f32, make, thresholds
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -16,8 +16,8 @@ from numpy_models import F32, FLT_MAX, SPECS, Array, block_amax, e2m1, e4m3, fro
 from test_made_up_recipes import load
 from test_numerics_models import values
 
-from layoutc.read import read_spec
 from layoutc.runtime import numerics
+from layoutc.spec.checks.read import read_spec
 
 M, K = 32, 48
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
-from layoutc.runtime import group_buffers, groups, launch
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import batch_buffers, batches
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 pytestmark = [
@@ -43,13 +44,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels serve plain CPU tensors, as they do those of a card; how many weights each launch was for."""
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
     sizes: list[int] = []
-    split = group_buffers.split
+    split = batch_buffers.split
 
     def noted(planes: Any, names: Any, weights: Sequence[Any], *rest: Any) -> Any:
         sizes.append(len(weights))
         return split(planes, names, weights, *rest)
 
-    monkeypatch.setattr(group_buffers, "split", noted)
+    monkeypatch.setattr(batch_buffers, "split", noted)
     return sizes
 
 
@@ -87,7 +88,7 @@ def test_a_group_gives_the_bytes_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
 def test_tables_of_one_weight_and_of_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(name, tensors_of(name, 1), ("rowwise", "columnwise"), False)
-    monkeypatch.setattr(groups, "ROWS", (2, 4))
+    monkeypatch.setattr(batches, "ROWS", (2, 4))
     compare(name, tensors_of(name, 11), ("rowwise", "columnwise"), False)
 
 
@@ -97,9 +98,9 @@ def test_whole_words_and_single_codes_are_moved_apart() -> None:
     shapes = [(32, 64), (48, 16), (20, 12), (5, 7), (3, 9), (4, 8)]
     tensors = [recipe("fp8_current").quantize(weight(m, k, seed)) for seed, (m, k) in enumerate(shapes)]
     compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
-    made = group_buffers.new(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
+    made = batch_buffers.new(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
     planes = ["rowwise_data"], ["columnwise_data"]
-    found = group_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, None, (256, 128, 8), 4)
+    found = batch_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, None, (256, 128, 8), 4)
     kinds = [(table.aligned, table.even, table.programs) for _, table in found if table is not None]
     assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
     assert len(found) == 3
@@ -170,14 +171,14 @@ def test_new_buffers_of_one_shape_share_an_allocation(launches: list[int]) -> No
 
 
 def test_a_table_is_made_once_for_the_same_places() -> None:
-    groups._tables.cache_clear()
+    batches._tables.cache_clear()
     tensors = tensors_of("nvfp4", 3)
     weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
-    made = group_buffers.new(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
+    made = batch_buffers.new(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
     names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
     for _ in range(3):
-        group_buffers.split(*names, weights, made, shapes, None, (128, 256, 8), 8)
-    assert groups._tables.cache_info().misses == 1
+        batch_buffers.split(*names, weights, made, shapes, None, (128, 256, 8), 8)
+    assert batches._tables.cache_info().misses == 1
 
 
 def test_bad_groups_are_refused_before_work(launches: list[int]) -> None:

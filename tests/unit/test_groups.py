@@ -22,11 +22,13 @@ from test_kernels import bits, weight
 from torch import Tensor
 
 import layoutc.recipes
-from layoutc.runtime import groups, launch, numerics
-from layoutc.runtime.amax import requantize_many_
+from layoutc.runtime import numerics
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.optim import requantize_batch_
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize import batches
+from layoutc.runtime.quantize.amax import requantize_many_
+from layoutc.runtime.train.master_weights import requantize_batch_
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 pytestmark = [
@@ -92,7 +94,7 @@ def test_a_group_gives_the_bytes_of_the_reference(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("small", [0, 33])
 def test_tables_of_one_matrix_and_of_many(name: str, small: int) -> None:
     """More rows than the smaller size of tables holds, too: of one unit, which all go into one table."""
-    assert groups.ROWS[0] < 33
+    assert batches.ROWS[0] < 33
     one, several, unit = ragged(name, 3)
     shapes = [one, several, *[unit] * small] if small else [one]
     xs = [weight(m, k, seed).to(torch.bfloat16) for seed, (m, k) in enumerate(shapes)]
@@ -101,12 +103,12 @@ def test_tables_of_one_matrix_and_of_many(name: str, small: int) -> None:
 
 def test_more_matrices_than_a_table_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Go into several launches, and so do more programs than a launch may have."""
-    monkeypatch.setattr(groups, "ROWS", (2, 4))
+    monkeypatch.setattr(batches, "ROWS", (2, 4))
     xs = [weight(m, k, seed) for seed, (m, k) in enumerate(ragged("fp8_block", 11))]
     compare("fp8_block", xs, ("rowwise",))
-    assert torch.equal(bits(groups.group_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
+    assert torch.equal(bits(batches.group_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
     rows = [(3, 0), (4, 1), (2**31 - 5, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
-    cuts = [[row[1] for row in cut] for cut in groups._launches(rows)]
+    cuts = [[row[1] for row in cut] for cut in batches._launches(rows)]
     assert cuts == [[0, 1], [2, 3, 4, 5], [6, 7]]
 
 
@@ -114,7 +116,7 @@ def test_matrices_of_no_table_go_one_by_one() -> None:
     """Strided ones, empty ones and those of planes between multiples of 16 bytes; the rest still go together."""
     base = weight(64, 96, 0)
     xs = [base[:32, :64], base.t()[:64, :32], weight(32, 64, 1), base[:0], base[:32, ::3], weight(64, 32, 2)]
-    tables, alone = groups.split(
+    tables, alone = batches.split(
         recipe("mxfp8").LAYOUT,
         ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
         xs,
@@ -159,25 +161,25 @@ def test_amaxes_of_a_group(block_k: int | None, count: int) -> None:
     xs += [weight(40, 20, 5).t(), weight(16, 64, 6)[:0]]
     amax = numerics.tensor_amax if block_k is None else partial(numerics.column_amax, block_k=block_k)
     expected = torch.cat([amax(x).flatten() for x in xs])
-    found = groups.group_amax(xs, block_k)
+    found = batches.group_amax(xs, block_k)
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
     assert torch.equal(bits(expected), bits(found))
-    assert groups.group_amax([]).shape == (0,)
+    assert batches.group_amax([]).shape == (0,)
 
 
 def test_a_table_is_made_once_for_the_same_places() -> None:
     """And anew when a plane moves, or the matrix."""
-    groups._tables.cache_clear()
+    batches._tables.cache_clear()
     xs = [weight(32, 64, seed) for seed in range(3)]
     outs = [poisoned("fp8_current", x, ("rowwise",)) for x in xs]
-    amaxes = groups.group_amaxes(xs, None)
+    amaxes = batches.group_amaxes(xs, None)
     for _ in range(3):
         kernels("fp8_current").quantize_group(xs, [amax.clone() for amax in amaxes[:1]] * 3, ("rowwise",), outs)
-    assert groups._tables.cache_info().misses == 2
+    assert batches._tables.cache_info().misses == 2
     outs[1] = poisoned("fp8_current", xs[1], ("rowwise",))
     kernels("fp8_current").quantize_group(xs, [amaxes[0]] * 3, ("rowwise",), outs)
-    assert groups._tables.cache_info().misses == 3
+    assert batches._tables.cache_info().misses == 3
 
 
 # ------------------------------------------------------------------------------------------------- an optimizer's step
@@ -186,13 +188,13 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels serve plain CPU tensors, as they do those of a card; the sizes of the groups that were quantized."""
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
     sizes: list[int] = []
-    split = groups.split
+    split = batches.split
 
     def noted(layout: Any, names: Any, xs: Sequence[Tensor], *rest: Any) -> Any:
         sizes.append(len(xs))
         return split(layout, names, xs, *rest)
 
-    monkeypatch.setattr(groups, "split", noted)
+    monkeypatch.setattr(batches, "split", noted)
     return sizes
 
 

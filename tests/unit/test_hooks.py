@@ -24,10 +24,11 @@ from quantized_cases import (
 )
 from torch import Tensor
 
-from layoutc.runtime import fsdp
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.facts import PassName, cdiv
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
 WORLDS = (1, 2, 3, 4, 8)
@@ -66,7 +67,7 @@ def send(shards: list[QuantizedTensor], which: PassName, shape: tuple[int, ...])
     """What every rank's pre hook returns."""
     world = len(shards)
     padded = cdiv(shape[0], world) * (torch.Size(shape[1:-1]).numel())
-    with fsdp.simulate(which, shape, padded):
+    with hooks.simulate(which, shape, padded):
         sent = [shard.fsdp_pre_all_gather(Mesh(world)) for shard in shards]
     return [inputs for inputs, _ in sent], [metadata for _, metadata in sent]
 
@@ -279,7 +280,7 @@ def test_a_group_of_one_rank_sends_one_buffer_and_gets_all(recipe: str) -> None:
 def test_an_orientation_that_is_not_held_is_not_gathered(which: PassName) -> None:
     """19: mxfp8 with one orientation serves its own pass and refuses the other."""
     q = make("mxfp8", 64, 64, orientations=("rowwise",))
-    with fsdp.simulate(which, (128, 64), 64):
+    with hooks.simulate(which, (128, 64), 64):
         if which == "forward":
             assert len(q.fsdp_pre_all_gather(Mesh(2))[0]) == 2
         else:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 
 import layoutc
 from layoutc import checkpoint
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 SIZE = 128

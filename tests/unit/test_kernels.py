@@ -148,7 +148,8 @@ def test_all_bf16_inputs(name: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 300)])
 def test_amax_of_columns_and_of_all(shape: tuple[int, int], block_k: int | None) -> None:
     """With a NaN and an infinity in the weight, and without."""
-    from layoutc.runtime import launch, numerics
+    from layoutc.runtime import numerics
+    from layoutc.runtime.kernels import launch
 
     x = weight(*shape, 1)
     for each in (x, x.nan_to_num(1.0, 2.0, -3.0)):

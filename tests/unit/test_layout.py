@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, Array, recipe_layout, reference, variant, write
 
-from layoutc.layout import Buffer, Chain, Layout, Pad, Permute, Repeat, Split, Step, swizzle_chain
-from layoutc.notation import parse_swizzle
+from layoutc.layout.layout import Buffer, Chain, Layout, Pad, Permute, Repeat, Split, Step, swizzle_chain
 from layoutc.runtime import numerics
+from layoutc.spec.notation import parse_swizzle
 
 SWIZZLE = parse_swizzle("(rt a b) (ct c) -> rt ct b a c", {"a": 4, "b": 32, "c": 4})
 SHAPES = {

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from numpy_models import F32, SPECS, same_values, write
 
-from layoutc.compiler import compile_spec
-from layoutc.conformance.model import Model, planes_of
-from layoutc.conformance.placing import plane_values
-from layoutc.formats import BUILTIN, thresholds
-from layoutc.layout import resolve
-from layoutc.read import read_spec
-from layoutc.schema import Spec
+from layoutc.build.pipeline import compile_spec
+from layoutc.conformance.model.placing import plane_values
+from layoutc.conformance.model.weights import Model, planes_of
+from layoutc.layout.layout import resolve
+from layoutc.spec.checks.read import read_spec
+from layoutc.spec.formats import BUILTIN, thresholds
+from layoutc.spec.schema import Spec
 
 M, K = 24, 40
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining a failure would take minutes

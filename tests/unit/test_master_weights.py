@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import layoutc
-from layoutc.runtime import updates
+from layoutc.runtime.dispatch import update_warnings
 
 WIDTH = 64
 
@@ -43,7 +43,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been said yet."""
-    monkeypatch.setattr(updates, "_said", set())
+    monkeypatch.setattr(update_warnings, "_said", set())
 
 
 def warned(action: Callable[[], Any]) -> list[str]:

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layoutc.compiler import compile_spec
-from layoutc.read import read_spec
-from layoutc.runtime import operators
+from layoutc.build.pipeline import compile_spec
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight import operators
+from layoutc.spec.checks.read import read_spec
 
 NAMES = sorted(path.stem for path in SPECS.glob("*.yaml"))
 OPERATORS = torch.ops.layoutc

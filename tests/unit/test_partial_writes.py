@@ -8,9 +8,9 @@ import pytest
 import torch
 from numpy_models import recipe
 
-from layoutc.runtime import partial
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight import pending_writes
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ROWS = 64
 PIECES = list(pairwise((0, 8, 40, ROWS - 1, ROWS)))  # the last one is the last row
@@ -64,10 +64,10 @@ def test_a_piece_that_begins_where_a_tensor_ends_is_not_its_own() -> None:
     """A tensor that is the first rows of another drops what waits for its rows when it is written, and no more."""
     tensor = weight("nvfp4", 1)
 
-    def waits(first: int, last: int) -> partial.Piece:
-        return partial.Piece(tensor, tensor, partial.Rect(first, last, 0, ROWS), (), 1)
+    def waits(first: int, last: int) -> pending_writes.Piece:
+        return pending_writes.Piece(tensor, tensor, pending_writes.Rect(first, last, 0, ROWS), (), 1)
 
     within, at_the_last, beyond, further = waits(0, 8), waits(ROWS - 1, ROWS), waits(ROWS, ROWS + 1), waits(80, 96)
     tensor._writes.waiting[:] = [within, at_the_last, beyond, further]
-    partial.forget(tensor)
+    pending_writes.forget(tensor)
     assert tensor._writes.waiting == [beyond, further]

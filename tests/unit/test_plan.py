@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, layout_of, recipe, recipe_layout, variant
 
-from layoutc.layout import Layout, Plane
-from layoutc.plan import Plan, derive, layout_id
+from layoutc.layout.layout import Layout, Plane
+from layoutc.plan.plan import Plan, derive, layout_id
 
 Edit = Callable[[dict[str, Any]], None]
 

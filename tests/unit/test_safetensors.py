@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, load_safetensors, safetensors_export
-from layoutc.checkpoint.regions import Box, entries_of, rows_of
-from layoutc.checkpoint.safetensors_files import read_folder, read_header
+from layoutc.checkpoint import export_safetensors, load_safetensors
+from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
+from layoutc.checkpoint.safetensors import export
+from layoutc.checkpoint.safetensors.files import read_folder, read_header
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Plane
-from layoutc.runtime.tensor import QuantizedTensor
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BF16 = torch.bfloat16
 
@@ -204,7 +205,7 @@ def test_an_empty_folder_is_taken_and_one_with_files_is_not(tmp_path: Path) -> N
 
 def test_a_killed_export_leaves_no_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(safetensors_export, "sync", lambda _: os._exit(9))  # once the first file is written
+        monkeypatch.setattr(export, "sync", lambda _: os._exit(9))  # once the first file is written
         export_safetensors({"a": torch.ones(9), "b": torch.ones(8)}, tmp_path / "out", max_shard_bytes=36)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -15,7 +15,8 @@ import torch
 from checkpoint_cases import save as save_as_torch
 
 from layoutc import checkpoint
-from layoutc.checkpoint import folders, saving
+from layoutc.checkpoint import saving
+from layoutc.checkpoint.common import folders
 from layoutc.recipes import mxfp8
 from layoutc.runtime.errors import LayoutError
 

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, recipe
 
+from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.facts import Facts, Layout, PassName, cdiv
-from layoutc.runtime.halo import _edges, _with_halo, check_place
-from layoutc.runtime.sharding import NO_HALO, Cuts, Halo, picks, sent_blocks
-from layoutc.runtime.shards import Place
+from layoutc.runtime.facts import Facts, Layout, PassName
+from layoutc.runtime.quantize.block_edges import _edges, _with_halo, check_place
+from layoutc.runtime.sharding.shards import Place
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
 

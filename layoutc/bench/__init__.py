@@ -1,0 +1,1 @@
+"""What measures and what demonstrates, on the runtime alone."""

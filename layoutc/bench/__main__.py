@@ -1,0 +1,6 @@
+"""`layoutc bench` where only torch and Triton are: python -m layoutc.bench."""
+
+from layoutc.bench.measure import main
+
+if __name__ == "__main__":
+    main()

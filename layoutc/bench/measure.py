@@ -1,0 +1,256 @@
+"""`layoutc bench`, and `python -m layoutc.bench` where only torch and Triton are: kernels and hooks on this machine.
+
+A kernel's share counts the fewest bytes that its work can move (x in, planes out) over its time, against those of a
+bf16 copy of the same shape over its own, measured in the same run and in the same way. `us`: sets of inputs and outputs
+that L2 can't hold, one after another in a CUDA graph. `flushed_us`: one call with L2 flushed before it, host included.
+What is grouped can't be in a graph. Outputs of quantize are given.
+
+Hooks: the host's time of fsdp_pre_all_gather and fsdp_post_all_gather for the shard of one rank, without the collective
+between, and the bytes that a rank contributes in each pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from layoutc.bench import clocks
+from layoutc.bench.jobs import DTYPES, Job, Shape, amax_jobs, kernel_jobs, part, size
+from layoutc.diagnostics.diagnostic import nearest
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks as fsdp
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.train.convert import recipe_class
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+SHAPE = (8192, 8192)
+WORLD = 8
+NO_CARD = "kernels need a CUDA device and Triton: the hooks' host time and bytes alone"
+
+
+class Timed(NamedTuple):
+    """A piece of work on a card: the fewest bytes that it moves, its times, and shares of a copy's bandwidth."""
+
+    recipe: str
+    work: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    us: float | None  # None: it can't be in a graph
+    share: float | None
+    flushed_us: float
+    flushed_share: float
+
+
+class Hooked(NamedTuple):
+    """The hooks of one pass: host time, and bytes that a rank contributes and that it holds after the gather."""
+
+    recipe: str
+    shape: Shape
+    world: int
+    pass_name: PassName
+    pre_us: float
+    post_us: float
+    sent: int
+    gathered: int
+    of_bf16: float
+
+
+# ---------------------------------------------------------------------------------------------------------- what to do
+def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[tuple[str, type[QuantizedTensor]]]:
+    """The classes of recipes by name. Raises ValueError for what is unknown, and for shapes that one does not take."""
+    known = importlib.import_module("layoutc.recipes").RECIPES
+    if world < 2:
+        raise ValueError(f"hooks send nothing in a group of {world}; the least world is 2")
+    found = []
+    for name in recipes or RECIPES:
+        try:
+            cls = recipe_class(name)
+        except ValueError as error:
+            meant = nearest(name, known)
+            raise ValueError(f"no recipe is named '{name}'. Did you mean {meant}?" if meant else str(error)) from None
+        for shape in shapes:
+            cls.LAYOUT.check_shape(shape)
+        found.append((name, cls))
+    return found
+
+
+def has_card() -> bool:
+    """True where kernels can be timed."""
+    return torch.cuda.is_available() and launch.usable(torch.empty(1, device="cuda"))
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+def timed(job: Job, shape: Shape, copied: tuple[float, float]) -> Timed:
+    """Both times of a job, and their shares of a copy's bandwidth."""
+    us = clocks.rotated(job.make, job.nbytes) if job.in_graph else None
+    share = None if us is None else job.nbytes / us / copied[0]
+    flushed = clocks.flushed(job.make())
+    torch.cuda.empty_cache()
+    return Timed(
+        job.recipe, job.work, job.dtype, shape, job.nbytes, us, share, flushed, job.nbytes / flushed / copied[1]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- hooks
+def hooks(name: str, cls: type[QuantizedTensor], shape: Shape, world: int, device: torch.device) -> Iterator[Hooked]:
+    """Both hooks in each pass, and in the one that serves both, as FSDP2 calls them after the first time."""
+    layout, rows = cls.LAYOUT, cdiv(shape[0], world)
+    halo = Cuts(shape[0], rows, world).halo(0, layout.block_rows)
+    matrix = rows + halo.rows, shape[1]
+    mesh: Any = SimpleNamespace(size=lambda: world)
+    stored = {
+        plane: torch.zeros(facts.shape, dtype=facts.dtype, device=device)
+        for plane, facts in layout.planes(*matrix).items()
+    }
+    shard: Any = cls(stored, (rows, shape[1]), torch.bfloat16, matrix=matrix, halo=halo)
+    for which in get_args(PassName):
+        with fsdp.simulate(which, shape, rows):
+            sent, metadata = shard.fsdp_pre_all_gather(mesh)
+            outputs = tuple(one.new_zeros(world * one.shape[0], *one.shape[1:]) for one in sent)
+            whole, _ = shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+            pre = clocks.host(lambda: shard.fsdp_pre_all_gather(mesh))
+            post = clocks.host(
+                lambda: shard.fsdp_post_all_gather(outputs, metadata, torch.bfloat16, out=whole)  # noqa: B023
+            )
+        nbytes = size(sent)
+        yield Hooked(name, shape, world, which, pre, post, nbytes, nbytes * world, nbytes / (2 * rows * shape[1]))
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+def run(
+    recipes: Sequence[str],
+    shapes: Sequence[Shape],
+    world: int,
+    peers: bool,
+    say: Callable[[str], object],
+) -> dict[str, Any]:
+    """Measures, saying each result as it is found; everything found, for a machine. Raises ValueError as `chosen`."""
+    shapes = list(shapes) or [SHAPE]
+    classes = chosen(recipes, shapes, world)
+    card = has_card()
+    device = torch.device("cuda" if card else "cpu")
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "device": torch.cuda.get_device_name() if card else "cpu",
+        "copy_bytes_per_us": {},
+        "kernels": [],
+        "peers": [],
+        "hooks": [],
+    }
+    say(f"{found['device']}, torch {found['torch']}, triton {found['triton'] or 'not installed'}")
+    if not card:
+        say(NO_CARD)
+    for shape in shapes:
+        say(f"\n{shape[0]} x {shape[1]}")
+        if card:
+            _time_kernels(classes, shape, peers, say, found)
+        say(f"  {'hooks, ' + str(world) + ' ranks':<46} pre hook    post hook   sent by a rank   of bf16")
+        for name, cls in classes:
+            for row in hooks(name, cls, shape, world, device):
+                found["hooks"].append(row._asdict())
+                label = f"{name} {row.pass_name}"
+                times = f"{row.pre_us:7.1f} us  {row.post_us:7.1f} us"
+                say(f"  {label:<46} {times}   {row.sent / 2**20:9.3f} MiB     {row.of_bf16:.4f}")
+    return found
+
+
+def _time_kernels(
+    classes: Sequence[tuple[str, type[QuantizedTensor]]],
+    shape: Shape,
+    peers: bool,
+    say: Callable[[str], object],
+    found: dict[str, Any],
+) -> None:
+    """Every job of every recipe at a shape, into `found`."""
+    from layoutc.bench import peers as others
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    copied = clocks.copy_rates(shape)
+    found["copy_bytes_per_us"]["x".join(map(str, shape))] = copied
+    say(f"  a copy of bf16: {copied[0] / 1e6:.3f} TB/s, flushed {copied[1] / 1e6:.3f} TB/s")
+    say(f"  {'':74} {'time':>9}   share    flushed   share")
+    for dtype in DTYPES:
+        for job in amax_jobs(shape, dtype, device):
+            _note(timed(job, shape, copied), say, found["kernels"])
+    for name, cls in classes:
+        try:
+            part(cls, "kernels")
+        except ImportError as error:
+            say(f"  {name}: no kernels ({error})")
+            continue
+        for dtype in DTYPES:
+            for job in kernel_jobs(name, cls, shape, dtype, device):
+                _note(timed(job, shape, copied), say, found["kernels"])
+        for job in others.compiled_jobs(name, cls, shape, device) if peers else ():
+            _note(timed(job, shape, copied), say, found["peers"])
+    for job in others.other_jobs(shape, device, say) if peers else ():
+        _note(timed(job, shape, copied), say, found["peers"])
+
+
+def _note(row: Timed, say: Callable[[str], object], rows: list[dict[str, Any]]) -> None:
+    rows.append(row._asdict())
+    label = " ".join(filter(None, (row.recipe, row.work, row.dtype)))
+    graph = f"{row.us:9.1f} us {row.share:6.3f}" if row.us is not None else " " * 19
+    say(f"  {label:74} {graph} {row.flushed_us:9.1f} us {row.flushed_share:6.3f}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ImportError:
+        return None
+
+
+def to_shape(text: str) -> Shape:
+    """`4096x14336` -> (4096, 14336). Raises ValueError."""
+    match = re.fullmatch(r"([1-9][0-9]{0,9})[xX]([1-9][0-9]{0,9})", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"'{text}' is not a shape; write rows x columns, as in 4096x14336")
+    return int(match[1]), int(match[2])
+
+
+def main() -> int:
+    """The same command where click is not installed."""
+    parser = argparse.ArgumentParser(prog="python -m layoutc.bench", description="Time kernels and hooks.")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(RECIPES)}")
+    parser.add_argument("--shape", action="append", default=[], metavar="MxK", help="can be repeated; 8192x8192")
+    parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks that the hooks are for")
+    parser.add_argument("--peers", action="store_true", help="torch.compile and torchao beside the kernels")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    given = parser.parse_args()
+    try:
+        shapes = [to_shape(text) for text in given.shape]
+        return report(given.recipes, shapes, given.world, given.peers, given.json)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, as_json: bool) -> int:
+    """Prints what `run` finds; 0. With as_json one object goes to stdout, and what is going on to stderr."""
+    stream = sys.stderr if as_json else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=stream, flush=True)
+
+    found = run(recipes, shapes, world, peers, say)
+    if as_json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

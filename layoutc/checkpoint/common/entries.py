@@ -1,0 +1,103 @@
+"""An entry of a checkpoint, as facts: how it is stored, what it costs, whether an installed recipe reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight import stored_form
+
+VALUE, UNREAD, MIXED = "value", "unread", "mixed"  # kinds that are neither a recipe nor a dtype
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class LayoutFacts:
+    """A layout that pieces of a tensor are stored in, and whether an installed recipe has it."""
+
+    recipe: str
+    layout_id: str
+    language: int  # version of the spec language
+    spec_sha256: str
+    installed: bool
+    difference: str | None  # from the installed recipe of that name, in words; None where it is installed
+    pieces: int  # of those whose headers were read
+
+
+@dataclass(frozen=True)
+class EntryFacts:
+    """An entry of a checkpoint.
+
+    kind: the recipe of a quantized tensor; the dtype of a plain one; "value" of what is no tensor; "mixed" where pieces
+    of a tensor are stored in different ways, which `layouts` and `plain` list; "unread" where the writer has
+    transformed the bytes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None  # of the whole tensor; None for a value
+    dtype: str | None  # of the values, which a quantized tensor computes in
+    layouts: tuple[LayoutFacts, ...]  # () for a plain tensor
+    plain: int  # pieces that are plain, of those whose headers were read
+    planes: tuple[str, ...]
+    orientations: tuple[str, ...]
+    pieces: int
+    stored_bytes: int
+    bytes_per_element: float | None  # None where there is no element
+    bf16_bytes: int  # the same with floating point values in bf16, without headers
+
+
+def entry_of(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | str,
+    headers: Sequence[Mapping[str, Any] | None],
+    pieces: int,
+    stored_bytes: int,
+) -> EntryFacts:
+    """The facts of a tensor, from what the headers of its pieces say."""
+    layouts = [header for header in headers if header is not None and "layout_id" in header]
+    plain = sum(header is not None and "layout_id" not in header for header in headers)
+    ids = dict.fromkeys(header["layout_id"] for header in layouts)
+    value = str(dtype).removeprefix("torch.")
+    kinds = {header["recipe"] for header in layouts} | ({value} if plain else set())
+    kind = UNREAD if not kinds else kinds.pop() if len(kinds) == 1 and len(ids) < 2 else MIXED
+    elements, known = math.prod(shape), vars(torch).get(value)
+    itemsize = known.itemsize if isinstance(known, torch.dtype) else 0
+    floating = isinstance(known, torch.dtype) and known.is_floating_point
+    return EntryFacts(
+        name,
+        kind,
+        shape,
+        value,
+        tuple(_layout(one, [header for header in layouts if header["layout_id"] == one]) for one in ids),
+        plain,
+        tuple(dict.fromkeys(plane for header in layouts for plane in header["planes"])),
+        tuple(dict.fromkeys(which for header in layouts for which in header["orientations"])),
+        pieces,
+        stored_bytes,
+        stored_bytes / elements if elements else None,
+        elements * (BF16 if floating else itemsize) if floating or itemsize else stored_bytes,
+    )
+
+
+def _layout(layout_id: str, headers: Sequence[Mapping[str, Any]]) -> LayoutFacts:
+    header, difference = headers[0], None
+    try:
+        stored_form.class_of(header)
+    except LayoutError:
+        difference = stored_form.against_installed(header["recipe"], header)
+    return LayoutFacts(
+        header["recipe"],
+        layout_id,
+        header["language"],
+        header["spec_sha256"],
+        difference is None,
+        difference,
+        len(headers),
+    )

@@ -1,0 +1,99 @@
+"""Which part of a whole weight a rank holds, and which entries of a stored plane that part needs. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.facts import Plane
+from layoutc.runtime.sharding import meshes
+
+
+class Box(NamedTuple):
+    """Entries first..last of each dim of a tensor."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size in each dim."""
+        return tuple(b - a for a, b in zip(self.first, self.last, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """It as an index of the whole tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.first, self.last, strict=True))
+
+
+class Rows(NamedTuple):
+    """Rows r0..r1 and columns c0..c1 of the (m, k) matrix of a weight."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+
+def box_of(tensor: Tensor) -> Box:
+    """What this rank holds of a DTensor, in entries of the whole; all of another tensor.
+
+    Raises ValueError where the shard has another size than its placements say.
+    """
+    slices = meshes.slices_of(tensor)
+    box, local = (
+        Box(tuple(s.start for s in slices), tuple(s.stop for s in slices)),
+        tuple(meshes.local_of(tensor).shape),
+    )
+    if box.shape != local:
+        raise ValueError(
+            f"this rank's shard has shape {local}, but its placements {box.shape} of {tuple(tensor.shape)}"
+        )
+    return box
+
+
+def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
+    """The runs of adjacent rows of the (m, k) matrix that a box of a weight of `shape` is; none for an empty box."""
+    if 0 in box.shape:
+        return []
+    lead = list(shape[:-1])
+    dim = len(lead) - 1
+    while dim > 0 and box.shape[dim] == lead[dim]:
+        dim -= 1
+    inner, runs = prod(lead[dim + 1 :]), []
+    for place in product(*(range(a, b) for a, b in zip(box.first[:dim], box.last[:dim], strict=True))):
+        start = 0
+        for size, at in zip(lead, place, strict=False):
+            start = start * size + at
+        start *= lead[dim]
+        runs.append(
+            Rows((start + box.first[dim]) * inner, (start + box.last[dim]) * inner, box.first[-1], box.last[-1])
+        )
+    return runs
+
+
+def whole_blocks(rows: Rows, block_rows: int, block_columns: int, m: int, k: int) -> Rows:
+    """The blocks of an (m, k) matrix that rows are part of."""
+    return Rows(
+        rows.r0 // block_rows * block_rows,
+        min(up(rows.r1, block_rows), m),
+        rows.c0 // block_columns * block_columns,
+        min(up(rows.c1, block_columns), k),
+    )
+
+
+def entries_of(plane: Plane, shape: Sequence[int], rows: Rows, k: int) -> tuple[slice, ...]:
+    """The entries of a stored plane of `shape` that rows have part in, of a weight of k columns."""
+    index = [slice(0, size) for size in shape]
+    if plane.rows_per_value is not None:
+        index[0] = slice(rows.r0 // plane.rows_per_value, cdiv(rows.r1, plane.rows_per_value))
+    if plane.columns_per_value is not None:
+        first = int(rows.c0 / plane.columns_per_value)
+        last = shape[-1] if rows.c1 == k else -int(-rows.c1 // plane.columns_per_value)
+        index[-1] = slice(first, last)
+    return tuple(index)

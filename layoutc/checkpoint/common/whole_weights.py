@@ -1,0 +1,100 @@
+"""The whole of a sharded weight, on every rank, quantized as it is: one weight at a time."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.train.master_weights import place_of
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+def gathered_whole(value: Tensor) -> Tensor:
+    """The whole of a DTensor, on a device that its group's backend knows; another tensor is whole. Collective.
+
+    Weights that are cast on gather are their values. Raises LayoutError where a mesh without names cuts inside blocks
+    and along another dim as well.
+    """
+    if not isinstance(value, DTensor):
+        return value.plain if isinstance(value, CastOnGather) else value
+    mesh, local = value.device_mesh, value._local_tensor
+    if isinstance(local, QuantizedTensor):
+        held: Any = local.to(mesh.device_type)
+        cuts = [(mesh_dim, dim) for mesh_dim, dim in meshes.cuts(value) if mesh.size(mesh_dim) > 1]
+        between = [cut for cut in cuts if 0 < cut[1] < value.dim() - 1]
+        place = place_of(value, local)
+        if place is not None and place.joins(local.LAYOUT):
+            of_place = dist.get_process_group_ranks(place.group)
+            rest = [cut for cut in cuts if dist.get_process_group_ranks(mesh.get_group(cut[0])) != of_place]
+            return _rejoined(value, _joined(held, 0, place.cuts.rows // prod(local.shape[1:-1]), place.group), rest)
+        if between:
+            mesh_dim, dim = between[0]
+            rest = [cut for cut in cuts if cut != between[0]]
+            return _rejoined(value, _joined(held, dim, value.shape[dim], mesh.get_group(mesh_dim)), rest)
+    found: Any = meshes.with_local(value, local.plain) if isinstance(local, CastOnGather) else value
+    if local.device.type != mesh.device_type:  # offloaded
+        found = found.to(mesh.device_type)
+    whole: Tensor = found.full_tensor()
+    return whole
+
+
+def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGroup) -> QuantizedTensor:
+    """Shards of a group, cut along a dim that has `size` entries in all, as one: where DTensor does not join planes.
+
+    Each rank sends the entries that its own rows have part in; what several hold of a block is the same on all.
+    """
+    shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    layout, m, k, each = local.LAYOUT, prod(shape[:-1]), shape[-1], cdiv(size, group.size())
+    runs = []
+    for rank in range(group.size()):
+        first, last = [0] * len(shape), list(shape)
+        first[dim], last[dim] = min(rank * each, size), min((rank + 1) * each, size)
+        runs.append(rows_of(shape, Box(tuple(first), tuple(last))))
+        if len(runs[-1]) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs[-1]):
+            raise LayoutError(f"{local._label()} is cut inside blocks of {layout.block_rows} rows on dim {dim}")
+    planes = {}
+    for name, facts in layout.planes(m, k).items():
+        if name not in local._planes:
+            continue
+        plane, own = layout.stored[name], local._entries(name)
+        if plane.rows_per_value is None:
+            planes[name] = own
+            continue
+        indexes = [[entries_of(plane, facts.shape, rows, k) for rows in of_rank] for of_rank in runs]
+        most = max(sum(index[0].stop - index[0].start for index in of_rank) for of_rank in indexes)
+        sent = own.new_zeros(most, *facts.shape[1:])
+        if local._rows:
+            sent[: len(own)] = own
+        everywhere = gather_bytes(sent.flatten().view(torch.uint8), group).view(own.dtype)
+        planes[name] = own.new_empty(facts.shape)
+        for of_rank, piece in zip(indexes, everywhere.view(group.size(), *sent.shape), strict=True):
+            start = 0
+            for index in of_rank:
+                length = index[0].stop - index[0].start
+                planes[name][index] = piece[start : start + length]
+                start += length
+    return type(local)(planes, shape, local.dtype, orientations=local._orientations)
+
+
+def _rejoined(value: DTensor, joined: QuantizedTensor, rest: list[tuple[int, int]]) -> Tensor:
+    """What the rest of the cuts, (mesh dim, tensor dim), have left of `joined`, whole again."""
+    if not rest:
+        return joined
+    mesh = value.device_mesh
+    if (names := mesh.mesh_dim_names) is None:
+        raise LayoutError(f"{joined._label()} is cut along several dims of a mesh without names: name its dims")
+    within, cut = mesh[tuple(names[mesh_dim] for mesh_dim, _ in rest)], [Shard(dim) for _, dim in rest]
+    tensor = DTensor.from_local(joined, within, cut, run_check=False, shape=value.shape, stride=value.stride())
+    whole: Tensor = tensor.full_tensor()
+    return whole

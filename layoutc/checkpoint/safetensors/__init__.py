@@ -1,0 +1,1 @@
+"""Hugging Face safetensors: loaded, exported, listed."""

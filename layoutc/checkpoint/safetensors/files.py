@@ -1,0 +1,240 @@
+"""Folders of safetensors files: headers and indexes are checked before they are believed, and read slice by slice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.untrusted.files import DIMS, json_of, open_file, read_at, read_whole, short
+from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.weight.stored_form import is_facts
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OURS = "layoutc"  # the key of a file's metadata under which quantized weights are described
+HEADER = 100_000_000  # the most bytes of a header, or of an index; the safetensors library reads no longer ones
+CHUNK = 1 << 24  # bytes of a file that are held at once where only a checksum is asked for
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, by its header: bytes `begin` to `end` of the file."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Contents(NamedTuple):
+    """What a folder holds: tensors by name, described quantized weights by name, and a digest of all headers."""
+
+    tensors: dict[str, Stored]
+    described: dict[str, Mapping[str, Any]]
+    digest: str
+
+
+def library() -> ModuleType:
+    """The module safetensors.torch. Raises ImportError that says what to install."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is not installed: pip install 'layoutc[safetensors]', or pip install safetensors"
+        ) from error
+    return safetensors.torch
+
+
+def read_folder(folder: Path) -> Contents:
+    """The headers of a folder's files, as Hugging Face lays them out: one file, or several and an index.
+
+    Raises FileNotFoundError without either, DamagedError for a file or index that can't be what was written.
+    """
+    if (folder / SINGLE).is_file():
+        files: dict[str, list[str] | None] = {SINGLE: None}
+    elif (folder / INDEX).is_file():
+        files = _index(folder / INDEX)
+    else:
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'})")
+    contents, digest = Contents({}, {}, ""), hashlib.sha256()
+    for name, wanted in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{folder / INDEX} names {name}, which is not there")
+        tensors, metadata, header = read_header(path)
+        digest.update(f"{name} {len(header)} ".encode() + header)
+        if lacking := [one for one in wanted or () if one not in tensors]:
+            raise DamagedError(f"{folder / INDEX} says that {path.name} holds {lacking[0]}, which it does not")
+        described = _described(path, metadata)
+        planes = {f"{weight}.{plane}" for weight, of in described.items() for plane in of["planes"]}
+        if lost := sorted(planes - tensors.keys()):
+            raise DamagedError(f"{path} describes {lost[0]}, which it does not hold")
+        contents.described.update(described)
+        contents.tensors.update({one: tensors[one] for one in (tensors if wanted is None else wanted)})
+    return contents._replace(digest=digest.hexdigest())
+
+
+def _index(path: Path) -> dict[str, list[str] | None]:
+    """File name -> names of tensors in it, of an index."""
+    mapping = json_of(read_whole(path, HEADER), f"{path}: the index").get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
+        raise DamagedError(f"{path} has no weight_map of names to files")
+    files: dict[str, list[str] | None] = {}
+    for name, file in mapping.items():
+        if Path(file).name != file or file in (".", "..") or {*file} & {"/", "\\", "\0", ":"}:
+            raise DamagedError(f"{path} names {short(file)}, which is not a file of its own folder")
+        names = files.setdefault(file, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes]:
+    """(tensors by name, metadata, the header's bytes) of one file.
+
+    Raises DamagedError where the header is none, or does not describe a file of this size.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(read_at(file, 0, 8), "little") if size >= 8 else size
+        if length > size - 8:
+            raise DamagedError(
+                f"{path} is truncated or no safetensors file: {size} bytes, of which a header of {length} is announced"
+            )
+        if length > HEADER:
+            raise DamagedError(f"{path} announces a header of {length:,} bytes, and none has more than {HEADER:,}")
+        raw = read_at(file, 8, length)
+    header = json_of(raw, f"{path}: the header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise DamagedError(f"{path}: the metadata of the header is no mapping")
+    start = 8 + length
+    tensors = {name: _stored(path, name, entry, start, size) for name, entry in header.items()}
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda one: (one.begin, one.end)):
+        if tensor.begin != end:
+            raise DamagedError(
+                f"{path}: {tensor.name} begins at byte {tensor.begin}, and what is before it ends at {end}"
+            )
+        end = tensor.end
+    if end != size:
+        raise DamagedError(f"{path} has {size} bytes, but its header describes {end}")
+    return tensors, metadata, raw
+
+
+def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, begin, end) if len(shape) <= DIMS else (-1,)
+    except (TypeError, KeyError, ValueError):
+        numbers = (-1,)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(dtype, str):
+        raise DamagedError(f"{path}: the header's entry of {name} has no dtype, shape and data_offsets")
+    if start + end > size:
+        raise DamagedError(f"{path} is truncated: {name} ends at byte {start + end}, the file at {size}")
+    known = DTYPES.get(dtype)
+    if end < begin or (known is not None and end - begin != prod(shape) * known.itemsize):
+        raise DamagedError(f"{path}: {name} of shape {shape} in {dtype} can't be bytes {begin} to {end}")
+    return Stored(path, name, dtype, shape, start + begin, start + end)
+
+
+def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The quantized weights that a file's metadata describes, in the form that `export_safetensors` writes."""
+    if OURS not in metadata:
+        return {}
+    text = metadata[OURS]
+    found = json_of(text.encode() if isinstance(text, str) else b"", f"{path}: the metadata of {OURS}")
+    for name, entry in found.items():
+        try:
+            lacking = [plane for plane in entry["planes"] if not isinstance(entry["crc32"].get(plane), int)]
+            fine = not lacking and isinstance(entry["format"], int)
+            fine = fine and bool(entry["planes"]) and isinstance(entry["planes"], dict)
+            shape = entry["shape"]
+            fine = fine and isinstance(shape, list) and 2 <= len(shape) <= DIMS
+            fine = fine and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            strings = ("recipe", "layout_id", "spec_sha256", "dtype")
+            fine = fine and all(isinstance(entry[key], str) for key in strings)
+            fine = fine and is_facts(entry["facts"]) and type(entry["language"]) is int
+            fine = fine and all(isinstance(one, str) for one in (*entry["orientations"], *entry["planes"]))
+            fine = fine and isinstance(entry["orientations"], list)
+        except (TypeError, KeyError, AttributeError):
+            fine = False
+        if not fine:
+            raise DamagedError(f"{path}: the metadata of {name} is not what export_safetensors writes")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- contents
+class Slices:
+    """Files of a folder, mapped into memory when first asked for: what is not sliced is never read."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Slices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def open(self, path: Path) -> Any:
+        """The file. Raises DamagedError where safetensors refuses it."""
+        if path not in self._files:
+            import safetensors
+
+            try:
+                self._files[path] = self._open.enter_context(safetensors.safe_open(path, "pt"))
+            except safetensors.SafetensorError as error:
+                raise DamagedError(f"{path}: {error}") from error
+        return self._files[path]
+
+    def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+        """A slice of a tensor, on the CPU: a view of mapped memory, to be copied from and let go."""
+        file = self.open(stored.path)
+        return read_slice(file, stored, index)
+
+
+def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+    """The one place where values are read."""
+    found: Tensor = file.get_slice(stored.name)[index] if index else file.get_tensor(stored.name)
+    return found
+
+
+def crc32_of(stored: Stored) -> int:
+    """CRC-32 of a tensor's bytes in its file, CHUNK bytes at a time."""
+    found, left = 0, stored.end - stored.begin
+    with open_file(stored.path) as file:
+        file.seek(stored.begin)
+        while left:
+            piece = file.read(min(left, CHUNK))
+            if not piece:
+                raise DamagedError(f"{stored.path} has become shorter while it was read")
+            found, left = zlib.crc32(piece, found), left - len(piece)
+    return found

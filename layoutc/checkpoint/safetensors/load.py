@@ -1,0 +1,331 @@
+"""Hugging Face safetensors into a model whose weights are quantized and sharded: each rank reads what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.checkpoint.common.regions import Rows, box_of, entries_of, rows_of, whole_blocks
+from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
+from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize.block_edges import check_place
+from layoutc.runtime.sharding import meshes, shards
+from layoutc.runtime.train.master_weights import place_of
+from layoutc.runtime.weight import gathered_in_graphs, stored_form
+from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
+
+Rename = Callable[[str], str]
+
+
+class Loaded(NamedTuple):
+    """Names of a model that a load has left as they were, and names of the files that it had no use for."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Entry(NamedTuple):
+    """A quantized weight in a file."""
+
+    cls: type[QuantizedTensor]
+    shape: tuple[int, ...]
+    orientations: tuple[str, ...]
+    planes: Mapping[str, Stored]
+
+
+class Step(NamedTuple):
+    """One parameter or buffer, and where its values come from."""
+
+    name: str
+    param: Tensor
+    source: Stored | Entry
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    convert: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Loads model.safetensors, or the files that model.safetensors.index.json names, into a model as it is sharded.
+
+    Plain values (F32, BF16, F16) are quantized to the bytes that the whole weight would have, whatever the cuts;
+    weights that are cast on gather take them as they are. Weights that `export_safetensors` wrote as they were go into
+    the same layout byte for byte; with convert=True they are dequantized for another layout, or a plain parameter.
+    Each rank reads the slices that it holds, one parameter at a time, and nothing else but headers and its share of
+    checksums. rename: a name of the model's state dict -> the name in the files. Tied parameters need one of their
+    names; buffers that the files leave out stay as they are. strict=False lets names be missing and unexpected.
+
+    Collective where torch.distributed is initialized: all ranks of `process_group` (default: all) call.
+
+    All of it is checked before anything is written, and every rank raises what any rank finds: FileNotFoundError
+    without files, DamagedError for a truncated or changed file, LayoutError for names, shapes, dtypes and layouts that
+    don't fit, ImportError without safetensors.
+    """
+    problems: list[Problem] = []
+    steps: list[Step] = []
+    contents, loaded = Contents({}, {}, ""), Loaded((), ())
+    with Slices() as slices:
+        with noted(problems):
+            library()
+            contents = read_folder(Path(folder))
+            steps, loaded = _plan(model, contents, rename, strict, problems)
+            for step in steps:
+                with noted(problems):
+                    _check(step, convert)
+                for source in _sources(step):
+                    slices.open(source.path)
+        agree(problems, process_group, contents.digest, f"read different files in {folder}")
+        with noted(problems):
+            _verify(contents, process_group)
+        agree(problems, process_group)
+        for step in steps:
+            _write(step, slices)
+    return loaded
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+def _plan(
+    model: nn.Module, contents: Contents, rename: Rename | None, strict: bool, problems: list[Problem]
+) -> tuple[list[Step], Loaded]:
+    """What to write, in the order of the model's state dict, which is that of all ranks."""
+    of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
+    there = (contents.tensors.keys() - of_planes) | contents.described.keys()
+    # With their variables: tied parameters are one object, and weights that are cast on gather show themselves.
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    aliases: dict[int, list[str]] = {}
+    for name, value in state.items():
+        aliases.setdefault(id(value), []).append(name)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    steps, missing, expected = [], [], set()
+    for names in aliases.values():
+        files = {name: file_name(name, rename) for name in names}
+        expected |= set(files.values())
+        found = next((name for name in names if files[name] in there), None)
+        if found is None:
+            missing.append(names[0])
+            if strict and names[0] not in buffers:
+                also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
+                renamed = f" (as {files[names[0]]})" if files[names[0]] != names[0] else ""
+                problems.append(Problem("LayoutError", f"{names[0]}: not in the files{renamed}{also}"))
+            continue
+        with noted(problems):
+            steps.append(Step(found, state[found], _source(files[found], contents)))
+    unexpected = sorted(there - expected)
+    if strict:
+        problems += [Problem("LayoutError", f"{name}: in the files, not in the model") for name in unexpected]
+    return steps, Loaded(tuple(missing), tuple(unexpected))
+
+
+def file_name(name: str, rename: Rename | None) -> str:
+    """The name in a file of a name in a state dict: what torch.compile puts in front is no part of it."""
+    name = name.replace("_orig_mod.", "")
+    return name if rename is None else rename(name)
+
+
+def _source(name: str, contents: Contents) -> Stored | Entry:
+    if (entry := contents.described.get(name)) is None:
+        return contents.tensors[name]
+    if entry["format"] != stored_form.FORMAT:
+        raise LayoutError(f"{name} is in form {entry['format']}; this version of layoutc reads {stored_form.FORMAT}")
+    cls, shape = stored_form.class_of(entry), tuple(entry["shape"])
+    facts = cls.LAYOUT.planes(prod(shape[:-1]), shape[-1])
+    planes = {plane: contents.tensors[f"{name}.{plane}"] for plane in entry["planes"]}
+    for plane, found in planes.items():
+        wanted = facts.get(plane)
+        fits = wanted is not None and found.shape == wanted.shape and wanted.nbytes == found.end - found.begin
+        if not fits or found.dtype not in DTYPES:
+            raise DamagedError(
+                f"{plane} of {name} of shape {shape} in {cls.LAYOUT.name} should be {wanted}, but the file has "
+                f"{found.shape} {found.dtype}"
+            )
+    return Entry(cls, shape, tuple(entry["orientations"]), planes)
+
+
+def _sources(step: Step) -> list[Stored]:
+    return [step.source] if isinstance(step.source, Stored) else list(step.source.planes.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------- check
+def _check(step: Step, convert: bool) -> None:
+    """Raises LayoutError where the source can't be written into the parameter."""
+    name, param, source = step
+    local = meshes.local_of(param)
+    if source.shape != tuple(param.shape):
+        raise LayoutError(f"{name}: shape {source.shape} in the files, {tuple(param.shape)} in the model")
+    if local.is_meta:
+        raise LayoutError(f"{name} is on the meta device: call model.to_empty(device=...) first")
+    if isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements):
+        raise LayoutError(f"{name} holds partial sums: redistribute it first")
+    if not _holds(param):
+        return
+    try:
+        box = box_of(param)
+    except ValueError as error:
+        raise LayoutError(f"{name}: {error}") from error
+    if isinstance(local, QuantizedTensor):
+        check_writable(local)
+        gathered_in_graphs.refuse_write(local)
+        if local._transposed:
+            raise LayoutError(f"{name} is transposed: load into the weight itself")
+    if isinstance(source, Entry):
+        is_same = isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id
+        if is_same:
+            _check_bytes(name, local, source, rows_of(source.shape, box))  # type: ignore[arg-type]
+            return
+        if not convert:
+            raise LayoutError(_other(name, local, source))
+        if not local.is_floating_point():
+            raise LayoutError(f"{name} is {local.dtype}: a quantized weight converts to floating point")
+    elif not _converts(source.dtype, local):
+        raise LayoutError(f"{name}: {_unfit(source, local)}")
+    if isinstance(local, QuantizedTensor):
+        groups, place = _sharing(name, param, local)
+        check_place(local, place)
+        amax.check_out(local.LAYOUT, local, local, None, alone=not groups)
+
+
+def _holds(param: Tensor) -> bool:
+    """False for a DTensor of other ranks alone."""
+    return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
+
+
+def _converts(dtype: str, local: Tensor) -> bool:
+    known = DTYPES.get(dtype)
+    if isinstance(local, QuantizedTensor):
+        return known in amax.FLOATS
+    if local.is_floating_point():
+        return known in (*amax.FLOATS, torch.float64)
+    return known == local.dtype
+
+
+def _unfit(source: Stored, local: Tensor) -> str:
+    if isinstance(local, QuantizedTensor):
+        into = f"{local.LAYOUT.name} takes F32, BF16 and F16"
+    else:
+        into = f"the model has {local.dtype}".replace("torch.", "")
+    hint = ""
+    if source.dtype.startswith(("F8", "F4", "F6", "I", "U")) and local.is_floating_point():
+        hint = "; quantized values of other programs are not converted: dequantize the checkpoint first"
+    return f"{source.dtype} in the files, but {into}{hint}"
+
+
+def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rows]) -> None:
+    layout = local.LAYOUT
+    if lacking := [plane for plane in local._planes if plane not in source.planes]:
+        raise LayoutError(
+            f"{name}: the files hold {', '.join(source.planes)} of it, but the model also {', '.join(lacking)}"
+        )
+    if len(runs) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs):
+        raise LayoutError(f"{name} is cut inside blocks of {layout.block_rows} rows on a dim other than the first")
+
+
+def _other(name: str, local: Tensor, source: Entry) -> str:
+    theirs = source.cls.LAYOUT
+    if not isinstance(local, QuantizedTensor):
+        kind = f"cast on gather to {local.LAYOUT.name}" if isinstance(local, CastOnGather) else "plain"
+        differs = f"the files have it quantized in {theirs.name}, the model has it {kind}"
+    else:
+        ours = local.LAYOUT
+        how = stored_form.difference(stored_form.describe(theirs), stored_form.describe(ours))
+        differs = f"layout {theirs.layout_id} in the files, {ours.layout_id} in the model: {how}"
+    return f"{name}: {differs}. convert=True dequantizes what the files have"
+
+
+def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
+    """Checks a part of all checksums, so that the ranks of a group check each once. Raises DamagedError."""
+    loads = [0] * size_of(group)
+    planes = [
+        (contents.tensors[f"{name}.{plane}"], entry["crc32"][plane])
+        for name, entry in contents.described.items()
+        for plane in entry["planes"]
+    ]
+    for plane, crc32 in sorted(planes, key=lambda one: (one[0].begin - one[0].end, one[0].name)):
+        least = loads.index(min(loads))
+        loads[least] += plane.end - plane.begin
+        if least == rank_of(group) and crc32_of(plane) != crc32:
+            raise DamagedError(
+                f"{plane.path}: the bytes of {plane.name} are not those that were written (CRC-32 differs); read "
+                "another copy of the file"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------- write
+def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dist.ProcessGroup], Any]:
+    """Whom this rank shares amaxes with, and where its shard lies among those that share blocks with it."""
+    if isinstance(param, DTensor):
+        return meshes.amax_groups(local.LAYOUT, param, name), place_of(param, local)
+    return shards.amax_groups(local)[0], shards.place(local)
+
+
+def _write(step: Step, slices: Slices) -> None:
+    """Collective where the parameter's shards share amaxes, or blocks that cuts go through."""
+    name, param, source = step
+    if not _holds(param):
+        return
+    local = meshes.local_of(param).detach()
+    if isinstance(source, Entry):
+        if isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id:
+            _write_planes(param, local, source, slices)
+            return
+        dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
+        values = _dequantized(param, local, source, slices, dtype)
+    else:
+        values = slices.read(source, box_of(param).slices)
+    if isinstance(local, QuantizedTensor):
+        # As copy_ does, and also for shards that fully_shard has not made.
+        groups, place = _sharing(name, param, local)
+        tag = shards.tag(local) if groups else None
+        values = values.to(local.device).contiguous()
+        amax.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=place)
+    elif isinstance(local, CastOnGather):
+        local.plain.copy_(values)
+        local._agreed.forget()  # a history of amaxes has nothing to do with these values
+    else:
+        local.copy_(values)
+
+
+def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Slices) -> None:
+    """The entries that the shard's own rows have part in, run by run; what all rows share also where it has none."""
+    layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
+    all_rows, runs = [Rows(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
+    for name in local._planes:
+        plane, found, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
+        for rows in all_rows if plane.rows_per_value is None else runs:
+            piece = slices.read(found, entries_of(plane, found.shape, rows, k)).view(into.dtype)
+            into[start : start + len(piece)].copy_(piece)
+            start += len(piece)
+    written([local])
+
+
+def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dtype: torch.dtype) -> Tensor:
+    """The values of this rank's part, from the blocks of the files that it is part of, in the local shape."""
+    cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
+    found = []
+    for rows in rows_of(source.shape, box_of(param)):
+        blocks = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k)
+        matrix = (blocks.r1 - blocks.r0, blocks.c1 - blocks.c0)
+        planes = {}
+        for name, file in source.planes.items():
+            piece = slices.read(file, entries_of(layout.stored[name], file.shape, blocks, k))
+            planes[name] = piece.to(local.device).contiguous().view(layout.dtypes[name])
+        values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
+        found.append(values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0])
+    if not found:
+        return torch.empty(local.shape, dtype=dtype, device=local.device)
+    return torch.cat(found).view(local.shape)

@@ -1,0 +1,309 @@
+"""The bytes of `.metadata` as torch's metadata classes, by way of stand-ins that a pickle can't do harm with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from operator import add, gt
+from pathlib import PurePosixPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from layoutc.checkpoint.untrusted import unpickling
+from layoutc.checkpoint.untrusted.files import DIMS, short
+from layoutc.runtime.errors import DamagedError
+
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+# The fields of each class, and whether a file must have them.
+_FIELDS: dict[tuple[str, str], dict[str, bool]] = {
+    (_METADATA, "Metadata"): {
+        "state_dict_metadata": True,
+        "storage_data": True,
+        "planner_data": False,
+        "storage_meta": False,
+        "version": False,
+    },
+    (_METADATA, "TensorStorageMetadata"): {"properties": True, "size": True, "chunks": True},
+    (_METADATA, "BytesStorageMetadata"): {},
+    (_METADATA, "ChunkStorageMetadata"): {"offsets": True, "sizes": True},
+    (_METADATA, "TensorProperties"): {},
+    (_METADATA, "MetadataIndex"): {"fqn": True, "offset": False, "index": False},
+    (_METADATA, "StorageMeta"): {"checkpoint_id": False, "save_id": False, "load_id": False, "modules": False},
+    (_FILES, "_StorageInfo"): {
+        "relative_path": True,
+        "offset": True,
+        "length": True,
+        "transform_descriptors": False,
+        "crc32": False,  # of the item's directory, which layoutc.checkpoint.save adds
+    },
+    (_FILES, "_StoragePrefix"): {"prefix": True},
+}
+_KEYS = {  # of each class: those that it may have, and those that it must have
+    name: (frozenset(fields), frozenset(field for field, needed in fields.items() if needed))
+    for (_, name), fields in _FIELDS.items()
+}
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by the number in the file
+
+
+_PAIRS = 20  # of chunks that are compared, for each chunk of a tensor that is cut in no grid
+_ELEMENT, _REST = 32, 2**20  # bytes of an item for each element, and besides: several times what any recipe stores
+
+
+class _Given:
+    """An object of a file: its class, and what the file sets on it."""
+
+    _class = ""
+
+    def __setstate__(self, state: Any) -> None:
+        known = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
+        if type(state) is not dict or len(state) > 2 * len(known) + 2 or not all(type(key) is str for key in state):
+            raise ValueError(f"a {self._class} has a state that is none")
+        vars(self).update(state)
+
+
+class _Properties(_Given):
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self)["state"] = state
+
+
+def metadata_of(data: bytes, where: str) -> dcp.Metadata:
+    """The metadata in the bytes of a `.metadata` file; DamagedError, which begins with `where`, where it is none."""
+    value = unpickling.read(data, _names(), where, dtypes=True)
+    return _Maker(where).metadata(value)
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    """New stand-ins, since a pickle can change what it names."""
+    names: dict[tuple[str, str], Any] = {
+        (module, name): type(name, (_Properties if name == "TensorProperties" else _Given,), {"_class": name})
+        for module, name in _FIELDS
+    }
+    names["torch", "Size"] = _size
+    names["torch.serialization", "_get_layout"] = lambda name: _LAYOUTS[name if type(name) is str else ""]
+    names[_METADATA, "_MEM_FORMAT_ENCODING"] = lambda number: _FORMATS[number if type(number) is int else -9]
+    names["collections", "OrderedDict"] = lambda: {}
+    for module in ("pathlib", "pathlib._local"):
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+            names[module, kind] = _path
+    return names
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    """Not torch.Size itself, which copies a list of any length, as often as the file says."""
+    if type(sizes) not in (tuple, list) or len(sizes) > DIMS:
+        raise ValueError(f"a size has more than {DIMS} dims")
+    return torch.Size(sizes)
+
+
+def _path(*parts: Any) -> PurePosixPath:
+    """Of text alone: paths in paths could be twice as long each time."""
+    if not all(type(part) is str for part in parts) or sum(map(len, parts)) > 2**14:
+        raise ValueError("a path is made of more than text, or of too much")
+    return PurePosixPath(*parts)
+
+
+def _index_of(fqn: str, offset: torch.Size | None = None, index: int | None = None) -> dcp.MetadataIndex:
+    return dcp.MetadataIndex(fqn, offset, index)
+
+
+class _Maker:
+    """Turns stand-ins into torch's classes; every message says which file and which entry is wrong."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def _fail(self, what: str) -> NoReturn:
+        raise DamagedError(f"{self._where} is damaged: {what}")
+
+    def _fields(self, value: Any, name: str, about: str) -> dict[str, Any]:
+        """What the file set on an object of a class."""
+        if not isinstance(value, _Given) or type(value)._class != name:
+            self._fail(f"{about} is no {name}")
+        found, (known, needed) = vars(value), _KEYS[name]
+        if not needed <= found.keys() <= known:
+            if unknown := found.keys() - known:
+                self._fail(f"{about} has {min(unknown)}, which a {name} of this version of torch has not")
+            self._fail(f"{about} has no {min(needed - found.keys())}")
+        return found
+
+    def metadata(self, value: Any) -> dcp.Metadata:
+        found = self._fields(value, "Metadata", "what it holds")
+        entries, stored = found["state_dict_metadata"], found["storage_data"]
+        if type(entries) is not dict or type(stored) is not dict:
+            self._fail("it has no entries, or no list of what is stored")
+        made: dict[str, Any] = {}
+        for name, entry in entries.items():
+            if type(name) is not str or len(name) > 2**16:
+                self._fail(f"an entry has the name {short(name)}")
+            made[name] = self._entry(entry, name)
+        items = {}
+        for given, info in stored.items():
+            index = self._index(given)
+            if index in items:
+                self._fail(f"two items are the same piece of {index.fqn}")
+            items[index] = self._info(info, index.fqn)
+        self._check_places(items)
+        self._check_items(made, items)
+        version = found.get("version")
+        if version is not None and type(version) is not str:
+            self._fail(f"its version is {short(version)}")
+        meta = found.get("storage_meta")
+        return dcp.Metadata(
+            made,
+            self._planner_data(found.get("planner_data")),
+            items,
+            None if meta is None else self._storage_meta(meta),
+            version,
+        )
+
+    def _entry(self, value: Any, name: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+        if isinstance(value, _Given) and value._class == "BytesStorageMetadata":
+            self._fields(value, "BytesStorageMetadata", name)
+            return dcp.BytesStorageMetadata()
+        found = self._fields(value, "TensorStorageMetadata", name)
+        size = self._shape(found["size"], name)
+        if type(found["chunks"]) is not list:
+            self._fail(f"{name} has no list of chunks")
+        chunks = [self._chunk(chunk, size, name) for chunk in found["chunks"]]
+        self._check_cover(size, chunks, name)
+        return dcp.TensorStorageMetadata(self._properties(found["properties"], name), size, chunks)
+
+    def _properties(self, value: Any, name: str) -> dcp.TensorProperties:
+        if not isinstance(value, _Properties) or set(vars(value)) != {"state"}:
+            self._fail(f"{name} has no properties")
+        kinds = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
+        state = value.state
+        if type(state) is not tuple or [type(one) for one in state] != list(kinds):
+            self._fail(f"{name} has properties that no tensor has")
+        return dcp.TensorProperties(*state)
+
+    def _shape(self, value: Any, name: str) -> torch.Size:
+        if type(value) is not torch.Size or not all(map(_is_size, value)):
+            self._fail(f"{name} has a size or an offset that is none")
+        return value
+
+    def _chunk(self, value: Any, size: torch.Size, name: str) -> dcp.ChunkStorageMetadata:
+        found = self._fields(value, "ChunkStorageMetadata", f"a chunk of {name}")
+        offsets, sizes = (self._shape(found[key], name) for key in ("offsets", "sizes"))
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            self._fail(f"a chunk of {name} has not as many dims as the tensor")
+        if any(map(gt, map(add, offsets, sizes), size)):
+            self._fail(f"a chunk of {name}, {tuple(sizes)} at {tuple(offsets)}, is outside of its {tuple(size)}")
+        return dcp.ChunkStorageMetadata(offsets, sizes)
+
+    def _check_cover(self, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata], name: str) -> None:
+        """Every element is in one chunk: none in two, and together they have as many as the tensor."""
+        full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+        if (held := sum(math.prod(chunk.sizes) for chunk in full)) != math.prod(size):
+            self._fail(f"the chunks of {name} have {held:,} elements together, and the tensor {math.prod(size):,}")
+        if len(full) > 1 and not _is_grid(full):
+            cuts = [len({chunk.offsets[dim] for chunk in full}) for dim in range(len(size))]
+            self._check_apart(full, cuts.index(max(cuts)), name)
+
+    def _check_apart(self, chunks: list[dcp.ChunkStorageMetadata], dim: int, name: str) -> None:
+        """Compares only chunks that meet along the dim that is cut most."""
+        near: list[dcp.ChunkStorageMetadata] = []
+        left = _PAIRS * len(chunks) + 10**6
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+            near = [one for one in near if one.offsets[dim] + one.sizes[dim] > chunk.offsets[dim]]
+            left -= len(near)
+            if left < 0:
+                self._fail(f"{name} is cut into {len(chunks):,} chunks in a way that no save cuts tensors")
+            for other in near:
+                places = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+                if all(a < c + d and c < a + b for a, b, c, d in places):
+                    self._fail(f"two chunks of {name} overlap, at {tuple(other.offsets)} and {tuple(chunk.offsets)}")
+            near.append(chunk)
+
+    def _index(self, value: Any) -> dcp.MetadataIndex:
+        found = self._fields(value, "MetadataIndex", "an item's index")
+        fqn, offset, index = found["fqn"], found.get("offset"), found.get("index")
+        if type(fqn) is not str or not (index is None or _is_size(index)):
+            self._fail("an item's index names no entry")
+        return _index_of(fqn, None if offset is None else self._shape(offset, fqn), index)
+
+    def _info(self, value: Any, name: str) -> _StorageInfo:
+        found = self._fields(value, "_StorageInfo", f"an item of {name}")
+        path, transforms = found["relative_path"], found.get("transform_descriptors")
+        if type(path) is not str or not path or path in (".", "..") or {*path} & {"/", "\\", "\0", ":"}:
+            self._fail(f"an item of {name} lies in {short(path)}, which is no file of this folder")
+        if not _is_size(found["offset"]) or not _is_size(found["length"]):
+            self._fail(f"an item of {name} has no place in its file")
+        if transforms is not None and not _texts(transforms):
+            self._fail(f"an item of {name} has transforms that are none")
+        info: Any = _StorageInfo(path, found["offset"], found["length"], transforms)
+        if (crc32 := found.get("crc32")) is not None:
+            if type(crc32) is not int:
+                self._fail(f"an item of {name} has the CRC-32 {short(crc32)}")
+            info.crc32 = crc32
+        return info  # type: ignore[no-any-return]
+
+    def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
+        """Every chunk has one item, and every item is of a chunk."""
+        wanted = set()
+        for name, entry in entries.items():
+            if isinstance(entry, dcp.BytesStorageMetadata):
+                wanted.add(_index_of(name))
+            else:
+                for chunk in entry.chunks:
+                    wanted.add(index := _index_of(name, chunk.offsets))
+                    most = _ELEMENT * math.prod(max(size, 1) for size in chunk.sizes) + _REST
+                    if index in items and items[index].length > most:
+                        self._fail(f"{name} at {tuple(chunk.offsets)} has more bytes than it needs")
+        for index in chain(wanted - items.keys(), items.keys() - wanted):
+            have = "is stored, and no entry has it" if index in items else "is nowhere stored"
+            self._fail(f"{index.fqn}{f' at {tuple(index.offset)}' if index.offset else ''} {have}")
+
+    def _check_places(self, items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
+        """No byte of a file is in two items."""
+        placed = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items.items())
+        for (file, at, length, name), (other_file, other_at, _, other) in pairwise(placed):
+            if file == other_file and at + length > other_at:
+                self._fail(f"{name} and {other} share bytes of {file}")
+
+    def _planner_data(self, value: Any) -> Any:
+        """The path of each entry in the state dict: names, and places in lists."""
+        if value is None:
+            return None
+        if type(value) is not dict or not all(
+            type(name) is str and type(path) is tuple and all(type(one) in (str, int) for one in path)
+            for name, path in value.items()
+        ):
+            self._fail("its planner data are not the paths of entries, which DefaultSavePlanner writes")
+        for name, path in value.items():
+            if name != ".".join(map(str, path)):
+                self._fail(f"{name} is not the name of {short(path)}")
+        return value
+
+    def _storage_meta(self, value: Any) -> dcp.StorageMeta:
+        found = self._fields(value, "StorageMeta", "where it was saved")
+        for name, one in found.items():
+            fits = isinstance(one, str | PurePosixPath) if name != "modules" else _texts(one)
+            if one is not None and not fits:
+                self._fail(f"where it was saved has the {name} {short(one)}")
+        return dcp.StorageMeta(**found)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_grid(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
+    """True where cuts go through the whole tensor, as those between ranks do: then different places do not overlap."""
+    for dim in range(len(chunks[0].sizes)):
+        spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
+        if any(at + size > after for (at, size), (after, _) in pairwise(spans)):
+            return False
+    return len({tuple(chunk.offsets) for chunk in chunks}) == len(chunks)
+
+
+def _texts(value: Any) -> bool:
+    texts: Iterable[Any] = value if type(value) in (list, tuple) else [None]
+    return all(type(one) is str for one in texts)

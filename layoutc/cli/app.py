@@ -1,0 +1,252 @@
+"""The command line: arguments, streams, exit codes. Decides nothing about layouts.
+
+Exit codes: 0 nothing found, 1 findings (errors in specs, drift), 2 the command could not do its work. Findings for
+people (full, concise) and everything that says what is going on go to stderr; data goes to stdout, and so do findings
+that a machine will read (github, json, sarif).
+
+Anything slow is imported by the command that needs it: `layoutc check` of 20 specs takes less than a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from layoutc.build.lookup import chosen
+from layoutc.cli import layout as cli_layout
+from layoutc.cli import measure, recipe
+from layoutc.cli.shared import choosing, refuse, report, reporting
+from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
+from layoutc.diagnostics.renderers import page, summary
+
+if TYPE_CHECKING:
+    from layoutc.build.files import FileState
+
+
+# What newcomers from other tools type first.
+_KNOWN_ELSEWHERE = {
+    **dict.fromkeys(("generate", "gen", "compile", "make"), "build"),
+    **dict.fromkeys(("vet", "lint", "validate", "verify"), "check"),
+    **dict.fromkeys(("diff", "drift"), "build --check"),
+    **dict.fromkeys(("rule", "why", "error"), "explain CODE"),
+    "train": "demo",
+}
+
+
+class _Verbs(click.Group):
+    """A group that suggests the nearest verb."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click, but an unknown verb is answered with the one that was probably meant."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            meant = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.commands)
+            hint = f"Did you mean `layoutc {meant}`?" if meant else f"Verbs: {', '.join(self.list_commands(ctx))}."
+            ctx.fail(f"No such verb '{name}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which a user meets them."""
+        return list(self.commands)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """Compile layout specs into quantized FSDP2 tensors.
+
+    A recipe is one YAML file that says where every bit lies; everything that follows from it is generated.
+
+    \b
+    layoutc check                     find what is wrong in specs/
+    layoutc build                     write generated/
+    layoutc explain LC315             what a finding means
+    """
+
+
+@main.command()
+@choosing
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("generated"), show_default=True, help="Where to write."
+)
+@click.option("--check", is_flag=True, help="Write nothing; fail when a file is not what its spec produces.")
+@click.option("--diff", is_flag=True, help="As --check, and print a unified diff.")
+@click.option("-q", "--quiet", is_flag=True, help="Print findings only.")
+@reporting
+def build(
+    specs: tuple[str, ...], folder: Path, out: Path, check: bool, diff: bool, quiet: bool, form: str | None, color: str
+) -> None:
+    """Compile specs into Python packages.
+
+    \b
+    layoutc build                             every spec in specs/ into generated/
+    layoutc build mxfp8                       one of them
+    layoutc build --specs mine --out my_pkg/quant
+    layoutc build --check                     in CI: fails on drift, writes nothing
+    layoutc build --diff | less               what a build would change
+    """
+    from layoutc.build import pipeline
+
+    try:
+        result = pipeline.build(chosen(specs, folder), out, check or diff, whole=not specs)
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+    except RuntimeError as error:
+        refuse(str(error))
+    drift = [item for state in result.states if (item := _drift(state))] if check or diff else []
+    if diff:
+        click.echo("".join(state.diff for state in result.states), nl=False)
+    elif not quiet:
+        verbs = {"new": "missing" if check else "wrote", "changed": "changed" if check else "wrote"}
+        for state in result.states:
+            click.echo(f"{verbs.get(state.status, state.status):8}{state.path}")
+    found = tidy([*result.diagnostics, *drift])
+    report(found, form, color)
+    sys.exit(1 if has_errors(found) else 0)
+
+
+@main.command()
+@choosing
+@click.option("--strict", is_flag=True, help="Warnings count as errors.")
+@click.option("--explain", is_flag=True, help="Also print what is proved about each layout, and how.")
+@click.option("-q", "--quiet", is_flag=True, help="No summary line.")
+@reporting
+def check(
+    specs: tuple[str, ...], folder: Path, strict: bool, explain: bool, quiet: bool, form: str | None, color: str
+) -> None:
+    """Find every problem in specs, and write nothing. What passes builds.
+
+    \b
+    layoutc check                             every spec in specs/
+    layoutc check mxfp8 specs/a.yaml mine/    recipes by name, files and folders
+    layoutc check --format github             annotations for a workflow
+    layoutc check --format json | jq .code    one object for each finding
+    layoutc check --explain specs/mxfp8.yaml  what is proved about its layout, and how
+    """
+    from layoutc.build import pipeline
+
+    paths = chosen(specs, folder)
+    found: list[Diagnostic] = []
+    for path in paths:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            refuse(f"{path}: {error.strerror}")
+        found += pipeline.check(content, str(path))
+    if explain:
+        found += cli_layout.explain_specs(paths, form)
+    report(tidy(found), form, color)
+    if not quiet:
+        click.echo(summary(len(paths), found), err=True)
+    sys.exit(1 if has_errors(found) or (strict and found) else 0)
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON Schema of the spec language, for editors.
+
+    \b
+    layoutc schema > .vscode/layoutc.schema.json
+    then begin a spec with:  # yaml-language-server: $schema=../.vscode/layoutc.schema.json
+    """
+    from layoutc.spec.json_schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+@main.command()
+@click.argument("code", required=False)
+@click.option("--all", "every", is_flag=True, help="The pages of all codes.")
+def explain(code: str | None, every: bool) -> None:
+    """Print what a finding means and what to do.
+
+    \b
+    layoutc explain LC315                     one page
+    layoutc explain                           all codes, one line each
+    layoutc explain --all                     all pages
+    """
+    entries = catalogue()
+    if every:
+        click.echo(("\n" + "-" * 80 + "\n\n").join(page(entry) for entry in entries.values()), nl=False)
+    elif code is None:
+        for entry in entries.values():
+            click.echo(f"{entry.code}  {entry.severity:8} {entry.title}")
+    else:
+        name = code.strip("[]").upper()
+        name = name if name.startswith("LC") else f"LC{name}"
+        if name not in entries:
+            meant = nearest(name, entries)
+            refuse(
+                f"no finding has the code {code}." + (f" Did you mean {meant}?" if meant else " See: layoutc explain")
+            )
+        click.echo(page(entries[name]), nl=False)
+
+
+@main.command()
+@click.option("--recipe", "recipes", multiple=True, help="A recipe to train with; may be given several times.")
+@click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."
+)
+def demo(recipes: tuple[str, ...], steps: int, processes: int) -> None:
+    """Train a small transformer with quantized weights under FSDP2.
+
+    \b
+    layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
+    layoutc demo --recipe mxfp8 --recipe nvfp4 --steps 50
+    layoutc demo --processes 4
+    """
+    try:
+        from layoutc.bench.demo import run
+    except ImportError as error:
+        refuse(f"the demo needs torch with torch.distributed: {error}")
+    try:
+        held = run(recipes=recipes, steps=steps, processes=processes)
+    except ValueError as error:
+        refuse(str(error))
+    sys.exit(0 if held else 1)
+
+
+@main.command()
+def version() -> None:
+    """Print the version.
+
+    \b
+    layoutc version
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(f"layoutc {version('layoutc')}")
+    except PackageNotFoundError:
+        click.echo("layoutc (not installed)")
+
+
+main.add_command(cli_layout.show)
+main.add_command(cli_layout.breaking)
+main.add_command(recipe.new)
+main.add_command(recipe.test)
+main.add_command(measure.bench)
+
+
+def _drift(state: FileState) -> Diagnostic | None:
+    """What `build --check` says of one file."""
+    path = str(state.path)
+    if state.status == "same":
+        return None
+    if state.status == "new":
+        return Diagnostic("LC902", "this file is missing", path, help="run `layoutc build`, and commit the result")
+    if state.status == "stale":
+        return Diagnostic("LC903", "no spec produces this file", path, help=f"delete it: `git rm {path}`")
+    lines = state.diff.splitlines()
+    count = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in lines)
+    hunks = [number for number, line in enumerate(lines) if line.startswith("@@")]
+    first = lines[hunks[0] : hunks[1] if len(hunks) > 1 else None][:12] if hunks else []
+    message = f"this file is not what its spec produces ({count} lines differ)"
+    help = "run `layoutc build`, and commit the result"
+    return Diagnostic("LC901", message, path, help=help, detail="\n".join(first) or None)

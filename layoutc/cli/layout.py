@@ -1,0 +1,301 @@
+"""The commands that show what a layout means and what became of it: show, breaking, and the proofs of check --explain.
+
+As in cli.py: arguments, streams and exit codes; nothing is decided here, and slow imports wait for their command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from layoutc.build.lookup import spec_of, specs_in, specs_option
+from layoutc.cli.shared import report, shape_of
+from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
+from layoutc.diagnostics.renderers import FORMS
+
+if TYPE_CHECKING:
+    from layoutc.plan.plan import Plan
+    from layoutc.report.describe import Description
+    from layoutc.report.proofs import Proof
+    from layoutc.report.tables import Table
+
+WIDTH = 120  # of a picture that no terminal limits
+MAP_BYTES = 2**20  # the largest index map that --json writes
+
+
+@click.command()
+@click.argument("recipe", metavar="[RECIPE|SPEC]", required=False)
+@specs_option("Where RECIPE is looked up.")
+@click.option(
+    "--shape",
+    callback=shape_of,
+    metavar="MxK",
+    help="The weight: rows (leading dims as one) x columns.  [default: about 4096x4096]",
+)
+@click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
+@click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Instead of a spec: what a folder of a saved model holds.",
+)
+@click.option("--thorough", is_flag=True, help="With --checkpoint: read the header of every piece of a tensor.")
+@click.pass_context
+def show(
+    ctx: click.Context,
+    recipe: str | None,
+    folder: Path,
+    shape: tuple[int, int] | None,
+    world: int,
+    picture: str | None,
+    as_json: bool,
+    checkpoint: Path | None,
+    thorough: bool,
+) -> None:
+    """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
+
+    Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote: entries,
+    layouts, bytes. No weights are loaded, and nothing in the folder is trusted.
+
+    \b
+    layoutc show mxfp8                                        a recipe of specs/, or one that comes with layoutc
+    layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
+    layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
+    layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
+    layoutc show mxfp8 --json | jq .passes                    for a machine
+    layoutc show --checkpoint runs/step-1000                  a saved model
+    """
+    if checkpoint is not None:
+        given = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
+        if recipe is not None or given:
+            raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
+        if not checkpoint.is_dir():
+            raise click.UsageError(f"{checkpoint} does not exist")
+        _show_checkpoint(checkpoint, thorough, as_json)
+        return
+    if recipe is None or thorough:
+        raise click.UsageError("--thorough needs --checkpoint" if recipe else "name a RECIPE, or a --checkpoint")
+    from layoutc.report import describe
+
+    path = spec_of(recipe, folder)
+    plan = _plan(path)
+    names = [buffer.name for buffer in plan.layout.buffers]
+    if picture is not None and picture not in names:
+        meant = nearest(picture, names)
+        hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
+        raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
+    m, k = shape or describe.usual_shape(plan, world)
+    found = describe.problems(plan, m, k, str(path))
+    if found:
+        report(found, "full")  # of which the short form would leave out what to do
+        sys.exit(1)
+    facts = describe.describe(plan, m, k, world)
+    if as_json:
+        _show_json(plan, facts, picture)
+    else:
+        _show_text(plan, facts, picture)
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
+    try:
+        from layoutc.checkpoint import inspection
+    except ImportError as error:
+        raise click.UsageError(f"`layoutc show --checkpoint` needs torch: {error}") from error
+    from layoutc.report import show_checkpoint
+    from layoutc.report.describe import as_data
+
+    try:
+        facts = inspection.inspect(folder, thorough)
+    except (inspection.LayoutError, OSError) as error:
+        click.echo(show_checkpoint.shown(f"error: {error}"), err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(as_data(facts)))
+    else:
+        _print(show_checkpoint.tables(facts))
+
+
+def _print(drawn: list[Table]) -> None:
+    """rich on a terminal; where the output is read by something else, text that is the same everywhere."""
+    from layoutc.report import tables
+
+    if sys.stdout.isatty():
+        tables.print_rich(drawn)
+    else:
+        click.echo(tables.plain(drawn), nl=False)
+
+
+def _show_json(plan: Plan, facts: Description, picture: str | None) -> None:
+    from layoutc.report import maps
+    from layoutc.report.describe import as_data
+
+    data = as_data(facts)
+    assert isinstance(data, dict)
+    if picture is not None:
+        nbytes = next(buffer.nbytes for buffer in facts.buffers if buffer.name == picture)
+        if nbytes > MAP_BYTES:
+            raise click.UsageError(
+                f"{picture} of {facts.m} x {facts.k} has {nbytes:,} bytes; --json maps at most {MAP_BYTES:,}. "
+                "Give a smaller --shape."
+            )
+        data["index_map"] = maps.index_map(plan, picture, facts.m, facts.k)
+    click.echo(json.dumps(data))
+
+
+def _show_text(plan: Plan, facts: Description, picture: str | None) -> None:
+    from layoutc.report import show
+
+    _print(show.tables(facts))
+    if picture is not None:
+        width = WIDTH
+        if sys.stdout.isatty():
+            import shutil
+
+            width = shutil.get_terminal_size().columns
+        click.echo(
+            "".join("\n" + text for text in show.pictures(plan.layout, picture, facts.m, facts.k, width)), nl=False
+        )
+
+
+@click.command()
+@click.option("--against", "revision", required=True, metavar="REF", help="The git revision to compare with.")
+@specs_option("The folder of specs, then and now.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Where code was built: its layout ids of then count.",
+)
+@click.option("--format", "form", type=click.Choice(FORMS), help="How to print findings, as in check.")
+@click.option("--json", "as_json", is_flag=True, help="What became of each recipe, as one JSON list.")
+def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: bool) -> None:
+    """Find recipes whose bytes have changed since a git revision.
+
+    \b
+    layoutc breaking --against main                  the specs in specs/, against those of main
+    layoutc breaking --against v1.2 --specs mine
+    layoutc breaking --against HEAD~1 --json | jq '.[] | select(.status == "changed")'
+
+    Both sides are read by this version of layoutc; code that was built and committed then tells whether layoutc itself
+    has changed a recipe since. Exit code 1 when bytes changed, or a recipe is gone.
+    """
+    from layoutc.build import revisions
+    from layoutc.report import breaking
+    from layoutc.report.describe import as_data
+
+    if not folder.is_dir():
+        raise click.UsageError(f"{folder} is not a folder; name one with --specs")
+    try:
+        old_files = revisions.specs_at(revision, folder)
+    except revisions.RevisionError as error:
+        raise click.UsageError(str(error)) from error
+    paths: dict[str, str] = {}
+    found: list[Diagnostic] = []
+    before: dict[str, Plan] = {}
+    recorded: dict[str, str] = {}
+    for file in old_files:
+        plan, problems = _read(file.content, str(folder / file.name))
+        if plan is None:
+            found.append(breaking.unreadable(str(folder / file.name), revision, problems))
+        else:
+            before[plan.layout.name] = plan
+            paths[plan.layout.name] = str(folder / file.name)
+            code = revisions.text_at(revision, out, f"{plan.layout.name}/layout.py")
+            if code and (layout_id := breaking.recorded_id(code, file.content)):
+                recorded[plan.layout.name] = layout_id
+    after: dict[str, Plan] = {}
+    for path in specs_in(folder):
+        plan, problems = _read(_content(path), str(path))
+        found += [item for item in problems if plan is None]
+        if plan is not None:
+            after[plan.layout.name] = plan
+            paths[plan.layout.name] = str(path)
+    broken = {Path(item.path).stem for item in found}  # of these one side is unknown, which is said already
+    then, now = ({name: plan for name, plan in side.items() if name not in broken} for side in (before, after))
+    changes = breaking.compare(then, now, recorded)
+    found = tidy([*found, *breaking.findings(changes, revision, paths)])
+    if as_json:
+        click.echo(json.dumps(as_data(changes)))
+    elif form not in _MACHINES:
+        for change in changes:
+            ids = change.after or change.before or ""
+            moved = f"{change.before} -> {change.after}" if change.status == "changed" else ids
+            click.echo(f"{change.status:10}{change.name}{f' -> {change.now}' if change.now else ''}  {moved}")
+    report(found, form)
+    sys.exit(1 if has_errors(found) else 0)
+
+
+_MACHINES = ("github", "json", "sarif")
+
+
+def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
+    """Prints every proof about each sound spec, and returns findings for those that do not hold."""
+    from layoutc.report import proofs
+
+    found: list[Diagnostic] = []
+    for path in paths:
+        plan, _ = _read(_content(path), str(path))
+        if plan is None:
+            continue
+        shown = proofs.prove(plan)
+        found += proofs.failures(shown, str(path))
+        if form == "json":
+            click.echo(
+                "".join(json.dumps({"file": str(path), **_proof_data(proof)}) + "\n" for proof in shown), nl=False
+            )
+        elif form not in _MACHINES:
+            click.echo(f"{path}")
+            for proof in shown:
+                sign = "proved" if proof.holds else "FAILED"
+                click.echo(f"  {sign}  {proof.about}: {proof.statement}")
+                click.echo(
+                    f"          by: {proof.method}" + (f"; against it: {proof.counter}" if proof.counter else "")
+                )
+    return found
+
+
+def _proof_data(proof: Proof) -> dict[str, object]:
+    return {
+        "proof": proof.about,
+        "statement": proof.statement,
+        "method": proof.method,
+        "holds": proof.holds,
+        "counter": proof.counter or None,
+    }
+
+
+def _plan(path: Path) -> Plan:
+    """The plan of a spec; its findings and exit code 1 where it has errors."""
+    plan, found = _read(_content(path), str(path))
+    if plan is None:
+        report(found)
+        sys.exit(1)
+    return plan
+
+
+def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
+    from layoutc.layout.layout import resolve
+    from layoutc.plan.plan import derive
+    from layoutc.spec.checks.read import read_spec_bytes
+
+    spec, found = read_spec_bytes(content, path)
+    return (None if spec is None else derive(resolve(spec))), found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error

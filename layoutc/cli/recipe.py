@@ -1,0 +1,188 @@
+"""The commands that a new recipe begins with: new, which writes its spec, and test, which proves what is built from it.
+
+As in cli.py: arguments, streams and exit codes. torch is imported by `test` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import os
+import re
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layoutc.build.lookup import SUFFIXES, chosen, spec_of, specs_in, specs_option
+from layoutc.cli.shared import refuse
+from layoutc.diagnostics.diagnostic import nearest
+
+if TYPE_CHECKING:
+    from layoutc.conformance.registry import Check
+    from layoutc.conformance.runner import Outcome
+    from layoutc.conformance.subject import Subject
+
+
+@click.command()
+@click.argument("recipes", nargs=-1, metavar="[RECIPE or SPEC]...")
+@specs_option("Where specs are.")
+@click.option("--check", "only", multiple=True, metavar="NAME", help="Run this check alone; can be repeated.")
+@click.option("--list", "listing", is_flag=True, help="Print the checks and what each means.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the weights.")
+@click.option("--thorough", is_flag=True, help="Try more shapes.")
+@click.option("--no-distributed", is_flag=True, help="Leave out what starts processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each recipe, as a line.")
+def test(
+    recipes: tuple[str, ...],
+    folder: Path,
+    only: tuple[str, ...],
+    listing: bool,
+    seed: int,
+    thorough: bool,
+    no_distributed: bool,
+    as_json: bool,
+) -> None:
+    """Prove that what is built from a spec does what it says.
+
+    Compiles each spec into a temporary package and runs the conformance suite on it: codes, index maps, references
+    against an independent reading of the spec, hooks on 1 to 8 ranks, operators, checkpoints, FSDP2 with 2 processes.
+
+    \b
+    layoutc test                              every spec in specs/
+    layoutc test mine/my_format.yaml          one spec, wherever it is
+    layoutc test my_format --check encode     one recipe of specs/, one check
+    layoutc test --list                       the checks, and what each means
+    """
+    try:
+        from layoutc.conformance.registry import all_checks
+    except ImportError as error:
+        refuse(f"`layoutc test` needs torch and numpy: {error}")
+    checks = all_checks()
+    if listing:
+        for one in checks:
+            click.echo(f"{one.name:18} {one.meaning}")
+        return
+    unknown = [name for name in only if name not in {one.name for one in checks}]
+    if unknown:
+        refuse(f"no check is named '{unknown[0]}'.{_meant(unknown[0], [one.name for one in checks])}")
+    paths = chosen(recipes, folder)
+
+    def wanted(one: Check) -> bool:
+        return (not only or one.name in only) and not (no_distributed and one.needs_processes)
+
+    sys.exit(0 if _test_all(paths, wanted, seed, thorough, not no_distributed, as_json) else 1)
+
+
+def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distributed: bool, as_json: bool) -> bool:
+    """Runs the suite on every spec; True when nothing failed. One group of processes serves all."""
+    from layoutc.conformance.ranks import Ranks
+    from layoutc.conformance.runner import one_thread
+    from layoutc.conformance.subject import BadSpec, Unusable, compile_subject
+
+    one_thread()
+    passed = True
+    with Ranks() as ranks:
+        for number, path in enumerate(paths):
+            try:
+                subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
+            except OSError as error:
+                refuse(f"{path}: {error.strerror}")
+            except (BadSpec, Unusable) as bad:
+                passed = False
+                _tell_bad(path, bad, as_json)
+                continue
+            if number and not as_json:
+                click.echo()
+            try:
+                passed &= _test_one(subject, wanted, as_json)
+            finally:
+                subject.close()
+    return passed
+
+
+def _test_one(subject: Subject, wanted: Any, as_json: bool) -> bool:
+    """Runs the suite on one subject, printing as it goes; True when nothing failed."""
+    from layoutc.conformance import report
+    from layoutc.conformance.runner import run_checks
+
+    start = time.perf_counter()
+    outcomes: list[Outcome] = []
+    if not as_json:
+        click.echo(report.heading(subject.name, os.path.relpath(subject.path), subject.plan.layout_id))
+    for outcome in run_checks(subject, wanted):
+        outcomes.append(outcome)
+        if not as_json:
+            click.echo(report.line(outcome))
+    seconds = time.perf_counter() - start
+    held = all(outcome.status != "fail" for outcome in outcomes)
+    if not as_json:
+        click.echo(report.tally(outcomes, seconds))
+        return held
+    result = {
+        "recipe": subject.name,
+        "spec": str(subject.path),
+        "layout_id": subject.plan.layout_id,
+        "seed": subject.seed,
+        "passed": held,
+        "seconds": round(seconds, 3),
+        "checks": [report.as_data(outcome) for outcome in outcomes],
+    }
+    click.echo(json.dumps(result))
+    return held
+
+
+def _tell_bad(path: Path, bad: Exception, as_json: bool) -> None:
+    """A spec with errors: its findings, as `check` prints them. Or a package that can't be imported: why."""
+    text = str(bad) if str(bad).startswith(str(path)) else f"{path}: {bad}"
+    click.echo(text, err=True)
+    if as_json:
+        found = str(bad).splitlines()
+        click.echo(json.dumps({"recipe": path.stem, "spec": str(path), "passed": False, "findings": found}))
+
+
+@click.command()
+@click.argument("name")
+@click.option("--from", "original", metavar="RECIPE", help="Begin with a copy of this recipe's spec.")
+@specs_option("Where to write it.", click.Path(path_type=Path))
+def new(name: str, original: str | None, folder: Path) -> None:
+    """Write a commented spec to begin with.
+
+    \b
+    layoutc new my_format                     specs/my_format.yaml, which builds and passes `layoutc test`
+    layoutc new my_format --specs mine        mine/my_format.yaml
+    layoutc new my_nvfp4 --from nvfp4         a copy of a recipe, comments included
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name) or name == "layoutc":
+        fixed = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:40]
+        hint = f" For instance: {fixed}." if re.fullmatch(r"[a-z][a-z0-9_]*", fixed) and fixed != name else ""
+        words = "a lower-case letter, then lower-case letters, digits and underscores, at most 40 in all, no keyword"
+        refuse(f"'{name}' can't name a recipe: {words}.{hint}")
+    path = folder / f"{name}.yaml"
+    taken = next((folder / f"{name}{s}" for s in SUFFIXES if (folder / f"{name}{s}").exists()), None)
+    if taken is not None:
+        refuse(f"{taken} exists; choose another name, or delete it")
+    text = files("layoutc.cli").joinpath("starter.yaml").read_text(encoding="utf-8")
+    if original is not None:
+        places = (path.parent for path in (*specs_in(folder), *specs_in(Path("specs"))) if path.stem == original)
+        source = spec_of(original, next(places, Path("specs")), everywhere=True)
+        text = source.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
+    renamed, count = re.subn(r"(?m)^name:[ ]*[^\s#]+", f"name: {name}", text, count=1)
+    if not count:
+        refuse(f"{original} has no line `name: ...` to change")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(renamed)
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}")
+    click.echo(str(path))
+    click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)
+
+
+def _meant(word: str, known: Any) -> str:
+    found = nearest(word, known)
+    return f" Did you mean {found}?" if found else ""

@@ -1,0 +1,53 @@
+"""Options, and how findings are printed: what the families of commands have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+import click
+
+from layoutc.build.lookup import Command, specs_option
+from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.diagnostics.renderers import FORMS, render
+
+
+def reporting(command: Command) -> Command:
+    """Adds --format and --color."""
+    words = "How to print findings: full on a terminal, otherwise concise."
+    form = click.option("--format", "form", type=click.Choice(FORMS), help=words)
+    words = "Colours in the full form; auto obeys NO_COLOR."
+    choice = click.Choice(["auto", "always", "never"])
+    color = click.option("--color", type=choice, default="auto", show_default=True, help=words)
+    return form(color(command))
+
+
+def choosing(command: Command) -> Command:
+    """Adds RECIPE or SPEC... and --specs."""
+    specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...")
+    return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
+
+
+def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`4096x14336` -> (4096, 14336)."""
+    match = re.fullmatch(r"([1-9][0-9]{0,9})[xX]([1-9][0-9]{0,9})", value or "", re.ASCII)
+    if match is None and value is not None:
+        raise click.BadParameter(f"'{value}' is not a shape; write rows x columns, as in 4096x14336.", ctx, param)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def report(found: Iterable[Diagnostic], form: str | None = None, color: str = "auto") -> None:
+    """Findings for people to stderr, for machines to stdout."""
+    form = form or ("full" if sys.stderr.isatty() else "concise")
+    for_machines = form in ("github", "json", "sarif")
+    auto = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colored = form == "full" and (color == "always" or (color == "auto" and auto))
+    click.echo(render(found, form, colored), err=not for_machines, nl=False, color=colored or None)
+
+
+def refuse(message: str) -> NoReturn:
+    """Exit code 2, in click's own form."""
+    raise click.UsageError(message)

@@ -1,0 +1,260 @@
+"""FSDP2's all-gather hooks, ranks simulated in one process: gathered shards equal the whole weight, quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.conformance.material import (
+    as_fp32,
+    expect,
+    expect_same,
+    expect_same_all,
+    shared_amax,
+    weight,
+)
+from layoutc.conformance.model.placing import buffers
+from layoutc.conformance.registry import Failure, Skipped, check
+from layoutc.conformance.subject import Subject
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks
+
+PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
+WORLDS = range(1, 9)
+Inputs = list[tuple[Tensor, ...]]
+
+
+class Mesh:
+    """As much of a DeviceMesh as a hook reads."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def size(self) -> int:
+        """Ranks."""
+        return self.world
+
+
+def rows_of(x: Tensor, world: int) -> list[Tensor]:
+    """Dim 0 cut as FSDP2 cuts it: ceil(size / world) entries each, short or empty at the end."""
+    step = cdiv(x.shape[0], world)
+    return [x[min(rank * step, x.shape[0]) : (rank + 1) * step] for rank in range(world)]
+
+
+def shards_of(subject: Subject, x: Tensor, world: int) -> list[Any]:
+    """Every rank's rows, quantized by itself, under what all ranks agree on."""
+    amax = shared_amax(subject, x)
+    return [subject.package.quantize(rows, **amax) for rows in rows_of(x, world)]
+
+
+def send(shards: list[Any], which: PassName, shape: tuple[int, ...]) -> tuple[Inputs, list[Any]]:
+    """What every rank's pre-all-gather hook returns."""
+    world = len(shards)
+    padded = cdiv(shape[0], world) * prod(shape[1:-1])
+    with hooks.simulate(which, shape, padded):
+        sent = [shard.fsdp_pre_all_gather(Mesh(world)) for shard in shards]
+    return [inputs for inputs, _ in sent], [metadata for _, metadata in sent]
+
+
+def collect(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The collective: all ranks' bytes in rank order, for each buffer that travels."""
+    return tuple(
+        torch.cat([tensors[i].reshape(-1) for tensors in inputs]).view(-1, *like.shape[1:])
+        for i, like in enumerate(inputs[0])
+    )
+
+
+def fits(subject: Subject, shape: tuple[int, ...], world: int) -> bool:
+    """True when a weight is one that the recipe takes, and its cuts fall between blocks."""
+    per_rank, rows = cdiv(shape[0], world) * prod(shape[1:-1]), prod(shape[:-1])
+    um, uk = subject.units
+    whole = rows % um == 0 and shape[-1] % uk == 0
+    whole &= all(part.shape[0] * prod(shape[1:-1]) % um == 0 for part in rows_of(torch.empty(shape[0], 0), world))
+    return whole and (per_rank >= rows or per_rank % subject.plan.shard_rows == 0)
+
+
+def weights(subject: Subject, world: int) -> Iterator[tuple[int, ...]]:
+    """Shapes that shard: even, a short last rank, empty ranks, ragged, leading dims."""
+    unit, um = subject.rows, subject.units[0]
+    k = up(min(subject.blocks[1], 64) + 8, subject.units[1])
+    short = up(1, um)
+    candidates = [
+        (world * unit, k),
+        (2 * world * unit - (unit if unit > um else um), k),
+        ((world - 1) * unit + short, k),
+        (max(world - 1, 1), unit, k),
+        (cdiv(world, 2), 2, unit, k),
+    ]
+    seen = [shape for shape in dict.fromkeys(candidates) if fits(subject, shape, world)]
+    large = 300_000  # elements; a recipe of large blocks is tried at fewer shapes
+    yield from (shape for shape in seen if prod(shape) <= large or shape == seen[0] or subject.thorough)
+
+
+def held_of(subject: Subject, tensor: Any, which: PassName) -> dict[str, Tensor]:
+    """The planes of a gathered weight but the amax. Fails unless all are there that the pass serves."""
+    held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+    served = {name for orientation in subject.facts.serves[which] for name in subject.facts.sources[orientation]}
+    expect(served - {"amax"} <= set(held), f"the gathered weight holds {', '.join(held)} alone", **{"pass": which})
+    return held
+
+
+@check("gather", "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte")
+def gather(subject: Subject) -> None:
+    """Uneven and empty shards included; then the same object refreshed with other values."""
+    for world in WORLDS:
+        for number, shape in enumerate(weights(subject, world)):
+            x = weight(subject, shape, ("plain", "zeros", "coarse")[number % 3])
+            whole = subject.package.quantize(x, **shared_amax(subject, x))
+            expected = subject.model.quantize(as_fp32(x))
+            shards = shards_of(subject, x, world)
+            for which in PASSES:
+                _gathers(subject, shards, whole, expected, which, shape)
+
+
+def _gathers(
+    subject: Subject,
+    shards: list[Any],
+    whole: Any,
+    expected: Any,
+    which: PassName,
+    shape: tuple[int, ...],
+) -> None:
+    world = len(shards)
+    details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
+    inputs, metadata = send(shards, which, shape)
+    outputs = collect(inputs)
+    serves = subject.facts.serves[which]
+    for rank in sorted({0, world - 1}):
+        result = shards[rank].fsdp_post_all_gather(outputs, metadata[rank], torch.float32)
+        tensor, inner = result
+        freed = not inner or bool(metadata[rank].route.slots)
+        expect(type(tensor) is subject.tensor and freed, "the post hook returns something else", **details)
+        expect(tuple(tensor.shape) == shape, f"gathered shape {tuple(tensor.shape)}", **details)
+        expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
+        held = held_of(subject, tensor, which)
+        matrix = subject.matrix(shape)
+        expect_same_all(subject, held, {name: expected[name] for name in held}, matrix, rank=rank, **details)
+        laid = buffers(subject.layout, {n: expected[n] for n in held}, *matrix)
+        named = {n: b for n, b in tensor.buffers().items() if n in laid and n.startswith(tuple(serves))}
+        expect_same_all(
+            subject,
+            named,
+            {n: b for n, b in laid.items() if n.startswith(tuple(serves))},
+            matrix,
+            rank=rank,
+            **details,
+        )
+        for orientation in serves:
+            value, wanted = (q._dequantize(orientation, torch.float32) for q in (tensor, whole))
+            expect_same(subject, f"{orientation} values", value, wanted, **details)
+
+
+@check("gather-again", "a gathered weight is refreshed in place: every plane is the new weight's, also for old views")
+def gather_again(subject: Subject) -> None:
+    """FSDP2 hands the same object to the post hook after each optimizer step."""
+    for world in (1, 2, 4):
+        shape = next(weights(subject, world))
+        for which in PASSES:
+            first, second = weight(subject, shape), weight(subject, shape, salt=1) * 8.0
+            details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
+            shards = shards_of(subject, first, world)
+            inputs, metadata = send(shards, which, shape)
+            outputs = collect(inputs)
+            tensor, _ = shards[0].fsdp_post_all_gather(outputs, metadata[0], torch.float32)
+            view = tensor.view(-1)
+            fresh = shards_of(subject, second, world)
+            inputs, metadata = send(fresh, which, shape)
+            result = fresh[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32, out=tensor)
+            expect(result is None, "with out=, the post hook returns something", **details)
+            expected = subject.model.quantize(as_fp32(second))
+            held = held_of(subject, tensor, which)
+            expect_same_all(subject, held, {n: expected[n] for n in held}, subject.matrix(shape), **details)
+            for orientation in subject.facts.serves[which]:
+                seen, wanted = (q._dequantize(orientation, torch.float32) for q in (view, tensor))
+                expect_same(subject, "values of a view", seen, wanted.flatten(), **details)
+
+
+@check(
+    "gather-sizes",
+    "all ranks send contiguous bytes of equal sizes, the same in forward and backward, as planned",
+    compares="facts",
+)
+def gather_sizes(subject: Subject) -> None:
+    """FSDP2 allocates the outputs once; LAYOUT.gather announces them."""
+    for world in WORLDS:
+        for shape in weights(subject, world):
+            shards = shards_of(subject, weight(subject, shape), world)
+            sizes = {}
+            for which in PASSES:
+                details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
+                inputs, metadata = send(shards, which, shape)
+                for tensors in inputs:
+                    raw = all(type(t) is Tensor and t.dtype == torch.uint8 and t.is_contiguous() for t in tensors)
+                    expect(raw, "a rank sends something else than contiguous bytes", **details)
+                sent = {tuple(t.numel() for t in tensors) for tensors in inputs}
+                expect(len(sent) == 1, f"ranks send different sizes: {sent}", **details)
+                sizes[which] = sent
+                if world > 1 and len(shape) == 2 and not metadata[0].route.slots:
+                    planned = tuple(f.nbytes for f in subject.facts.gather(*shape, world, which).planes.values())
+                    expect(sent == {planned}, f"ranks send {sent}, planned {planned}", **details)
+            both: dict[str, Any] = {"world": world, "shape": shape}
+            expect(sizes["forward"] == sizes["backward"], f"sizes differ between passes: {sizes}", **both)
+
+
+@check("shards-untouched", "the hooks leave the shard as it was, and so does writing into what they gathered")
+def untouched(subject: Subject) -> None:
+    """Planes, addresses and attributes."""
+    world = 2
+    shape = next(weights(subject, world))
+    shards = shards_of(subject, weight(subject, shape), world)
+    before = [({n: p.clone() for n, p in s.planes().items()}, dict(s.__dict__)) for s in shards]
+    for which in PASSES:
+        inputs, metadata = send(shards, which, shape)
+        tensor, _ = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
+        shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32, out=tensor)
+        tensor.zero_()
+        for shard, (planes, attributes) in zip(shards, before, strict=True):
+            expect_same_all(subject, shard.planes(), planes, shape=shape)
+            expect(shard.__dict__ == attributes, "the shard's attributes have changed", shape=shape)
+
+
+@check("cut-blocks", "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes")
+def cut_blocks(subject: Subject) -> None:
+    """Blocks of two ranks, and blocks of several; the tensors that FSDP2 shall free own their storages."""
+    unit, (um, uk) = subject.facts.block_rows, subject.units
+    if unit == 1:
+        raise Skipped("no rows share values")
+    tried = 0
+    for world in range(2, 9):
+        for rows in (unit, 3 * unit, up(unit * world + unit // 2, um), 5 * unit):
+            if rows % um or cdiv(rows, world) % unit == 0:
+                continue
+            tried += 1
+            shape = (rows, uk)
+            whole = subject.package.quantize(weight(subject, shape))
+            shards = list(whole.split(cdiv(rows, world)))
+            shards += [whole[:0] for _ in range(world - len(shards))]
+            for which in PASSES:
+                _joins(subject, shards, whole, which)
+    if not tried:
+        raise Failure("no weight was found whose shards cut a block; is block_rows right?")
+
+
+def _joins(subject: Subject, shards: list[Any], whole: Any, which: PassName) -> None:
+    world, shape = len(shards), tuple(whole.shape)
+    details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
+    inputs, metadata = send(shards, which, shape)
+    sent = {tuple(t.numel() for t in tensors) for tensors in inputs}
+    expect(len(sent) == 1, f"ranks send different sizes: {sent}", **details)
+    planned = subject.facts.gather(*shape, world, which).bytes_per_rank
+    expect(sum(next(iter(sent))) == planned, f"a rank sends {sent}, planned {planned} bytes", **details)
+    tensor, inner = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
+    held = held_of(subject, tensor, which)
+    expect_same_all(subject, held, {name: whole.planes()[name] for name in held}, **details)
+    owned = all(plane.untyped_storage().nbytes() == plane.numel() * plane.element_size() for plane in inner)
+    expect(owned, "an inner tensor does not own its storage", **details)

@@ -1,0 +1,81 @@
+"""Kernels against the reference: on a card, or under Triton's interpreter where TRITON_INTERPRET=1 asks for it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.conformance.material import every_pair, expect_same, weight
+from layoutc.conformance.model.placing import swizzled_buffers
+from layoutc.conformance.registry import Skipped, check
+from layoutc.conformance.subject import Subject
+
+
+@check("kernels", "kernels give the bytes of the reference: quantize, to planes and to buffers, dequantize, lay out")
+def kernels(subject: Subject) -> None:
+    """All orientations at once and each by itself. The interpreter is slow: two shapes, and every pair of choices."""
+    name = f"{subject.package.__name__}.kernels"
+    if find_spec(name) is None:
+        raise Skipped("the recipe has no kernels: the reference serves it on every device")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not _interpreting():
+        raise Skipped("no GPU on this machine; TRITON_INTERPRET=1 runs them without one")
+    module = importlib.import_module(name)
+    orientations = subject.layout.orientations
+    choices: tuple[Sequence[Any], ...] = (
+        subject.shapes() if device == "cuda" else subject.shapes()[::3],
+        ("plain", "zeros", "huge", "tiny", "nan", "inf") if device == "cuda" else ("plain", "nan"),
+        (torch.float32, torch.bfloat16),
+        list(dict.fromkeys((orientations, *((one,) for one in orientations)))),
+    )
+    for shape, kind, dtype, asked in product(*choices) if device == "cuda" else every_pair(*choices):
+        x = weight(subject, shape, kind, dtype).reshape(subject.matrix(shape))
+        _compare(subject, module, x, device, asked, shape=shape, kind=kind, dtype=str(dtype))
+
+
+def _interpreting() -> bool:
+    if find_spec("triton") is None:
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _compare(
+    subject: Subject, module: Any, x: Tensor, device: str, orientations: tuple[str, ...], **details: Any
+) -> None:
+    (m, k), layout = x.shape, subject.layout
+    amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
+    moved = None if amax is None else amax.to(device)
+    expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations)
+    found = module.quantize(x.to(device), moved, orientations)
+    for name, plane in expected.items():
+        expect_same(subject, name, found[name].cpu(), plane, (m, k), **details)
+    planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
+    held = {name: plane.to(device) for name, plane in planes.items()}
+    if not layout.history:
+        laid_out = module.lay_out(held, m, k, orientations)
+        at_once = laid_out
+        if hasattr(module, "quantize_buffers"):
+            at_once = module.quantize_buffers(x.to(device), moved, orientations)
+        together = [laid_out]
+        if hasattr(module, "lay_out_group"):
+            together = module.lay_out_group([held] * 2, [(m, k)] * 2, orientations)
+        for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
+            for buffers in (laid_out, at_once, *together):
+                expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
+        if subject.facts.swizzled:
+            moved_on = module.lay_out(held, m, k, orientations, True)
+            stored = {name: plane.numpy() for name, plane in planes.items()}
+            for name, entries in swizzled_buffers(layout, stored, m, k).items():
+                if name.partition("_")[0] not in orientations:
+                    continue
+                expect_same(subject, f"{name} for a GEMM", moved_on[name].cpu(), entries, (m, k), **details)
+    for orientation in orientations:
+        values = subject.reference.dequantize_reference(planes, m, k, orientation)
+        out = module.dequantize(held, m, k, orientation, torch.float32)
+        expect_same(subject, f"{orientation} values", out.cpu(), values, (m, k), **details)

@@ -1,0 +1,161 @@
+"""Where bytes lie: buffers against the chains of the algebra, and both against plain indexing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from layoutc.conformance.material import expect, expect_same, expect_same_all, generator
+from layoutc.conformance.model.codes import Array
+from layoutc.conformance.model.placing import buffers, plane_values, swizzled_buffers
+from layoutc.conformance.model.weights import Planes
+from layoutc.conformance.registry import Failure, Skipped, check
+from layoutc.conformance.subject import LARGEST, Subject
+from layoutc.ints.sizes import up
+from layoutc.layout.chain import Chain
+from layoutc.layout.layout import Buffer, swizzle_chain
+
+MOST = 40_000  # values of one buffer that are followed one by one
+
+
+def matrices(subject: Subject) -> Iterator[tuple[int, int]]:
+    """Small weights: the smallest, a ragged one, a wide one."""
+    (um, uk), (bm, bk) = subject.units, (min(size, LARGEST) for size in subject.blocks)
+    yield um, uk
+    yield up(bm + 1, um), up(bk + 1, uk)
+    yield up(3, um), up(2 * bk + 1, uk)
+    if subject.thorough:
+        yield up(2 * bm + 1, um), up(bk + 7, uk)
+
+
+def random_planes(subject: Subject, m: int, k: int) -> Planes:
+    """Planes of random bytes; fp32 ones of random numbers. No byte is zero, so that padding shows."""
+    rng = generator(subject, "planes", m, k)
+    planes = {}
+    for plane in subject.layout.planes:
+        shape = plane.shape(m, k)
+        if plane.name == "amax":
+            shape = (max(subject.layout.history, 1),)
+        if plane.dtype == "float32":
+            planes[plane.name] = rng.uniform(1, 2, shape).astype(np.float32)
+        else:
+            planes[plane.name] = rng.integers(1, 256, shape).astype(np.uint8)
+    return planes
+
+
+@check("shapes", "what LAYOUT announces is what is stored and laid out: names, shapes, dtypes, bytes", compares="facts")
+def shapes(subject: Subject) -> None:
+    """For all test shapes."""
+    for shape in subject.shapes():
+        m, k = subject.matrix(shape)
+        q = subject.package.quantize(torch.ones(shape))
+        for what, held, facts in (
+            ("planes", q.planes(), subject.facts.planes(m, k)),
+            ("buffers", q.buffers(), subject.facts.buffers(m, k)),
+        ):
+            found = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+            stated = {name: tuple(fact) for name, fact in facts.items()}
+            expect(found == stated, f"{what} are {found}, but LAYOUT states {stated}", shape=shape)
+            expect(list(found) == list(stated), f"{what} come in another order than LAYOUT states", shape=shape)
+            odd = [name for name, tensor in held.items() if not tensor.is_contiguous()]
+            expect(not odd, f"not contiguous: {', '.join(odd)}", shape=shape)
+        announced = {buffer.name: buffer.shape(m, k) for buffer in subject.layout.buffers}
+        wrong = [n for n, s in announced.items() if tuple(subject.facts.buffers(m, k)[n].shape) != s]
+        expect(not wrong, f"{', '.join(wrong)}: not the shape that the layout derives", shape=shape)
+
+
+@check("index-maps", "every value of a buffer has its own bits, the inverse map finds it there, and all else is zero")
+def index_maps(subject: Subject) -> None:
+    """Chains walked value by value; generated buffers equal what they write."""
+    for m, k in matrices(subject):
+        planes = random_planes(subject, m, k)
+        made = _laid_out(subject, planes, m, k)
+        for buffer in subject.layout.buffers:
+            chain = buffer.chain(m, k)
+            if prod(chain.start) > MOST:
+                continue
+            written = _walk(subject, buffer, chain, planes, (m, k))
+            actual = made[buffer.name].flatten().view(torch.uint8)
+            expect_same(subject, buffer.name, actual, written, (m, k), against="chain")
+
+
+def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool = False) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.from_numpy(plane.copy()) for name, plane in planes.items()}
+    made: dict[str, torch.Tensor] = subject.tensor(tensors, (m, k), torch.float32).buffers(swizzled=swizzled)
+    return made
+
+
+def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix: tuple[int, int]) -> Array:
+    """The buffer's bytes as the chain writes them. Fails where two values meet, or the inverse goes elsewhere."""
+    values = plane_values(buffer, planes).reshape(chain.start)
+    taken = np.zeros(chain.nbytes * 8, bool)
+    bits = np.zeros(chain.nbytes * 8, np.uint8)
+    place = {"shape": matrix, "plane": buffer.name, "seed": subject.seed}
+    for index in itertools.product(*map(range, chain.start)):
+        pattern = np.unpackbits(np.array([values[index]]).view(np.uint8), bitorder="little")[: chain.bits]
+        pattern = pattern if chain.low_first or chain.bits >= 8 else pattern[::-1]
+        positions = chain.positions(index)
+        if not positions:
+            raise Failure("a value is stored nowhere", index=index, **place)
+        for byte, bit in positions:
+            span = slice(byte * 8 + bit, byte * 8 + bit + chain.bits)
+            if taken[span].any():
+                raise Failure("two values share bits", index=index, byte=byte, **place)
+            taken[span] = True
+            bits[span] = pattern
+            if (back := chain.value_at(byte, bit)) != index:
+                raise Failure(f"the inverse map finds {back} here", index=index, byte=byte, **place)
+    for start in np.flatnonzero(~taken)[:: max(chain.bits, 1)]:
+        byte, bit = divmod(int(start), 8)
+        if chain.bits <= 8 and start % chain.bits == 0 and chain.value_at(byte, bit) is not None:
+            raise Failure("the inverse map finds a value in padding", byte=byte, **place)
+    order: Any = "little" if chain.low_first or chain.bits >= 8 else "big"
+    return np.packbits(bits, bitorder=order)
+
+
+@check("buffers", "buffers hold the planes' values where the spec says, padding zero, by plain indexing")
+def placed(subject: Subject) -> None:
+    """At all test shapes; and nothing but the orientations that are held."""
+    for shape in subject.shapes():
+        m, k = subject.matrix(shape)
+        planes = random_planes(subject, m, k)
+        expected = buffers(subject.layout, planes, m, k)
+        expect_same_all(subject, _laid_out(subject, planes, m, k), expected, (m, k))
+
+
+@check(
+    "swizzle",
+    "the GEMM's order of scales and zero points is a permutation, the pattern's, and it can be undone",
+)
+def swizzled(subject: Subject) -> None:
+    """Pattern against numpy's reshape and transpose, and against its chain."""
+    swizzle = subject.layout.swizzle
+    if swizzle is None:
+        raise Skipped("the spec has no swizzle")
+    sizes, reference = dict(swizzle.sizes), subject.reference
+    for i, j in ((1, 1), (2, 3)):
+        shape = (swizzle.tile(0) * i, swizzle.tile(1) * j)
+        full = sizes | {swizzle.groups[0][0]: i, swizzle.groups[1][0]: j}
+        names = [name for group in swizzle.groups for name in group]
+        scale = generator(subject, "swizzle", i).integers(0, 256, shape).astype(np.uint8)
+        expected = scale.reshape([full[n] for n in names]).transpose([names.index(n) for n in swizzle.order]).ravel()
+        actual = reference.swizzle(torch.from_numpy(scale.copy()))
+        expect_same(subject, "swizzled scale", actual, expected, shape=shape)
+        expect_same(subject, "unswizzled scale", reference.unswizzle(actual, *shape), scale, shape=shape)
+        chain = swizzle_chain(swizzle, shape)
+        places = [chain.positions(index)[0][0] for index in itertools.product(*map(range, shape))]
+        expect(sorted(places) == list(range(scale.size)), "the pattern is not a permutation", shape=shape)
+        by_chain = np.empty(scale.size, np.uint8)
+        by_chain[places] = scale.ravel()
+        expect_same(subject, "swizzled scale", actual, by_chain, shape=shape, against="chain")
+    m, k = subject.whole(3, 2)
+    planes = random_planes(subject, m, k)
+    made = _laid_out(subject, planes, m, k, swizzled=True)
+    expect_same_all(subject, made, swizzled_buffers(subject.layout, planes, m, k), (m, k))
+    stated = {name for name, tensor in made.items() if tensor.dim() == 1 and name != "amax"}
+    expect(stated == set(subject.facts.swizzled), f"LAYOUT swizzles {subject.facts.swizzled}, buffers has {stated}")

@@ -1,0 +1,186 @@
+"""Quantize and dequantize against the independent model, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layoutc.conformance.material import (
+    DTYPES,
+    KINDS,
+    array,
+    as_fp32,
+    expect,
+    expect_refused,
+    expect_same,
+    expect_same_all,
+    generator,
+    input_max,
+    weight,
+)
+from layoutc.conformance.model.codes import F32, Array
+from layoutc.conformance.model.placing import buffers
+from layoutc.conformance.model.ties import near_ties
+from layoutc.conformance.model.weights import Planes
+from layoutc.conformance.registry import Skipped, check
+from layoutc.conformance.subject import Subject
+
+
+def cases(subject: Subject) -> Iterator[tuple[tuple[int, ...], str, torch.dtype]]:
+    """Every shape with every kind of weight in fp32; every kind in the other dtypes at one ragged shape."""
+    shapes = subject.shapes()
+    for shape in shapes:
+        for kind in KINDS:
+            yield shape, kind, torch.float32
+    for dtype in DTYPES[1:]:
+        for kind in KINDS:
+            for shape in shapes if subject.thorough else shapes[2:3] or shapes[:1]:
+                yield shape, kind, dtype
+
+
+@check("quantize", "planes and buffers equal the independent model's, for zeros, huge, tiny, NaN, inf, and all dtypes")
+def quantize(subject: Subject) -> None:
+    """The generated quantize, which users call, and the reference; planes, then buffers."""
+    for shape, kind, dtype in cases(subject):
+        x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
+        details: dict[str, Any] = {"shape": shape, "kind": kind, "dtype": str(dtype)}
+        expected = subject.model.quantize(as_fp32(x), input_max(dtype))
+        made = subject.package.quantize(x)
+        expect_same_all(subject, made.planes(), expected, (m, k), **details)
+        reference = subject.reference.quantize_reference(x.reshape(m, k))
+        expect_same_all(subject, {n: expected[n] for n in reference}, reference, (m, k), **details)
+        expect_same_all(subject, made.buffers(), buffers(subject.layout, expected, m, k), (m, k), **details)
+    for source in subject.layout.sources:
+        if source.quantization.definition.candidates:
+            m, k = subject.whole(2, 2)
+            for values in near_ties(subject.model, source, m, k, generator(subject, "ties", m, k)):
+                made = subject.package.quantize(torch.from_numpy(values))
+                expect_same_all(subject, made.planes(), subject.model.quantize(values), (m, k), kind="near ties")
+
+
+@check("dequantize", "every orientation gives the values that the model reads from the same planes")
+def dequantize(subject: Subject) -> None:
+    """The tensor's own dequantize in the outer shape, and the reference of each orientation."""
+    for shape, kind, dtype in cases(subject):
+        x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
+        made = subject.package.quantize(x)
+        planes: Planes = {name: array(plane) for name, plane in made.planes().items()}
+        details: dict[str, Any] = {"shape": shape, "kind": kind, "dtype": str(dtype)}
+        for orientation in subject.layout.orientations:
+            expected = subject.model.values(planes, orientation, m, k)
+            actual = subject.reference.dequantize_reference(made.planes(), m, k, orientation)
+            expect_same(subject, f"{orientation} values", actual, expected, **details)
+            if orientation == subject.layout.orientations[0]:
+                whole = made.dequantize()
+                same = tuple(whole.shape) == shape and whole.dtype == dtype and type(whole) is Tensor
+                expect(same, f"dequantize gives {type(whole).__name__} {tuple(whole.shape)} {whole.dtype}", **details)
+                values = torch.from_numpy(expected).reshape(shape).to(dtype).float()
+                expect_same(subject, "values", whole.float(), values, **details)
+
+
+@check("one-orientation", "a tensor that holds one orientation stores its planes alone, with the bytes of the whole")
+def one_orientation(subject: Subject) -> None:
+    """And refuses orientations that there are not."""
+    shape = subject.shapes()[1]
+    x = weight(subject, shape)
+    whole = subject.package.quantize(x)
+    for orientation in subject.layout.orientations:
+        made = subject.package.quantize(x, orientations=(orientation,))
+        stated = set(subject.facts.sources[orientation])
+        expect(set(made.planes()) == stated, f"{orientation}: stores {', '.join(made.planes())}", shape=shape)
+        expect(orientation in made.orientations, f"{orientation} was asked for and is not held", shape=shape)
+        for name, plane in made.planes().items():
+            expect_same(subject, name, plane, whole.planes()[name], shape=shape)
+    expect_refused(ValueError, lambda: subject.package.quantize(x, orientations=("sideways",)), "unknown orientation")
+
+
+@check(
+    "nan", "a NaN in the weight is a NaN after dequantize, at its element at least, wherever it is", compares="facts"
+)
+def nan(subject: Subject) -> None:
+    """At corners and random places, in all dtypes, under infinities and zeros."""
+    for shape in subject.shapes():
+        m, k = subject.matrix(shape)
+        rng = generator(subject, "nan", shape)
+        places = [(0, 0), (m - 1, k - 1), (int(rng.integers(m)), int(rng.integers(k)))]
+        for number, (i, j) in enumerate(places):
+            for kind in ("plain", "zeros", "inf"):
+                x = weight(subject, shape, kind, DTYPES[number % len(DTYPES)])
+                x.view(m, k)[i, j] = float("nan")
+                made = subject.package.quantize(x)
+                for orientation in subject.layout.orientations:
+                    value = subject.reference.dequantize_reference(made.planes(), m, k, orientation)[i, j]
+                    message = f"a NaN became {float(value)!r} in {orientation}"
+                    expect(bool(value.isnan()), message, shape=shape, index=(i, j), seed=subject.seed, kind=kind)
+
+
+@check(
+    "refused", "shapes, dtypes and arguments that the recipe does not take are refused, with its name", compares="facts"
+)
+def refused(subject: Subject) -> None:
+    """Before anything is computed."""
+    name, quantize_ = subject.name, subject.package.quantize
+    m, k = subject.whole(1, 1)
+    um, uk = subject.units
+    for rows, columns, bad in ((um + 1, k, um > 1), (m, uk + 1, uk > 1)):
+        if bad:
+            shape = (rows, columns)
+            message = expect_refused(ValueError, lambda shape=shape: quantize_(torch.ones(shape)), f"shape {shape}")
+            expect(name in message, f"the refusal of shape {shape} does not name the recipe: {message}")
+    expect_refused(TypeError, lambda: quantize_(torch.ones(m, k, dtype=torch.int64)), "an int64 weight")
+    if not subject.facts.shares_amax:
+        expect_refused(ValueError, lambda: quantize_(torch.ones(m, k), amax=torch.ones(1)), "amax, which is not shared")
+
+
+@check("out", "quantizing into a tensor replaces every plane, scales included, in place, also for its views")
+def out(subject: Subject) -> None:
+    """Two weights one after the other into the same object."""
+    for shape in subject.shapes()[1:3]:
+        first, second = weight(subject, shape), weight(subject, shape, "coarse", salt=1) * 64
+        made = subject.package.quantize(first)
+        flat, addresses = made.view(-1), {n: p.data_ptr() for n, p in made.planes().items()}
+        before = made.planes()["amax"].clone() if subject.layout.history else None
+        result = subject.package.quantize(second, out=made)
+        expect(result is made, "quantize(out=) returns another object", shape=shape)
+        expect({n: p.data_ptr() for n, p in made.planes().items()} == addresses, "planes have moved", shape=shape)
+        x = as_fp32(second)
+        expected = subject.model.quantize(x, amax=_deciding(subject, x, before))
+        if before is not None:
+            expected["amax"] = _shifted(x, array(before))
+        expect_same_all(subject, made.planes(), expected, subject.matrix(shape), shape=shape)
+        expect_same(subject, "values of a view", flat.dequantize(), made.dequantize().flatten(), shape=shape)
+
+
+def _deciding(subject: Subject, x: Array, before: Tensor | None) -> Array | None:
+    """The amax that a history picks; None without one."""
+    if before is None:
+        return None
+    earlier = array(before)
+    picked = earlier.max() if subject.layout.pick == "max" else earlier[0]
+    return np.array([np.max(np.abs(x)) if picked == 0 else picked], F32)
+
+
+def _shifted(x: Array, before: Array) -> Array:
+    return np.concatenate([[np.max(np.abs(x))], before[:-1]]).astype(F32)
+
+
+@check("history", "delayed scaling takes its amax from the steps before, as many as the spec keeps")
+def history(subject: Subject) -> None:
+    """Weights that grow and shrink, for more steps than the history keeps, where it is short."""
+    length = subject.layout.history
+    if not length:
+        raise Skipped("the scale follows the current amax")
+    shape = subject.shapes()[0]
+    made, stored = None, np.zeros(length, F32)
+    for step in range(min(length + 3, 12)):
+        x = weight(subject, shape, salt=step) * 2.0 ** ((step * 5) % 7 - 3)
+        values = as_fp32(x)
+        expected = subject.model.quantize(values, amax=_deciding(subject, values, torch.from_numpy(stored)))
+        stored = _shifted(values, stored)
+        expected["amax"] = stored
+        made = subject.package.quantize(x, out=made)
+        expect_same_all(subject, made.planes(), expected, subject.matrix(shape), shape=shape, step=step)

@@ -1,0 +1,103 @@
+"""What is written down and read back: flatten, pickle, deepcopy, torch.load, torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from layoutc.conformance.checks.dispatch import make, storages
+from layoutc.conformance.material import expect, expect_refused, expect_same, expect_same_all, weight
+from layoutc.conformance.registry import Skipped, check
+from layoutc.conformance.subject import Subject
+
+
+def held(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """Tensors of every kind that can be saved: whole, of leading dims, parts, transposed, flat, of one orientation."""
+    m, k = subject.whole()
+    base, r, c = make(subject, (m, k)), subject.plan.shard_rows, subject.plan.column_multiple
+    yield "whole", base
+    yield "of 3 dims", make(subject, (2, *subject.whole(1, 1)))
+    yield "rows", base[r:]
+    yield "columns", base[:, c:]
+    yield "transposed", base.t()
+    yield "flat", base.view(-1)
+    yield "without rows", base[:0]
+    yield "bf16", subject.package.quantize(weight(subject, (m, k), "nan", torch.bfloat16))
+    name = subject.layout.orientations[-1]
+    yield f"{name} alone", subject.package.quantize(weight(subject, (m, k)), orientations=(name,))
+
+
+def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
+    """Class, shape, dtype, orientations and bytes."""
+    expect(type(actual) is type(expected), f"{what}: comes back as {type(actual).__name__}")
+    for attribute in ("shape", "dtype", "orientations", "_matrix", "_transposed"):
+        one, other = getattr(actual, attribute), getattr(expected, attribute)
+        expect(one == other, f"{what}: {attribute.lstrip('_')} is {one}, not {other}")
+    expect_same_all(subject, actual.planes(), expected.planes(), tensor=what)
+    expect_same(subject, f"{what}: values", actual.dequantize().float(), expected.dequantize().float())
+
+
+@check("flatten", "__tensor_unflatten__ undoes __tensor_flatten__, and another layout id is refused")
+def flatten(subject: Subject) -> None:
+    """What torch.compile and checkpoints use."""
+    unflatten = subject.tensor.__tensor_unflatten__
+    for what, tensor in held(subject):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        arguments = tensor.shape, tensor.stride()
+        same(subject, what, unflatten(inner, context, *arguments), tensor)
+        other = context._replace(layout_id="0" * 12)
+        call = partial(unflatten, inner, other, *arguments)
+        expect_refused(ValueError, call, f"{what}: another layout id")
+
+
+@check("pickle", "pickle, deepcopy and torch.load(weights_only=True) give back class and bytes, compact")
+def pickled(subject: Subject) -> None:
+    """Parameters stay parameters."""
+    for what, tensor in held(subject):
+        file = io.BytesIO()
+        torch.save({"weight": tensor, "parameter": nn.Parameter(tensor)}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        same(subject, f"torch.load, {what}", loaded["weight"], tensor)
+        expect(isinstance(loaded["parameter"], nn.Parameter), f"{what}: a parameter comes back as a tensor")
+        expect(loaded["parameter"].requires_grad, f"{what}: requires_grad is lost")
+        same(subject, f"pickle, {what}", pickle.loads(pickle.dumps(tensor)), tensor)
+        copied = copy.deepcopy(tensor)
+        same(subject, f"deepcopy, {what}", copied, tensor)
+        expect(not tensor.numel() or not storages(copied) & storages(tensor), f"deepcopy, {what}: shares bytes")
+    part = dict(held(subject))["rows"]
+    total = sum(plane.nbytes for plane in part.planes().values())
+    found = len(pickle.dumps(part)) - len(pickle.dumps(part[:0]))
+    expect(found <= total + 1024, f"a part of {total} bytes takes {found} bytes: the whole storage is saved")
+
+
+@check("checkpoint", "torch.distributed.checkpoint saves and loads every byte, in one process")
+def checkpoint(subject: Subject) -> None:
+    """Into a model that held other values."""
+    if not torch.distributed.is_available():
+        raise Skipped("torch.distributed is missing")
+    dcp: Any = import_module("torch.distributed.checkpoint")
+
+    shape = subject.whole()
+    x = weight(subject, shape, "nan")
+    saved: dict[str, Any] = {"weight": subject.package.quantize(x), "other": torch.arange(5)}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(saved, checkpoint_id=folder, no_dist=True)
+        loaded: dict[str, Any] = {"weight": make(subject, shape, salt=1), "other": torch.zeros(5, dtype=torch.int64)}
+        target = loaded["weight"]
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    expect(bool(torch.equal(loaded["other"], saved["other"])), "a plain tensor beside it is lost", shape=shape)
+    same(subject, "loaded", loaded["weight"], saved["weight"])
+    expect_same_all(subject, target.planes(), saved["weight"].planes(), subject.matrix(shape), what="the target itself")

@@ -1,0 +1,1 @@
+"""An independent model of a recipe, from the spec and the layout's data alone."""

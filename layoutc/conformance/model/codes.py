@@ -1,0 +1,200 @@
+"""What the codes of a number format mean, by definition, in exact fractions; and rounding as a search over all of them.
+
+Independent of layoutc.spec.formats' arithmetic: a format's fields are all that is read. A new kind of format is one
+function more in `meaning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+from math import inf, isinf, isnan, lcm, nan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layoutc.spec.formats import Format
+
+Array = NDArray[Any]
+Value = Fraction | float  # a float is NaN or an infinity
+F32 = np.float32
+
+
+def meaning(fmt: Format, code: int) -> Value:
+    """The value of a code."""
+    return _integer(fmt, code) if fmt.integer else _floating(fmt, code)
+
+
+def _integer(fmt: Format, code: int) -> Value:
+    """Two's complement, in steps of 2^-fraction."""
+    steps = code - 2**fmt.bits if code >= 2 ** (fmt.bits - 1) else code
+    return Fraction(steps, 2**fmt.fraction)
+
+
+def _floating(fmt: Format, code: int) -> Value:
+    """Sign, exponent, mantissa, most significant bit first."""
+    width = fmt.exponent + fmt.mantissa
+    sign = -1 if code >> width else 1
+    body = code & (2**width - 1)
+    if body in fmt.nan:
+        return nan
+    if body in fmt.inf:
+        return sign * inf
+    exponent, mantissa = body >> fmt.mantissa, Fraction(body & (2**fmt.mantissa - 1), 2**fmt.mantissa)
+    if exponent == 0 and fmt.subnormals:
+        return sign * mantissa * power(1 - fmt.bias)
+    return sign * (1 + mantissa) * power(exponent - fmt.bias)
+
+
+def power(exponent: int) -> Fraction:
+    """2^exponent, exactly."""
+    return Fraction(2**exponent) if exponent >= 0 else Fraction(1, 2**-exponent)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """All codes of a format of up to 8 bits."""
+
+    format: Format
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The value of each code."""
+        return tuple(meaning(self.format, code) for code in range(2**self.format.bits))
+
+    @cached_property
+    def finite(self) -> dict[int, Fraction]:
+        """Code -> value, for codes that rounding may give."""
+        unused = {2 ** (self.format.bits - 1)} if self.format.integer and self.format.symmetric else set()
+        return {c: v for c, v in enumerate(self.values) if isinstance(v, Fraction) and c not in unused}
+
+    @property
+    def has_sign_bit(self) -> bool:
+        """True where code and value of a negative number are those of its magnitude and a sign bit."""
+        return not self.format.integer and bool(self.format.sign)
+
+    @property
+    def nan_code(self) -> int:
+        """What NaN becomes: the format's NaN; without one, its largest number."""
+        if self.format.nan:
+            return self.format.nan[0]
+        return max(self.finite, key=lambda code: self.finite[code])
+
+    @property
+    def largest(self) -> Fraction:
+        """The largest finite value."""
+        return max(self.finite.values())
+
+    def candidates(self, negative: bool) -> list[tuple[Fraction, int]]:
+        """(value, code) that a number of this sign may round to, ascending; magnitudes, where there is a sign bit."""
+        return self._candidates[negative]
+
+    @cached_property
+    def _candidates(self) -> tuple[list[tuple[Fraction, int]], list[tuple[Fraction, int]]]:
+        top = 2 ** (self.format.bits - 1)
+        if not self.has_sign_bit:
+            every = sorted((v, c) for c, v in self.finite.items())
+            return every, every
+        positive, negative = ([(abs(v), c) for c, v in self.finite.items() if (c >= top) == sign] for sign in (0, 1))
+        return sorted(positive), sorted(negative)
+
+    @cached_property
+    def _unit(self) -> int:
+        """Every value is a whole number of 1 / _unit."""
+        return lcm(*(value.denominator for value in self.finite.values()))
+
+    def search(self, x: float, rounding: str) -> int:
+        """fp32 -> code, by the plain definition: of all codes, the nearest, ties to the even one; saturating."""
+        if isnan(x):
+            return self.nan_code
+        negative = str(x).startswith("-")
+        found = self.candidates(negative)
+        size = x if self.format.integer else abs(x)
+        if isinf(size):
+            return found[-1][1] if size > 0 else found[0][1]
+        exact = Fraction(size)
+        if rounding == "up":
+            return next((code for value, code in found if value >= exact), found[-1][1])
+        if rounding == "down":
+            return next((code for value, code in reversed(found) if value <= exact), found[0][1])
+        # Distances in whole numbers of one unit that all of them have, since fractions take ten times as long.
+        whole, by = exact.numerator * self._unit, exact.denominator * self._unit
+
+        def distance(value: Fraction) -> int:
+            return abs(value.numerator * (by // value.denominator) - whole)
+
+        return min(found, key=lambda pair: (distance(pair[0]), pair[1] % 2))[1]
+
+    def encode(self, x: Array, rounding: str) -> Array:
+        """fp32 -> codes, many at once; `search` is what it must equal. Exact in fp64."""
+        x = np.asarray(x, F32)
+        codes = np.empty(x.shape, np.uint8)
+        negative = np.signbit(x)
+        size = (x if self.format.integer else np.abs(x)).astype(np.float64)
+        for sign in (False, True):
+            here = negative == sign
+            codes[here] = self._encode(size[here], sign, rounding)
+        codes[np.isnan(x)] = self.nan_code
+        return codes
+
+    def _encode(self, size: Array, negative: bool, rounding: str) -> Array:
+        pairs = self.candidates(negative)
+        values, codes = np.array([float(v) for v, _ in pairs]), np.array([c for _, c in pairs], np.uint8)
+        low = np.clip(np.searchsorted(values, size, side="right") - 1, 0, len(values) - 1)
+        high = np.minimum(low + 1, len(values) - 1)
+        past = size > values[low]
+        if rounding == "nearest":
+            with np.errstate(invalid="ignore"):
+                twice, middle = 2 * size, values[low] + values[high]
+            past &= (twice > middle) | ((twice == middle) & (codes[low] % 2 == 1))
+        return codes[np.where(past, high, low) if rounding != "down" else low]
+
+    def decode(self, codes: Array) -> Array:
+        """Codes -> fp32, which holds every value exactly."""
+        return self._table[codes]
+
+    @cached_property
+    def _table(self) -> Array:
+        table = np.array([F32(float(value)) for value in self.values], F32)
+        for value, single in zip(self.values, table, strict=True):
+            if isinstance(value, Fraction) and Fraction(float(single)) != value:
+                raise ValueError(f"{self.format.name}: {value} is not an fp32 value")
+        negative_zeros = [c for c, v in enumerate(self.values) if v == 0 and c and self.has_sign_bit]
+        table[negative_zeros] = F32(-0.0)
+        return table
+
+
+@cache
+def codes_of(fmt: Format) -> Codes:
+    """The codes of a format."""
+    return Codes(fmt)
+
+
+def rounded(value: Fraction) -> np.float32:
+    """An exact value, rounded once to fp32, to nearest even."""
+    near = F32(float(value))
+    around = [np.nextafter(near, F32(-inf)), near, np.nextafter(near, F32(inf))]
+    finite = [one for one in around if np.isfinite(one)]
+    return F32(min(finite, key=lambda one: (abs(Fraction(float(one)) - value), int(one.view(np.uint32)) & 1)))
+
+
+def pack(codes: Array, bits: int, low_first: bool) -> Array:
+    """Codes -> bytes along the last dim: one stream of bits, from the low or the high end of each byte."""
+    if bits >= 8:
+        return codes
+    order: Any = "little" if low_first else "big"
+    stream = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits]
+    stream = stream if low_first else stream[..., ::-1]
+    return np.packbits(stream.reshape(*codes.shape[:-1], -1), axis=-1, bitorder=order)
+
+
+def unpack(packed: Array, bits: int, low_first: bool) -> Array:
+    """Inverse of pack."""
+    if bits >= 8:
+        return packed
+    order: Any = "little" if low_first else "big"
+    stream = np.unpackbits(packed, axis=-1, bitorder=order).reshape(*packed.shape[:-1], -1, bits)
+    stream = stream if low_first else stream[..., ::-1]
+    return np.packbits(stream, axis=-1, bitorder="little")[..., 0]

@@ -1,0 +1,80 @@
+"""Diagnostics as one SARIF 2.1.0 log, for code scanning services and editors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from layoutc.diagnostics.diagnostic import Diagnostic, Entry, Label, catalogue, printable
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def sarif(diagnostics: Iterable[Diagnostic]) -> str:
+    """The whole log: one run, the rules that were broken, a result for each finding."""
+    found = list(diagnostics)
+    codes = sorted({item.code for item in found})
+    driver = {
+        "name": "layoutc",
+        "rules": [_rule(catalogue()[code]) for code in codes],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(item, codes.index(item.code)) for item in found],
+    }
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _rule(entry: Entry) -> dict[str, object]:
+    help = f"{entry.what} {entry.why}\n\nExample:\n{entry.example}\n\nUse instead:\n{entry.instead}"
+    return {
+        "id": entry.code,
+        "shortDescription": {"text": entry.title},
+        "fullDescription": {"text": entry.what},
+        "help": {"text": help},
+        "defaultConfiguration": {"level": entry.severity},
+    }
+
+
+def _result(item: Diagnostic, rule: int) -> dict[str, object]:
+    parts = [printable(item.message)]
+    parts += [f"{name}: {text}" for name, text in (("why", item.why), ("help", item.help)) if text]
+    result: dict[str, object] = {
+        "ruleId": item.code,
+        "ruleIndex": rule,
+        "level": item.severity,
+        "message": {"text": "\n".join(parts)},
+        "locations": [_location(item.path, item.primary)],
+    }
+    if item.secondary:
+        result["relatedLocations"] = [
+            _location(item.path, label, number) for number, label in enumerate(item.secondary)
+        ]
+    return result
+
+
+def _location(path: str, label: Label | None, number: int | None = None) -> dict[str, object]:
+    physical: dict[str, object] = {"artifactLocation": {"uri": _uri(path)}}
+    found: dict[str, object] = {"physicalLocation": physical}
+    if label is not None:
+        span = label.span
+        physical["region"] = {
+            "startLine": span.line,
+            "startColumn": span.column,
+            "endLine": span.end_line,
+            "endColumn": span.end_column,
+        }
+        if label.text:
+            found["message"] = {"text": printable(label.text)}
+    if number is not None:
+        found["id"] = number
+    return found
+
+
+def _uri(path: str) -> str:
+    """A relative path stays relative to where the command ran; an absolute one becomes a file URI."""
+    pure = Path(path)
+    return pure.as_uri() if pure.is_absolute() else quote(pure.as_posix(), errors="replace")

@@ -1,0 +1,1 @@
+"""A plan as Python text: one view for each generated file, and the templates that place them. Decides nothing."""

@@ -1,0 +1,45 @@
+"""Sizes of planes and buffers as Python expressions in m and k."""
+
+from __future__ import annotations
+
+from layoutc.layout.layout import Dim, Layout, codes_per_group
+
+
+class Sizes:
+    """Sizes as Python expressions in m and k, exact divisions where the accepted shapes guarantee them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._multiples = {"m": layout.multiple_m, "k": layout.multiple_k}
+
+    def count(self, axis: str, per: int | None, size: str | None = None) -> str:
+        """How many groups of `per` an axis has; `size` replaces the axis's name."""
+        size = size or axis
+        if per is None:
+            return "1"
+        if per == 1:
+            return size
+        return f"{size} // {per}" if self._multiples[axis] % per == 0 else f"cdiv({size}, {per})"
+
+    def padded(self, dim: Dim) -> str:
+        """The size of a buffer's dim."""
+        count = self.count(dim.axis, dim.per)
+        sure = self._multiples[dim.axis] // dim.per if self._multiples[dim.axis] % dim.per == 0 else 1
+        return count if sure % dim.multiple == 0 else f"up({count}, {dim.multiple})"
+
+    def width(self, axis: str, per: int | None, bits: int) -> str:
+        """The last dim of a plane: bytes of packed codes, or values."""
+        if bits >= 8:
+            return self.count(axis, per)
+        return in_bytes(axis, bits)
+
+
+def in_bytes(size: str, bits: int) -> str:
+    """Bytes of `size` codes of fewer than 8 bits."""
+    codes = codes_per_group(bits)
+    nbytes = codes * bits // 8
+    return f"{size} // {codes}" if nbytes == 1 else f"{size} // {codes} * {nbytes}"
+
+
+def start_of(name: str, per: int) -> str:
+    """The start of a cut, which is known to fall on a boundary."""
+    return name if per == 1 else f"{name} // {per}"

@@ -1,0 +1,175 @@
+"""Chains of invertible steps from an array of values to bytes: permute, repeat, pad, split, then pack and flatten.
+
+Every step can be asked both ways: where does this value go, and which value is stored here. No step knows a recipe.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from layoutc.ints.sizes import up
+
+Index = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Reorders dims: dim d of the result is dim order[d] of the input."""
+
+    order: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        return tuple(shape[d] for d in self.order)
+
+    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        yield tuple(index[d] for d in self.order)
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        back = [0] * len(index)
+        for result, source in enumerate(self.order):
+            back[source] = index[result]
+        return tuple(back)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Stores each value of a dim `times` times in a row, cut at `limit` values in all."""
+
+    dim: int
+    times: int
+    limit: int
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        return (*shape[: self.dim], min(shape[self.dim] * self.times, self.limit), *shape[self.dim + 1 :])
+
+    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        first = index[self.dim] * self.times
+        for i in range(first, min(first + self.times, self.limit)):
+            yield (*index[: self.dim], i, *index[self.dim + 1 :])
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        return (*index[: self.dim], index[self.dim] // self.times, *index[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Appends zero bytes to each dim, up to a multiple."""
+
+    multiples: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        return tuple(up(size, multiple) for size, multiple in zip(shape, self.multiples, strict=True))
+
+    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        yield index
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        return index if all(i < size for i, size in zip(index, shape, strict=True)) else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Splits a dim into (what is left, *sizes), row-major."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        inner = prod(self.sizes)
+        if shape[self.dim] % inner:
+            raise ValueError(f"a dim of {shape[self.dim]} does not split into pieces of {inner}")
+        return (*shape[: self.dim], shape[self.dim] // inner, *self.sizes, *shape[self.dim + 1 :])
+
+    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        rest, parts = index[self.dim], []
+        for size in reversed(self.sizes):
+            rest, part = divmod(rest, size)
+            parts.append(part)
+        yield (*index[: self.dim], rest, *reversed(parts), *index[self.dim + 1 :])
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        value = index[self.dim]
+        for offset, size in enumerate(self.sizes, start=1):
+            value = value * size + index[self.dim + offset]
+        return (*index[: self.dim], value, *index[self.dim + 1 + len(self.sizes) :])
+
+
+Step = Permute | Repeat | Pad | Split
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Steps applied to an array of `start` shape; then values packed at `bits` each along the last dim, and flattened.
+
+    A position is (byte, bit): the byte offset, and the offset of the value's first bit in it, counted from the end that
+    `low_first` names. Codes of 6 bits run on into the next byte.
+    """
+
+    start: Shape
+    steps: tuple[Step, ...]
+    bits: int
+    low_first: bool = True
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape before each step, and after the last."""
+        return tuple(itertools.accumulate(self.steps, lambda shape, step: step.shape(shape), initial=self.start))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all; each row of the last dim is whole bytes."""
+        *lead, last = self.shapes[-1]
+        return prod(lead) * (last * self.bits // 8)
+
+    def positions(self, index: Index) -> tuple[tuple[int, int], ...]:
+        """Every (byte, bit) where the value at `index` of the start array is stored."""
+        found: list[Index] = [index]
+        for step, shape in zip(self.steps, self.shapes, strict=False):
+            found = [image for i in found for image in step.images(i, shape)]
+        return tuple(self._pack(i) for i in found)
+
+    def value_at(self, byte: int, bit: int) -> Index | None:
+        """The index in the start array of the value that begins at (byte, bit); None for padding.
+
+        Inverse of positions.
+        """
+        *lead, last = self.shapes[-1]
+        row, column_bytes = divmod(byte, last * self.bits // 8)
+        column, rest = divmod(column_bytes * 8 + bit, self.bits)
+        if rest:
+            raise ValueError(f"no value begins at byte {byte}, bit {bit}")
+        parts = []
+        for size in reversed(lead):
+            row, part = divmod(row, size)
+            parts.append(part)
+        index: Index = (*reversed(parts), column)
+        for step, shape in zip(reversed(self.steps), reversed(self.shapes[:-1]), strict=True):
+            origin = step.origin(index, shape)
+            if origin is None:
+                return None
+            index = origin
+        return index
+
+    def _pack(self, index: Index) -> tuple[int, int]:
+        *lead, last = self.shapes[-1]
+        row = 0
+        for i, size in zip(index, lead, strict=False):
+            row = row * size + i
+        return divmod((row * last + index[-1]) * self.bits, 8)

@@ -1,0 +1,340 @@
+"""The layout of a recipe: pure integers and index maps. No torch, no I/O.
+
+A *source* is one quantization of the weight: one code for each element, one scale for each block. A *plane* is what a
+tensor stores of a source: compact, m-major, each value once. A *buffer* is what a GEMM reads: the plane's values laid
+out as the spec says, by a chain of steps (layoutc.layout.chain).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING, Literal
+
+from layoutc.ints.sizes import cdiv, up
+from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
+from layoutc.spec import formats
+from layoutc.spec.formats import Format
+from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
+from layoutc.spec.rules import RULES, Rule
+
+if TYPE_CHECKING:
+    from layoutc.spec import schema
+
+Kind = Literal["data", "scale", "zero"]
+ORIENTATIONS = ("rowwise", "columnwise")
+
+
+# ------------------------------------------------------------------------------------------------- sources and planes
+@dataclass(frozen=True)
+class Block:
+    """How many rows and columns share a scale; None means all of them."""
+
+    m: int | None
+    k: int | None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What decides codes and scales. Two orientations with equal quantizations hold the same codes and scales."""
+
+    element: Format
+    scale: Format
+    zero: Format | None
+    rounding: str
+    rule: str
+    parameters: tuple[tuple[str, float | int | bool | str], ...]
+    block: Block
+    low_first: bool
+
+    @property
+    def definition(self) -> Rule:
+        """The scale rule's program."""
+        return RULES[self.rule]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One stored array of a source: rows of `per_m` weight rows (None: all of them) by values for `per_k` columns each.
+
+    Shape (rows, bytes of a row) for codes packed below a byte, (rows, values) otherwise; (1,) where both are None.
+    """
+
+    name: str
+    kind: Kind
+    per_m: int | None
+    per_k: int | None
+    bits: int
+
+    @property
+    def dtype(self) -> str:
+        """The torch dtype that holds it: uint8 for codes, float32 for fp32 scales."""
+        return "float32" if self.bits == 32 else "uint8"
+
+    @property
+    def is_scalar(self) -> bool:
+        """One value for the whole weight, equal on all shards."""
+        return self.per_m is None and self.per_k is None
+
+    def shape(self, m: int, k: int) -> Shape:
+        """Its shape for a weight of (m, k)."""
+        if self.is_scalar:
+            return (1,)
+        columns = 1 if self.per_k is None else cdiv(k, self.per_k)
+        width = columns * self.bits // 8 if self.bits < 8 else columns
+        return (1 if self.per_m is None else cdiv(m, self.per_m), width)
+
+    def nbytes(self, m: int, k: int) -> int:
+        """Its bytes for a weight of (m, k)."""
+        return prod(self.shape(m, k)) * (4 if self.bits == 32 else 1)
+
+    @property
+    def row_multiple(self) -> int:
+        """A cut between weight rows at multiples of this crosses no value and no byte of the plane.
+
+        Rows are stored one after the other and a row is whole bytes, so only the rows that share a value matter.
+        """
+        return self.per_m or 1
+
+    @property
+    def column_multiple(self) -> int:
+        """The same for a cut between columns: whole values, and whole bytes of packed codes."""
+        return (self.per_k or 1) * (codes_per_group(self.bits))
+
+
+def codes_per_group(bits: int) -> int:
+    """Codes in the shortest run that ends on a byte: 2 of 4 bits, 4 of 6 bits, 1 of 8 or more."""
+    return 8 // gcd(bits, 8) if bits < 8 else 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """One quantization and its planes, named after the first orientation that uses it."""
+
+    name: str
+    quantization: Quantization
+    data: Plane
+    scale: Plane
+    zero: Plane | None
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Its planes, in order."""
+        return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
+
+
+# ------------------------------------------------------------------------------------------------------------- buffers
+@dataclass(frozen=True)
+class Dim:
+    """A dim of a buffer: one entry for every `per` steps of an axis, padded to a multiple."""
+
+    axis: Axis
+    per: int
+    multiple: int
+
+    def size(self, m: int, k: int) -> int:
+        """Its size, padding included."""
+        return up(cdiv(m if self.axis == "m" else k, self.per), self.multiple)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A compute buffer: values of a plane, laid out as the spec says. No dims: the plane's single value."""
+
+    name: str
+    kind: Kind
+    orientation: str
+    plane: Plane
+    dims: tuple[Dim, ...]
+    low_first: bool
+
+    @property
+    def dtype(self) -> str:
+        """As the plane's."""
+        return self.plane.dtype
+
+    def shape(self, m: int, k: int) -> Shape:
+        """Its shape for a weight of (m, k), the last dim in bytes where codes are packed."""
+        if not self.dims:
+            return (1,)
+        *lead, last = (dim.size(m, k) for dim in self.dims)
+        return (*lead, last * self.plane.bits // 8 if self.plane.bits < 8 else last)
+
+    def steps(self, m: int, k: int) -> tuple[Step, ...]:
+        """From the plane's values, as a (rows, columns) array, to the buffer."""
+        axes = self.axes
+        steps: list[Step] = []
+        if self.permutes:
+            steps.append(Permute(tuple(("m", "k").index(axis) for axis in axes)))
+        for d, dim in enumerate(self.dims):
+            if (times := self.repeats[d]) > 1:
+                steps.append(Repeat(d, times, cdiv(m if dim.axis == "m" else k, dim.per)))
+        if self.pads:
+            steps.append(Pad(tuple(dim.multiple for dim in self.dims)))
+        return tuple(steps)
+
+    def chain(self, m: int, k: int) -> Chain:
+        """The chain from the plane's values to bytes."""
+        if not self.dims:
+            return Chain((1,), (), self.plane.bits)
+        rows = cdiv(m, self.plane.per_m or m)
+        columns = cdiv(k, self.plane.per_k or k)
+        start = (rows, columns) if len(self.dims) == 2 else (max(rows, columns),)
+        return Chain(start, self.steps(m, k), self.plane.bits, self.low_first)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of its dims, in order."""
+        return tuple(dim.axis for dim in self.dims)
+
+    @property
+    def m_dim(self) -> int | None:
+        """The dim that carries m, if one does."""
+        return self.axes.index("m") if "m" in self.axes else None
+
+    @property
+    def permutes(self) -> bool:
+        """True when k comes before m."""
+        return self.axes == ("k", "m")
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """For each dim, how often a value of the plane is stored in a row."""
+        per = {"m": self.plane.per_m, "k": self.plane.per_k}
+        return tuple((per[dim.axis] or dim.per) // dim.per for dim in self.dims)
+
+    @property
+    def pads(self) -> bool:
+        """True when some dim has a padding multiple."""
+        return any(dim.multiple > 1 for dim in self.dims)
+
+    @property
+    def is_plane(self) -> bool:
+        """True when the buffer is the plane itself, byte for byte, for every shape."""
+        return not self.permutes and not self.pads and all(times == 1 for times in self.repeats)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe, resolved: every size an integer or a function of (m, k), every default filled in."""
+
+    name: str
+    summary: str
+    multiple_m: int
+    multiple_k: int
+    sources: tuple[Source, ...]
+    source_of: tuple[tuple[str, str], ...]  # orientation -> source name
+    buffers: tuple[Buffer, ...]
+    tensor_amax: bool
+    history: int
+    pick: str
+    swizzle: Swizzle | None
+
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """The orientations that the recipe has, rowwise first."""
+        return tuple(orientation for orientation, _ in self.source_of)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Everything a tensor stores, in order; amax last."""
+        stored = tuple(plane for source in self.sources for plane in source.planes)
+        if not (self.tensor_amax or self.history):
+            return stored
+        return (*stored, Plane("amax", "scale", None, None, 32))
+
+    def source(self, orientation: str) -> Source:
+        """The source that an orientation's buffers are made of."""
+        name = dict(self.source_of)[orientation]
+        return next(source for source in self.sources if source.name == name)
+
+
+def resolve(spec: schema.Spec) -> Layout:
+    """A checked spec -> its layout. The spec is known to be sound: resolve decides nothing and refuses nothing."""
+    known = dict(formats.BUILTIN)
+    known.update({name: formats.make(name, entry.model_dump()) for name, entry in spec.formats.items()})
+    sources: list[Source] = []
+    source_of: list[tuple[str, str]] = []
+    buffers: list[Buffer] = []
+    for name in ORIENTATIONS:
+        orientation: schema.Orientation | None = getattr(spec.orientations, name)
+        if orientation is None:
+            continue
+        block = Block(*(None if size == "all" else size for size in (orientation.block.m, orientation.block.k)))
+        stated_element = orientation.quantize.element or spec.element
+        stated_scale = orientation.quantize.scale or spec.scale
+        element, scale = known[stated_element.format], known[stated_scale.format]
+        low_first = stated_element.pack == "low-first"
+        parameters = tuple(sorted(stated_scale.parameters.items()))
+        zero = known[stated_scale.zero] if stated_scale.zero else None
+        quantization = Quantization(
+            element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first
+        )
+        source = next((s for s in sources if s.quantization == quantization), None)
+        if source is None:
+            data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
+            scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits)
+            zero_plane = Plane(f"{name}_zero", "zero", block.m, block.k, zero.bits) if zero else None
+            source = Source(name, quantization, data_plane, scale_plane, zero_plane)
+            sources.append(source)
+        source_of.append((name, source.name))
+        for plane in source.planes:
+            kind = plane.kind
+            buffer = orientation.data if kind == "data" else orientation.scale  # zero points lie as scales do
+            terms = parse_layout(buffer.layout)
+            pads = buffer.pad or (1,) * len(terms)
+            dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
+            buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first))
+    gemm = spec.gemm.scale if spec.gemm else None
+    return Layout(
+        name=spec.name,
+        summary=spec.summary,
+        multiple_m=spec.shape.m,
+        multiple_k=spec.shape.k,
+        sources=tuple(sources),
+        source_of=tuple(source_of),
+        buffers=tuple(buffers),
+        tensor_amax=spec.tensor is not None,
+        history=spec.scale.history.length if spec.scale.history else 0,
+        pick=spec.scale.history.pick if spec.scale.history else "",
+        swizzle=parse_swizzle(gemm.swizzle, dict(gemm.sizes)) if gemm else None,
+    )
+
+
+def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
+    """True for buffers that a GEMM wants swizzled: scales, and zero points, which lie as the scales do."""
+    return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
+
+
+def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
+    """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
+    sizes = dict(swizzle.sizes)
+    first, second = swizzle.groups
+    steps: tuple[Step, ...] = (
+        Split(0, tuple(sizes[name] for name in first[1:])),
+        Split(len(first), tuple(sizes[name] for name in second[1:])),
+        Permute(tuple((*first, *second).index(name) for name in swizzle.order)),
+    )
+    return Chain(shape, steps, bits)
+
+
+__all__ = [
+    "Block",
+    "Buffer",
+    "Chain",
+    "Dim",
+    "Layout",
+    "Pad",
+    "Permute",
+    "Plane",
+    "Quantization",
+    "Repeat",
+    "Source",
+    "Split",
+    "cdiv",
+    "codes_per_group",
+    "is_swizzled",
+    "resolve",
+    "swizzle_chain",
+    "up",
+]

@@ -1,0 +1,288 @@
+"""What follows from a layout: where cuts cost nothing, gather plan for each pass, derivations, dispatch rules.
+
+Pure functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from math import lcm
+from typing import Literal
+
+from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
+from layoutc.spec.formats import Format
+
+PassName = Literal["forward", "backward", "both"]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What one pass gathers: the planes that travel, in slot order, and the orientations that they serve.
+
+    A plane that all shards hold alike (its values cover all rows) does not travel.
+    """
+
+    name: PassName
+    planes: tuple[Plane, ...]
+    serves: tuple[str, ...]
+
+    @property
+    def bytes_per_element(self) -> Fraction:
+        """Bytes on the wire for each element of a large weight."""
+        return sum((_density(plane) for plane in self.planes), Fraction(0))
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """Whether an orientation's buffers follow without loss from another's planes, and why."""
+
+    orientation: str
+    source: str
+    lossless: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DispatchRule:
+    """Operators that are exact on stored bytes, and when."""
+
+    operators: str
+    condition: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that emit prints for a recipe."""
+
+    layout: Layout
+    layout_id: str
+    shard_rows: int
+    shard_reason: str
+    column_multiple: int
+    forward: Gather
+    backward: Gather
+    both: Gather
+    derivations: tuple[Derivation, ...]
+    dispatch: tuple[DispatchRule, ...]
+
+    @property
+    def sharded(self) -> tuple[Plane, ...]:
+        """Planes whose rows are cut with the weight's."""
+        return tuple(plane for plane in self.layout.planes if plane.per_m is not None)
+
+    @property
+    def shared(self) -> tuple[Plane, ...]:
+        """Planes that every shard holds whole, and alike."""
+        return tuple(plane for plane in self.layout.planes if plane.per_m is None)
+
+    @property
+    def shares_amax(self) -> bool:
+        """True when a scale depends on rows of other shards, so that shards must agree on an amax."""
+        return bool(self.shared)
+
+    @property
+    def amax_columns(self) -> int | None:
+        """The shared amax has one value for each block of this many columns; None: one for the whole weight."""
+        per_k = {source.scale.per_k for source in self.layout.sources if source.scale.per_m is None}
+        return next(iter(per_k), None)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share values of some plane: at multiples of it, rows have values that are theirs alone."""
+        return block_rows(self.layout)
+
+    @property
+    def extremes(self) -> bool:
+        """True when a block's scales follow from the least and the greatest value of each of its columns.
+
+        Rules that weigh the errors of several candidates want every value, and so do rows that share some scales of a
+        block and not others.
+        """
+        shared = {plane.per_m or 1 for plane in self.layout.planes} - {1}
+        tries = any(source.quantization.definition.candidates for source in self.layout.sources)
+        return not tries and len(shared) <= 1
+
+    @property
+    def passes_differ(self) -> bool:
+        """True when backward gathers other planes than forward."""
+        return self.forward.planes != self.backward.planes
+
+    @property
+    def slots_differ(self) -> bool:
+        """True when the passes' planes differ in bytes for some shape, so that a slot must hold the larger."""
+        pairs = zip(self.forward.planes, self.backward.planes, strict=False)
+        return len(self.forward.planes) != len(self.backward.planes) or any(
+            _density(a) != _density(b) or not (self._whole(a) and self._whole(b)) for a, b in pairs if a != b
+        )
+
+    def _whole(self, plane: Plane) -> bool:
+        """True when accepted shapes always cut into whole values of the plane."""
+        layout = self.layout
+        return layout.multiple_m % (plane.per_m or 1) == 0 and layout.multiple_k % (plane.per_k or 1) == 0
+
+
+def derive(layout: Layout) -> Plan:
+    """A layout -> its plan. Raises nothing: every layout has a plan."""
+    shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
+    columns = lcm(*(plane.column_multiple for source in layout.sources for plane in source.planes))
+    forward = _gather(layout, "forward", ("rowwise",))
+    serves = ("columnwise",) if "columnwise" in layout.orientations else ("rowwise",)
+    backward = _gather(layout, "backward", serves)
+    return Plan(
+        layout=layout,
+        layout_id=layout_id(layout),
+        shard_rows=shard_rows,
+        shard_reason=_shard_reason(layout, shard_rows),
+        column_multiple=columns,
+        forward=forward,
+        backward=backward,
+        both=_gather(layout, "both", layout.orientations),
+        derivations=tuple(_derivation(layout, orientation) for orientation in layout.orientations),
+        dispatch=_dispatch(block_rows(layout), columns),
+    )
+
+
+def block_rows(layout: Layout) -> int:
+    """The least common multiple of the rows that values of the planes cover; 1 where no two rows share a value."""
+    return lcm(*(plane.per_m or 1 for plane in layout.planes))
+
+
+def _gather(layout: Layout, name: PassName, wanted: tuple[str, ...]) -> Gather:
+    """The fewest planes that serve the wanted orientations, each once."""
+    planes: list[Plane] = []
+    for orientation in wanted:
+        source = layout.source(orientation)
+        planes += [p for p in source.planes if p.per_m is not None and p not in planes]
+    held = {source.name for source in layout.sources if source.data in planes}
+    serves = tuple(orientation for orientation, source_name in layout.source_of if source_name in held)
+    return Gather(name, tuple(planes), serves)
+
+
+def _density(plane: Plane) -> Fraction:
+    """Bytes for each element of a large weight."""
+    if plane.per_m is None or plane.per_k is None:
+        return Fraction(0)
+    return Fraction(plane.bits, 8 * plane.per_m * plane.per_k)
+
+
+def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
+    """What a cut between rows must be a multiple of, and why: rows that share a scale, rows that share a byte."""
+    found = [(s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources]
+    for buffer in layout.buffers:
+        codes = codes_per_group(buffer.plane.bits)
+        if buffer.kind == "data" and buffer.axes[-1] == "m" and codes > 1:
+            found.append((codes, f"{codes} rows share bytes of {buffer.name}, which is packed along m"))
+    return found
+
+
+def _shard_reason(layout: Layout, shard_rows: int) -> str:
+    if shard_rows == 1:
+        return "no scale covers more than one row of a shard, and rows are whole bytes"
+    multiples = [item for item in _row_multiples(layout) if item[0] > 1]
+    largest = max(multiples, key=lambda item: item[0])
+    if largest[0] == shard_rows:
+        return largest[1]
+    return "; ".join(dict.fromkeys(reason for _, reason in multiples))
+
+
+def _derivation(layout: Layout, orientation: str) -> Derivation:
+    source = layout.source(orientation)
+    if source.name == orientation:
+        reason = "quantized for itself"
+        other = next((s for s in layout.sources if s.name != orientation), None)
+        if other is not None:
+            reason = f"has its own codes: {_difference(source, other)}"
+        return Derivation(orientation, source.name, True, reason)
+    chain = [_how(buffer) for buffer in layout.buffers if buffer.orientation == orientation]
+    return Derivation(orientation, source.name, True, f"same codes and scales as {source.name}; {'; '.join(chain)}")
+
+
+def _difference(a: Source, b: Source) -> str:
+    if a.quantization.block != b.quantization.block:
+        sizes = [f"{s.quantization.block.m or 'all'}x{s.quantization.block.k or 'all'} {s.name}" for s in (a, b)]
+        return f"blocks are {sizes[0]}, {sizes[1]}"
+    return f"{a.name} and {b.name} quantize differently"
+
+
+def _how(buffer: Buffer) -> str:
+    done = ["transposed"] if buffer.permutes else []
+    done += [
+        f"stored {times} times along {dim.axis}"
+        for times, dim in zip(buffer.repeats, buffer.dims, strict=True)
+        if times > 1
+    ]
+    if buffer.kind == "data" and codes_per_group(buffer.plane.bits) > 1:
+        done.append(f"packed along {buffer.axes[-1]}")
+    if buffer.pads:
+        done.append("padded")
+    return f"{buffer.kind} {', '.join(done) or 'as it is'}"
+
+
+def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
+    row_cut, joins = "cuts at any row", "pieces cut at any row"
+    if block > 1:
+        row_cut += f"; a piece that cuts a block of {block} rows takes no plain values"
+        joins = f"pieces cut at multiples of {block} rows"
+    column_cut = "any column" if columns == 1 else f"multiples of {columns} columns"
+    return (
+        DispatchRule("detach, alias, clone, to(device), pin_memory, record_stream, equal", "always"),
+        DispatchRule("view", "leading dims split, merged or flattened; the last dim kept, or all flattened"),
+        DispatchRule("t, transpose", "of a matrix"),
+        DispatchRule("split, chunk, slice, narrow, select on leading dims", row_cut),
+        DispatchRule("split, chunk, slice, narrow on the last dim", column_cut),
+        DispatchRule("cat on dim 0", joins),
+        DispatchRule("cat on the last dim", f"pieces that end at {column_cut}"),
+        DispatchRule("all-gather, broadcast, scatter, all-to-all of DTensors", "bytes, of shards cut at any row"),
+        DispatchRule("copy_", "from the same recipe, byte for byte; from a plain tensor, by quantizing"),
+    )
+
+
+def layout_id(layout: Layout) -> str:
+    """A short hash over everything that decides stored bytes or arithmetic, and nothing else.
+
+    Names of recipes and formats, summaries, accepted shapes and the GEMM swizzle (never stored) don't count.
+    """
+    facts = {
+        "sources": [
+            {
+                "quantization": _quantization_facts(source),
+                "rule": _program(source),
+                "planes": [[plane.kind, plane.per_m, plane.per_k, plane.bits] for plane in source.planes],
+            }
+            for source in layout.sources
+        ],
+        "buffers": [
+            [b.kind, b.orientation, b.plane.name, [asdict(d) for d in b.dims], b.low_first] for b in layout.buffers
+        ],
+        "tensor": [layout.tensor_amax, layout.history, layout.pick],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _program(source: Source) -> list[list[str]]:
+    quantization = source.quantization
+    return [list(step) for step in quantization.definition.program(dict(quantization.parameters))]
+
+
+def _quantization_facts(source: Source) -> dict[str, object]:
+    """What decides codes and scales, but for the rule's program. Defaults are left out, so that a language that grows
+    keeps the ids of what it could say before."""
+    quantization = source.quantization
+    defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
+    return {
+        "element": _bits(quantization.element),
+        "scale": _bits(quantization.scale),
+        **({"zero": _bits(quantization.zero)} if quantization.zero else {}),
+        "rounding": quantization.rounding,
+        "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
+        "block": [quantization.block.m, quantization.block.k],
+        "low_first": quantization.low_first,
+    }
+
+
+def _bits(fmt: Format) -> dict[str, object]:
+    """A format's numbers; its name and torch's dtype label the same bits."""
+    return {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.compare and getattr(fmt, f.name) != f.default}

@@ -1,0 +1,190 @@
+"""Two sets of recipes compared by layout id: which changed their bytes, and in what. Pure functions over plans.
+
+Both sides are resolved by this version of layoutc, so what is compared is what the specs say. Where the code that was
+generated then is at hand, its layout id counts: layoutc's own rules and formats may have changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal
+
+from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.layout.layout import Layout, Quantization
+from layoutc.plan.plan import Plan
+
+Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
+SHOWN = 6  # differences that a message lists
+
+# Facts that no stored byte and no operation depends on; the layout id leaves them out as well.
+_LABELS = frozenset({"name", "summary", "multiple_m", "multiple_k", "swizzle", "torch", "rule"})
+_ABSENT = "none"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact of a layout, then and now."""
+
+    fact: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one recipe. `now` is its name today, where it is another or `name` is gone."""
+
+    name: str
+    status: Status
+    before: str | None
+    after: str | None
+    now: str | None = None
+    differences: tuple[Difference, ...] = ()
+
+
+def compare(
+    before: Mapping[str, Plan], after: Mapping[str, Plan], recorded: Mapping[str, str] | None = None
+) -> list[Change]:
+    """What became of each recipe, sorted by name. `recorded`: layout ids in code that was generated before."""
+    ids = recorded or {}
+    changes = [_same_name(name, before[name], after[name], ids.get(name)) for name in before.keys() & after.keys()]
+    new = {name: after[name].layout_id for name in sorted(after.keys() - before.keys())}
+    for name in sorted(before.keys() - after.keys()):
+        old = ids.get(name, before[name].layout_id)
+        now = next((other for other, found in new.items() if found == old), None)
+        if now is None:
+            changes.append(Change(name, "removed", old, None))
+        else:
+            del new[now]
+            changes.append(Change(name, "renamed", old, old, now))
+    changes += [Change(name, "added", None, found) for name, found in new.items()]
+    return sorted(changes, key=lambda change: change.name)
+
+
+def findings(changes: list[Change], revision: str, paths: Mapping[str, str]) -> list[Diagnostic]:
+    """A finding for each recipe whose users must act. `paths` has the spec of each recipe, then or now."""
+    return [item for change in changes if (item := _finding(change, revision, paths))]
+
+
+def _finding(change: Change, revision: str, paths: Mapping[str, str]) -> Diagnostic | None:
+    path = paths[change.name]
+    if change.status == "changed":
+        listed = [f"{one.fact}: {one.before} -> {one.after}" for one in change.differences]
+        more = [f"and {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
+        return Diagnostic(
+            "LC601",
+            f"bytes of recipe `{change.name}` have changed since {revision}: {change.before} -> {change.after}",
+            path,
+            why="; ".join([*listed[:SHOWN], *more]) or None,
+            help="checkpoints hold the old bytes: keep the old recipe, and give the new layout another name",
+        )
+    if change.status == "removed":
+        message = f"recipe `{change.name}` of {revision} is gone, and so is its layout {change.before}"
+        return Diagnostic("LC602", message, path, help="bring the spec back, for checkpoints that were written with it")
+    if change.status == "renamed":
+        message = f"recipe `{change.name}` of {revision} is now `{change.now}`; its bytes are the same"
+        return Diagnostic("LC603", message, path, help=f"import `{change.now}` where `{change.name}` is imported")
+    return None
+
+
+def unreadable(path: str, revision: str, found: list[Diagnostic]) -> Diagnostic:
+    """The finding about a spec of `revision` in which `found` was found."""
+    first = found[0]
+    why = f"{first.code}: {first.message}" + (f"; {len(found) - 1} more" if len(found) > 1 else "")
+    message = f"the spec at {revision} is not one that this version of layoutc reads"
+    return Diagnostic("LC604", message, path, why=why, help="compare with a revision that it reads")
+
+
+def _same_name(name: str, old: Plan, new: Plan, recorded: str | None) -> Change:
+    before = recorded or old.layout_id
+    if before == new.layout_id:
+        return Change(name, "unchanged", before, new.layout_id)
+    found = differences(old.layout, new.layout)
+    if before != old.layout_id:
+        found = (Difference("layoutc's rules and formats", "as they were", "as they are"), *found)
+    return Change(name, "changed", before, new.layout_id, None, found)
+
+
+def recorded_id(code: str, spec: bytes) -> str | None:
+    """The layout id in a generated layout.py; None where that was generated from another spec than this."""
+    made_from = re.search(r'^    spec_sha256="([0-9a-f]{64})",$', code, re.MULTILINE)
+    written = re.search(r"^# Layout id ([0-9a-f]{12}):", code, re.MULTILINE)
+    same = made_from is not None and made_from.group(1) == hashlib.sha256(spec).hexdigest()
+    return written.group(1) if written is not None and same else None
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+def differences(old: Layout, new: Layout) -> tuple[Difference, ...]:
+    """The facts in which two layouts differ, in the order of the newer one."""
+    before, after = facts(old), facts(new)
+    found = []
+    gone: set[str] = set()
+    for fact in dict.fromkeys((*after, *before)):
+        then, now = before.get(fact), after.get(fact)
+        if then == now:
+            continue
+        if then is None or now is None:  # a source, buffer or dim that is on one side: say so once
+            part = _missing_part(fact, after if then is None else before, before if then is None else after)
+            if part not in gone:
+                gone.add(part)
+                whole = part != fact
+                value = then or now or ""
+                present = "present" if whole else value
+                found.append(Difference(part, *((_ABSENT, present) if then is None else (present, _ABSENT))))
+            continue
+        found.append(Difference(fact, then, now))
+    return tuple(found)
+
+
+def _missing_part(fact: str, has: Mapping[str, str], lacks: Mapping[str, str]) -> str:
+    """The largest part around a fact of which the other side has nothing at all."""
+    words = fact.split(".")
+    for length in range(1, len(words)):
+        part = ".".join(words[:length])
+        if not any(other == part or other.startswith(f"{part}.") for other in lacks):
+            return part
+    return fact
+
+
+def facts(layout: Layout) -> dict[str, str]:
+    """Everything that decides stored bytes or arithmetic, by dotted name: `columnwise_scale.dims.0.axis`."""
+    found: dict[str, str] = {}
+    for source in layout.sources:
+        found |= _flat(source.name, source.quantization)
+        found |= {f"{source.name}.{key}": text for key, text in _program(source.quantization)}
+        for field in fields(source):
+            if field.name not in (*_LABELS, "quantization"):
+                found |= _flat(f"{source.name}.{field.name}", getattr(source, field.name))
+    for buffer in layout.buffers:
+        found |= _flat(buffer.name, [buffer.dims, buffer.low_first], ("dims", "low_first"))
+        found[f"{buffer.name}.made_of"] = buffer.plane.name
+    for orientation, name in layout.source_of:
+        found[f"{orientation}.source"] = name
+    rest = (field.name for field in fields(layout) if field.name not in (*_LABELS, "sources", "source_of", "buffers"))
+    for name in rest:
+        found |= _flat(name, getattr(layout, name))
+    return found
+
+
+def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
+    """The scale rule's operations, which its name only labels."""
+    *steps, (_, decode) = quantization.definition.program(dict(quantization.parameters))
+    for number, (name, expression) in enumerate(steps):
+        yield f"rule.{number}", f"{name} = {expression}"
+    yield "rule.decode", decode
+
+
+def _flat(name: str, value: object, keys: tuple[str, ...] = ()) -> dict[str, str]:
+    """Nested values as {dotted name: text}; names and torch dtypes only label the same bytes."""
+    parts: list[tuple[str, object]]
+    if is_dataclass(value):
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value) if field.name not in _LABELS]
+    elif isinstance(value, list | tuple):
+        pairs = bool(value) and all(isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str) for v in value)
+        parts = list(value) if pairs else list(zip(keys or map(str, range(len(value))), value, strict=True))
+    else:
+        return {name: _ABSENT if value is None else str(value)}
+    return {key: text for part, inner in parts for key, text in _flat(f"{name}.{part}", inner).items()}

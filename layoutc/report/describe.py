@@ -1,0 +1,343 @@
+"""What a plan means for a weight of given size, as plain values: shapes, bytes, cuts, gathers, derivations.
+
+Pure functions; how it is printed is decided elsewhere (show.py). Every figure follows from the plan, none is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from fractions import Fraction
+from itertools import zip_longest
+from math import ceil, lcm, prod
+
+from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.emit.kernel_view import gap
+from layoutc.ints.nearest import (
+    aligned,
+    cuts_inside,
+    nearest_multiple,
+    nearest_rows,
+    nearest_worlds,
+    ranks_cutting,
+    sent_blocks,
+)
+from layoutc.ints.sizes import cdiv, up
+from layoutc.layout.chain import Shape
+from layoutc.layout.layout import Buffer, Layout, Plane, codes_per_group
+from layoutc.plan.plan import Gather, Plan
+
+HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
+EXCHANGED = 4  # bytes of an fp32 value, as ranks tell one another of blocks that are cut
+USUAL = 4096  # rows and columns of the weight that is shown when none is asked for
+
+
+@dataclass(frozen=True)
+class PlaneFacts:
+    """A stored plane of one weight. `covers`: rows and columns that one value serves, None for all of them."""
+
+    name: str
+    kind: str
+    dtype: str
+    bits: int
+    shape: Shape
+    nbytes: int
+    covers: tuple[int | None, int | None]
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class BufferFacts:
+    """A buffer that a GEMM reads. `made_by`: the steps from its plane; `carries_m`: the dim that follows the rows."""
+
+    name: str
+    orientation: str
+    kind: str
+    dtype: str
+    bits: int
+    shape: Shape
+    nbytes: int
+    padding_bytes: int
+    carries_m: int | None
+    plane: str
+    made_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """What one pass gathers. The ratio is to gathering the same weight in bf16.
+
+    `filling` bytes of a rank's hold nothing: FSDP2 sizes a slot once, for the larger of the passes that use it.
+    `doubled` bytes are those beyond its rows' share: of a block that is cut, several ranks send the scales.
+    """
+
+    name: str
+    planes: tuple[str, ...]
+    bytes_per_rank: int
+    filling: int
+    doubled: int
+    bytes_per_element: Fraction
+    ratio_to_bf16: Fraction
+    large_weight: Fraction
+    serves: tuple[str, ...]
+    derived: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutBlocks:
+    """Cuts that fall inside blocks of `rows` rows: how many, on how many ranks, and what they cost in a step.
+
+    In an optimizer step each rank contributes `exchange_bytes_per_rank` to one all-gather: of the first and of the last
+    block that it has rows of, each column's least and greatest value ("extremes"), or all "values", in fp32.
+    """
+
+    rows: int
+    cuts: int
+    ranks: int
+    exchanged: str
+    exchange_bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Where cuts cost nothing, where FSDP2 cuts the rows, and what that costs.
+
+    `free_rows` and `free_worlds`: where this one's cuts cost something, the nearest numbers of rows over as many ranks,
+    and the nearest world sizes for as many rows, whose cuts cost nothing. `shards_have_buffers`: by themselves.
+    """
+
+    rows: int
+    reason: str
+    columns: int
+    world: int
+    rows_per_rank: int
+    ranks_with_rows: int
+    cut_blocks: CutBlocks | None
+    shards_have_buffers: bool
+    free_rows: tuple[int, ...]
+    free_worlds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Where the values of an orientation come from."""
+
+    orientation: str
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class View:
+    """Operators that are exact on stored bytes, and when."""
+
+    operators: str
+    condition: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
+
+    `no_kernels`: why the recipe has none, and the reference serves it on every device.
+    """
+
+    name: str
+    summary: str
+    layout_id: str
+    m: int
+    k: int
+    accepts: tuple[int, int]
+    no_kernels: str | None
+    planes: tuple[PlaneFacts, ...]
+    buffers: tuple[BufferFacts, ...]
+    swizzle: str | None
+    alignment: Alignment
+    passes: tuple[PassFacts, ...]
+    derivations: tuple[Derived, ...]
+    views: tuple[View, ...]
+
+
+def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
+    """Why a weight of (m, k) can't be held, with the nearest sizes that can."""
+    layout = plan.layout
+    found = []
+    for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
+        if size % multiple:
+            near = _either(nearest_multiple(size, multiple))
+            what = {"m": "rows", "k": "columns"}[axis]
+            message = f"{layout.name} takes {what} in multiples of {multiple}, not {size}"
+            found.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
+    return found
+
+
+def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
+    """A weight of about 4096 x 4096 that the recipe takes, in equal shards of whole blocks."""
+    layout = plan.layout
+    rows = lcm(layout.multiple_m, plan.shard_rows * world)
+    return up(USUAL, rows), up(USUAL, lcm(layout.multiple_k, plan.column_multiple))
+
+
+def describe(plan: Plan, m: int, k: int, world: int) -> Description:
+    """The facts of a weight of (m, k) that `problems` finds nothing wrong with."""
+    layout = plan.layout
+    return Description(
+        name=layout.name,
+        summary=layout.summary,
+        layout_id=plan.layout_id,
+        m=m,
+        k=k,
+        accepts=(layout.multiple_m, layout.multiple_k),
+        no_kernels=gap(plan),
+        planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
+        buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
+        swizzle=_swizzle(layout),
+        alignment=_alignment(plan, m, k, world),
+        passes=tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both)),
+        derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
+        views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
+    )
+
+
+def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
+    per_rank, accepted = cdiv(m, world), plan.layout.multiple_m
+    free = aligned(m, world, plan.shard_rows)
+    return Alignment(
+        rows=plan.shard_rows,
+        reason=plan.shard_reason,
+        columns=plan.column_multiple,
+        world=world,
+        rows_per_rank=per_rank,
+        ranks_with_rows=cdiv(m, per_rank),
+        cut_blocks=_cut_blocks(plan, m, k, world),
+        shards_have_buffers=aligned(m, world, lcm(plan.shard_rows, accepted)),
+        free_rows=() if free else nearest_rows(m, world, plan.shard_rows, accepted),
+        free_worlds=() if free else nearest_worlds(m, world, plan.shard_rows),
+    )
+
+
+def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
+    block = plan.block_rows
+    if aligned(m, world, block):
+        return None
+    values = 2 if plan.extremes else block  # of each column of a block
+    return CutBlocks(
+        rows=block,
+        cuts=cuts_inside(m, world, block),
+        ranks=ranks_cutting(m, world, block),
+        exchanged="extremes" if plan.extremes else "values",
+        exchange_bytes_per_rank=2 * values * k * EXCHANGED,
+    )
+
+
+def as_data(value: object) -> object:
+    """A description as JSON has it: mappings, lists, numbers, words."""
+    if is_dataclass(value):
+        return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [as_data(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_data(item) for key, item in value.items()}
+    return float(value) if isinstance(value, Fraction) else value
+
+
+def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
+    shape, covers = plane.shape(m, k), (plane.per_m, plane.per_k)
+    if layout.history and not any(plane in source.planes for source in layout.sources):
+        shape = (layout.history,)  # of the weight's amax, not of a source: one for each step that is remembered
+    nbytes = prod(shape) * (4 if plane.bits == 32 else 1)
+    return PlaneFacts(
+        plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded=plane.per_m is not None
+    )
+
+
+def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
+    chain = buffer.chain(m, k)
+    return BufferFacts(
+        name=buffer.name,
+        orientation=buffer.orientation,
+        kind=buffer.kind,
+        dtype=buffer.dtype,
+        bits=buffer.plane.bits,
+        shape=buffer.shape(m, k),
+        nbytes=chain.nbytes,
+        padding_bytes=padding_bytes(buffer, m, k),
+        carries_m=buffer.m_dim,
+        plane=buffer.plane.name,
+        made_by=made_by(buffer),
+    )
+
+
+def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
+    """Planes that no orientation lays out: a GEMM reads them as they are."""
+    laid_out = {buffer.plane for buffer in layout.buffers}
+    for plane in layout.planes:
+        if plane not in laid_out:
+            at = _plane(layout, plane, m, k)
+            yield BufferFacts(at.name, "", at.kind, at.dtype, at.bits, at.shape, at.nbytes, 0, None, at.name, ())
+
+
+def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
+    """Bytes of a buffer that hold no value: those of its padded size, less those of the size that the weight fills."""
+    filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
+    return buffer.chain(m, k).nbytes - filled * buffer.plane.bits // 8
+
+
+def made_by(buffer: Buffer) -> tuple[str, ...]:
+    """The steps from a plane to a buffer, in words; none where the buffer is the plane."""
+    words = ["transposed"] if buffer.permutes else []
+    for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
+        if times > 1:
+            words.append(f"each value {times} times along {dim.axis}")
+    if codes_per_group(buffer.plane.bits) > 1 and buffer.permutes:
+        words.append(f"packed along {buffer.axes[-1]}")
+    if buffer.pads:
+        words.append(f"zeros up to multiples of {' x '.join(str(dim.multiple) for dim in buffer.dims)}")
+    return tuple(words)
+
+
+def _swizzle(layout: Layout) -> str | None:
+    """The pattern with its sizes, as a spec writes it."""
+    if layout.swizzle is None:
+        return None
+    left = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in layout.swizzle.groups)
+    sizes = ", ".join(f"{name} = {size}" for name, size in layout.swizzle.sizes)
+    return f"{left} -> {' '.join(layout.swizzle.order)}" + (f" with {sizes}" if sizes else "")
+
+
+def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
+    layout = plan.layout
+    slots = {one.name: [_sent(plane, m, k, world) for plane in one.planes] for one in (plan.forward, plan.backward)}
+    held = sum(_sent(plane, m, k, world) for plane in gather.planes)
+    cut = not aligned(m, world, plan.block_rows)
+    shared = gather.name in slots and (plan.slots_differ or (plan.passes_differ and cut))
+    per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else held
+    share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
+    per_element = Fraction(per_rank * world, m * k)
+    derived = [
+        f"{buffer.name}: {', '.join(made_by(buffer))}"
+        for buffer in layout.buffers
+        if buffer.orientation in gather.serves and made_by(buffer)
+    ]
+    return PassFacts(
+        name=gather.name,
+        planes=tuple(plane.name for plane in gather.planes),
+        bytes_per_rank=per_rank,
+        filling=per_rank - held,
+        doubled=ceil(held - share) if cut else 0,
+        bytes_per_element=per_element,
+        ratio_to_bf16=per_element / HIGH_PRECISION,
+        large_weight=gather.bytes_per_element,
+        serves=gather.serves,
+        derived=tuple(derived),
+    )
+
+
+def _sent(plane: Plane, m: int, k: int, world: int) -> int:
+    """The bytes of a plane that a rank sends."""
+    rows = plane.per_m or 1
+    return plane.nbytes(sent_blocks(m, world, rows) * rows, k)
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(str(number) for number in numbers) or "no size near it"

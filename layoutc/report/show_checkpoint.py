@@ -1,0 +1,93 @@
+"""What `layoutc show --checkpoint` prints: the facts of a folder as tables. Pure functions to text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layoutc.report.tables import Table
+
+if TYPE_CHECKING:
+    from layoutc.checkpoint.common.entries import EntryFacts
+    from layoutc.checkpoint.inspection import CheckpointFacts, TotalFacts
+
+
+def tables(facts: CheckpointFacts) -> list[Table]:
+    """The folder, its entries as stored, layouts that no installed recipe has, totals."""
+    return [_head(facts), _entries(facts), *_strange(facts), _totals(facts)]
+
+
+def _head(facts: CheckpointFacts) -> Table:
+    rows = (
+        ("form", facts.form),
+        ("headers", "of every piece" if facts.thorough else "of one piece of each tensor"),
+        ("on disk", f"{facts.bytes_on_disk:,} bytes in {facts.files} file{'s' if facts.files > 1 else ''}"),
+        ("as bf16", f"{facts.bf16_bytes:,} bytes{_share(facts)}"),
+    )
+    return Table(facts.folder, (), rows)
+
+
+def _share(facts: CheckpointFacts) -> str:
+    return f"; the folder has {facts.bytes_on_disk / facts.bf16_bytes:.2%} of that" if facts.bf16_bytes else ""
+
+
+def _entries(facts: CheckpointFacts) -> Table:
+    rows = tuple(
+        (
+            shown(entry.name),
+            "x".join(map(str, entry.shape)) or "scalar" if entry.shape is not None else "",
+            shown(entry.kind),
+            ", ".join(shown(layout.layout_id) for layout in entry.layouts),
+            ", ".join(str(layout.language) for layout in entry.layouts),
+            ", ".join("yes" if layout.installed else "no" for layout in entry.layouts),
+            str(entry.pieces),
+            f"{entry.stored_bytes:,}",
+            _per_element(entry.bytes_per_element),
+            ", ".join(entry.orientations),
+        )
+        for entry in facts.entries
+    )
+    heads = ("entry", "shape", "stored as", "layout id", "language", "installed", "pieces", "bytes", "B/element")
+    return Table("Entries, as stored", (*heads, "orientations"), rows, frozenset({6, 7, 8}))
+
+
+def _strange(facts: CheckpointFacts) -> list[Table]:
+    """What differs between stored layouts and installed recipes; entries whose pieces are stored in several ways."""
+    unknown = {one.layout_id: one for entry in facts.entries for one in entry.layouts if not one.installed}
+    found = []
+    if unknown:
+        rows = tuple((shown(one.recipe), shown(one.layout_id), shown(one.difference or "")) for one in unknown.values())
+        found.append(Table("Layouts that no installed recipe has", ("recipe", "layout id", "because"), rows))
+    mixed = [entry for entry in facts.entries if len(entry.layouts) + (entry.plain > 0) > 1]
+    if mixed:
+        ways = tuple((shown(entry.name), shown(_ways(entry))) for entry in mixed)
+        found.append(Table("Tensors whose pieces are stored in several ways", ("entry", "pieces"), ways))
+    return found
+
+
+def _ways(entry: EntryFacts) -> str:
+    ways = [f"{one.pieces} in {one.recipe} {one.layout_id}" for one in entry.layouts]
+    return ", ".join([*ways, *([f"{entry.plain} plain"] if entry.plain else [])])
+
+
+def _totals(facts: CheckpointFacts) -> Table:
+    rows = [_total(one) for one in facts.totals]
+    held = sum(one.stored_bytes for one in facts.totals)
+    elements = sum(one.elements for one in facts.totals)
+    per_element = _per_element(held / elements if elements else None)
+    everything = ("all", f"{len(facts.entries):,}", f"{elements:,}", f"{held:,}", per_element, f"{facts.bf16_bytes:,}")
+    heads = ("stored as", "entries", "elements", "bytes", "B/element", "as bf16")
+    return Table("Totals", heads, (*rows, everything), frozenset({1, 2, 3, 4, 5}))
+
+
+def _total(one: TotalFacts) -> tuple[str, ...]:
+    numbers = (f"{one.entries:,}", f"{one.elements:,}", f"{one.stored_bytes:,}")
+    return (shown(one.kind), *numbers, _per_element(one.bytes_per_element), f"{one.bf16_bytes:,}")
+
+
+def _per_element(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def shown(text: str) -> str:
+    """A text of a file as a terminal may have it: what is no letter or sign is spelled out."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

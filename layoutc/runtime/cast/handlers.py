@@ -1,0 +1,230 @@
+"""Dispatch of CastOnGather, the same for every recipe. A handler takes (func, args, kwargs).
+
+CastOnGather says which operators see the values, and which the quantized weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from layoutc.runtime import callers
+from layoutc.runtime.cast.shared_amax import Agreed
+from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
+from layoutc.runtime.dispatch import handlers as dispatch
+from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.sharding import registry
+
+aten = torch.ops.aten
+
+
+def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
+    return args[0]._alias()  # type: ignore[no-any-return]
+
+
+def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
+    """An alias that is no part of a model, unless it is to be a parameter, or stands for one while it is traced."""
+    alias: CastOnGather = args[0]._alias()
+    alias._detached = alias._detached or not callers.keeps_the_weight()
+    return alias
+
+
+def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGather]:
+    """A view of the values; it keeps how it was made, which a use in a model repeats on the quantized weight."""
+    tensor, *rest = args
+    shown = func(tensor._plain, *rest, **kwargs)
+    if isinstance(shown, Tensor):
+        return tensor._alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
+    return [tensor._alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+
+
+def _turn(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
+    """t, transpose, permute."""
+    tensor, *rest = args
+    shown, rank = func(tensor._plain, *rest), tensor.dim()
+    order = list(range(rank))
+    if func is aten.permute.default:
+        order = [dim % rank for dim in rest[0]]
+    elif rank > 1:
+        first, second = (dim % rank for dim in rest or (0, 1))
+        order[first], order[second] = order[second], order[first]
+    turned = rank > 1 and order[-2:] == [rank - 1, rank - 2]
+    return tensor._alias(View(func, tuple(rest)), shown, turned=turned)  # type: ignore[no-any-return]
+
+
+def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_zeros, new_empty, empty_like: of the class; of another dtype, a plain tensor.
+
+    FSDP2 makes the tensor that holds a shard by new_zeros, and again, for short shards alone, when it is first used and
+    when something is loaded. What shards have agreed on goes along, or ranks would not agree any more.
+    """
+    tensor = args[0]
+    made: Tensor = func(tensor._plain, *args[1:], **kwargs)
+    if made.dtype != tensor.dtype:
+        return made
+    new: CastOnGather = tensor._fresh(made)
+    if func is not aten.empty_like.default:
+        new._agreed = tensor._agreed
+    return new
+
+
+def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """clone, _to_copy, _pin_memory: of the class, in any floating dtype; of another dtype, a plain tensor."""
+    tensor: CastOnGather = args[0]
+    made: Tensor = func(tensor._plain, *args[1:], **kwargs)
+    if not made.is_floating_point():
+        return made
+    moved = tensor._fresh(made)
+    if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
+        moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
+    if registry.remember_copy(moved, tensor):
+        moved._agreed = tensor._agreed
+        moved._source = tensor if tensor._source is None else tensor._source
+    return moved
+
+
+def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear: with the quantized values of the axis that is contracted."""
+    first = 1 if func in dispatch.WITH_BIAS else 0
+    operands = []
+    for position, operand in enumerate(args):
+        if isinstance(operand, CastOnGather):
+            is_left = position == first or func is aten.linear.default
+            wanted = "rowwise" if is_left != operand._transposed else "columnwise"
+            held = operand.LAYOUT.orientations
+            operand = operand.quantize((wanted,) if wanted in held else held[:1])
+        operands.append(operand)
+    handler = dispatch.linear if func is aten.linear.default else dispatch.product
+    return handler(func, tuple(operands), kwargs)
+
+
+def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Operators without a handler: on the values or, where they are a use of the weight in a model, quantized."""
+    if func._can_decompose():
+        taken_apart = func.decompose(*args, **kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
+    targets = _written(func, args, kwargs)
+    everything = bool(targets) or _reads_values(func, args, kwargs)
+    in_formula = torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model()
+
+    def seen(value: Any) -> Any:
+        if not isinstance(value, CastOnGather):
+            return value
+        return value._plain if everything or (value.is_detached and not in_formula) else value.quantize()
+
+    result = func(*tree_map(seen, args), **tree_map(seen, kwargs))
+    if not (func is aten.copy_.default and _moves(*args[:2])):
+        for agreed in {id(target._agreed): target._agreed for target in targets}.values():
+            agreed.writes += 1
+    back = {id(target._plain): target for target in targets}
+    return tree_map(lambda value: back.get(id(value), value), result)
+
+
+def _moves(target: Any, source: Any) -> bool:
+    """True where values are copied into a tensor that was made to hold them, as FSDP2 does with shards."""
+    known = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
+    return known and target._agreed is source._agreed and target._planes is not source._planes
+
+
+def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
+    """The tensors that an operator writes."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, CastOnGather)]
+
+
+def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """True for an operator that is no use of a weight in a model, whichever alias of it is given."""
+    if func in _COPIES or "c10d" in func.namespace:
+        return True
+    casts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, CastOnGather)]
+    if all(registry.find(tensor) is not None for tensor in casts):  # a model has what is gathered, never the shard
+        return True
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model():
+        return False
+    name = func._schema.name.removeprefix("aten::")
+    if name == "cat":
+        return all(tensor.dim() == 1 for tensor in casts)
+    return torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_")) or name in _REDUCTIONS
+
+
+_COPIES = (
+    aten.copy_.default,
+    aten.view.dtype,
+    aten.equal.default,
+    aten.is_pinned.default,
+    aten.record_stream.default,
+    aten._local_scalar_dense.default,
+)
+_REDUCTIONS = (
+    *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),
+    *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),
+)
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _alias,
+    aten.detach.default: _detach,
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten._reshape_alias.default,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.as_strided.default,
+            aten.expand.default,
+            aten.slice.Tensor,
+            aten.select.int,
+            aten.unbind.int,
+            aten.split_with_sizes.default,
+        ),
+        _view,
+    ),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _turn),
+    aten.split.Tensor: _view,
+    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default), _new),
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten._pin_memory.default), _copied),
+    **dict.fromkeys(
+        (
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.rand_like.default,
+            aten.randn_like.default,
+        ),
+        dispatch.like_plain,
+    ),
+    **dict.fromkeys(
+        (
+            aten.linear.default,
+            aten.matmul.default,
+            aten.mm.default,
+            aten.bmm.default,
+            aten.mv.default,
+            aten.addmm.default,
+            aten.baddbmm.default,
+            aten.addmv.default,
+        ),
+        _product,
+    ),
+    None: other,
+}
+
+
+def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
+    """Decorator for generated classes: with the recipe's facts, and known to torch.load(weights_only=True)."""
+    cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
+    torch.serialization.add_safe_globals([cls, rebuild_cast, (rebuild_cast, "layoutc.runtime.casting.rebuild")])
+    return cls

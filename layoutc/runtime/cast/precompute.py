@@ -1,0 +1,42 @@
+"""The amaxes of all weights that are cast on gather, found at once, so that no gather waits for its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layoutc.runtime.cast.tensor import CastOnGather, find_cast
+from layoutc.runtime.quantize.amax import reduce_max
+from layoutc.runtime.quantize.batches import shared_amaxes
+from layoutc.runtime.sharding import shards
+
+
+@torch.no_grad()
+def precompute_amaxes(model: nn.Module) -> None:
+    """Finds the amaxes of all weights of `model` that are cast on gather: one all-reduce for each process group.
+
+    Call it on all ranks after optimizer.step(): gathers reduce nothing until a weight is written again. Without it each
+    gather of a weight whose shards share an amax reduces its own; bytes are the same. Weights of other recipes take no
+    part. Whoever writes some shards of a weight and not the others, below its DTensor, calls it again on all ranks.
+    """
+    batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    for param in model.parameters():
+        tensor = find_cast(param)
+        if tensor is not None and tensor.LAYOUT.shares_amax and not tensor.is_meta:
+            found, _ = shards.amax_groups(tensor)
+            key = tuple(id(group) for group in found)
+            groups[key] = found
+            batches[key, tensor.device.type].append(tensor)
+    for (key, _), tensors in batches.items():
+        amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, tensor.as_matrix()) for tensor in tensors])
+        news = [tensor._agreed.is_new(tensor, amaxes) for tensor in tensors]
+        amaxes = reduce_max(torch.cat([amaxes, *news]), groups[key])
+        *pieces, all_new = torch.split(amaxes, [*map(prod, shapes), len(tensors)])
+        for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.unsqueeze(1), strict=True):
+            tensor._agreed.advance(tensor, piece.view(shape), new)
+            tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

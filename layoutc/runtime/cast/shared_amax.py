@@ -1,0 +1,112 @@
+"""The amax that shards of a weight in high precision share: reduced at each gather, unless it was found ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.quantize.amax import reduce_max, with_history
+from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.weight import operators
+
+if TYPE_CHECKING:
+    from layoutc.runtime.cast.tensor import CastOnGather
+
+
+@dataclass
+class Agreed:
+    """What a weight's shards have agreed on: alike on all ranks, whatever FSDP2 does to the tensors of a short shard.
+
+    One object for a weight, its views, and the tensors that FSDP2 makes to hold shards of it.
+    """
+
+    writes: int = 0  # how often values have changed
+    seen: tuple[int, int] | None = None  # the planes that were looked at last, and their version
+    amax: Tensor | None = None  # that decides the scale
+    plane: Tensor | None = None  # the `amax` plane: with a history, that of all values so far, latest first
+    of: int | None = None  # the writes at which its amax was taken in
+    ahead: int | None = None  # the writes at which it was found ahead of gathers, which then reduce nothing
+    owner: int | None = None  # the planes for which that was
+
+    def decide(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The amax that decides the scale of a shard, and the `amax` plane where the recipe stores one.
+
+        Collective over the shards that FSDP2 holds, unless `precompute_amaxes` came after the last write.
+        """
+        layout, cls = tensor.LAYOUT, tensor.QUANTIZED
+        if not layout.shares_amax:
+            return None, {}
+        # FSDP2 gathers outside of graphs, so a dispatch mode there (a counter of flops, a debugger) traces nothing.
+        if operators.traced(matrix) and registry.find(tensor) is None:
+            return self._traced(tensor, matrix)
+        if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
+            return self._held(tensor)
+        groups, _ = shards.amax_groups(tensor)
+        current = operators.shared_amax(cls, matrix)
+        if not layout.history:
+            return with_history(layout, reduce_max(current, groups), None)
+        found = reduce_max(torch.cat([current, self.is_new(tensor, current)]), groups)
+        self.advance(tensor, found[:1], found[1:])
+        return self._held(tensor)
+
+    def count(self, tensor: CastOnGather) -> int:
+        """How often values have been written: through the class, or to a plain tensor that shares their memory."""
+        planes = (tensor if tensor._source is None else tensor._source)._planes
+        now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
+        # Other planes are those of a shard that FSDP2 has moved, on some ranks alone: the values are the same.
+        if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
+            self.writes += 1
+        self.seen = now
+        return self.writes
+
+    def is_new(self, tensor: CastOnGather, like: Tensor) -> Tensor:
+        """(1,): 1 where the values have changed since their amax was taken in; the largest over all ranks counts."""
+        return like.new_full((1,), float(self.of != self.count(tensor)))
+
+    def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
+        """Takes in the amax of all shards. A history advances where `new`, of all shards, is 1."""
+        layout, (held, before) = tensor.LAYOUT, self._on(current.device)
+        amax, extra = with_history(layout, current, before)
+        plane = extra.get("amax")
+        if amax is not None and plane is not None and layout.history and before is not None:
+            # Decided on the device: to ask a card whether another rank has written would stall each gather.
+            amax, plane = torch.where(new > 0, amax, held), torch.where(new > 0, plane, before)
+        self.amax, self.plane, self.of = amax, plane, self.count(tensor)
+
+    def forget(self) -> None:
+        """For values that have nothing to do with those before."""
+        self.amax = self.plane = self.of = self.ahead = None
+
+    def _held(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
+        amax, plane = self._on(tensor.device)
+        return amax, {} if plane is None else {"amax": plane}
+
+    def _on(self, device: torch.device) -> Iterator[Any]:
+        """The two tensors: CPU offload takes the amax of what is on the card, and of what is not."""
+        return (None if one is None else one.to(device) for one in (self.amax, self.plane))
+
+    def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        if tensor.LAYOUT.history:
+            raise UnsupportedOperator(
+                f"{tensor._label()}: its scale follows a history of amaxes, which a traced graph would never advance; "
+                "shard it with fully_shard, whose gathers run outside of graphs, or leave its module uncompiled"
+            )
+        return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
+
+    def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool]:
+        """What a copy of all values takes along."""
+        writes = self.count(tensor)
+        return self.amax, self.plane, self.of == writes, self.ahead == writes
+
+    @classmethod
+    def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
+        """The inverse, for the copy."""
+        amax, plane, of, ahead = snapshot
+        agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
+        agreed.count(tensor)
+        return agreed

@@ -1,0 +1,313 @@
+"""CastOnGather: a weight that stays in high precision and is quantized each time it is gathered, or multiplied.
+
+To optimizers, initializers and checkpoints it is its values. To a model it is the quantized weight: FSDP2 gathers
+planes that are made of the values for this pass alone, and a product without FSDP2 reads the values of those planes
+too, so that one process computes what many do. A view of it means that view of the quantized weight. CastOnGather says
+which operators see what.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layoutc.ints.cuts import NO_HALO
+from layoutc.runtime.cast.shared_amax import Agreed
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.quantize.amax import as_matrix
+from layoutc.runtime.quantize.block_edges import extended
+from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.weight import flattening, memory_identity, operators
+from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode
+
+_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class View(NamedTuple):
+    """One operator that made a view, and its arguments after the tensor."""
+
+    func: Any
+    args: tuple[Any, ...]
+    place: int | None = None  # where the operator gives a list
+
+
+class CastOnGather(torch.Tensor):
+    """Plain values of a weight, of any shape that a view of it has; `QUANTIZED` says what they are quantized to.
+
+    What an operator sees of it:
+
+    - Products see the quantized weight, in the orientation that they contract: of the weight and of any alias or view.
+    - What writes, copies, converts or sends sees the values; so does everything that reads a shard that FSDP2 holds.
+    - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
+    - Of the parameter itself and its views they see the values under no_grad, where they go entry by entry or reduce,
+      as optimizers and averages do; else, and in the backward of a model, the quantized weight, counted as an implicit
+      dequantize.
+    """
+
+    QUANTIZED: ClassVar[type[QuantizedTensor]]
+    LAYOUT: ClassVar[Layout]
+    HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
+
+    _planes: dict[str, Tensor]  # {"values": all of them}: the very dict is what aliases and views share
+    _plain: Tensor  # what this view shows of them
+    _views: tuple[View, ...]  # that lead from all values to these
+    _transposed: bool
+    _detached: bool  # an alias of the weight that is no part of a model, or a view of such
+    _name: str | None
+    _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
+    _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
+    _source: CastOnGather | None  # of a copy that FSDP2 gathers from: the shard
+
+    @staticmethod
+    def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
+        """Wraps values without copying."""
+        return cls._wrap({"values": values}, values, requires_grad=requires_grad)
+
+    @classmethod
+    def _wrap(cls, planes: dict[str, Tensor], values: Tensor, *, requires_grad: bool = False) -> Self:
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            requires_grad=requires_grad,
+        )
+        self._planes, self._plain = planes, values
+        self._views, self._transposed, self._detached, self._name = (), False, False, None
+        self._agreed, self._source = Agreed(), None
+        return self
+
+    def _alias(self, view: View | None = None, values: Tensor | None = None, *, turned: bool = False) -> Self:
+        """The same values, or what a view shows of them."""
+        other = self._wrap(self._planes, self._plain if values is None else values)
+        other._views = self._views if view is None else (*self._views, view)
+        other._transposed, other._detached = self._transposed != turned, self.is_detached
+        other._name, other._agreed, other._source = self._name, self._agreed, self._source
+        return other
+
+    def _fresh(self, values: Tensor) -> Self:
+        """Other values with the same metadata."""
+        other = type(self)(values)
+        other._name, other._detached = self._name, self.is_detached
+        return other
+
+    # ------------------------------------------------------------------------------------------------------- what it is
+    @property
+    def plain(self) -> Tensor:
+        """The values as a plain tensor that shares memory with this one. Writing to it is writing to the weight."""
+        whole, shown = self._planes["values"].detach(), self._plain
+        # A view of all values, since a view that was made below autograd counts versions by itself.
+        return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+
+    @property
+    def is_detached(self) -> bool:
+        """True for `.data`, `.detach()`, and views and copies of those; never for a parameter."""
+        return self._detached and not isinstance(self, nn.Parameter)
+
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """All of the recipe's: each can be made from the values."""
+        return self.LAYOUT.orientations
+
+    @property
+    def _orientations(self) -> tuple[str, ...]:
+        return self.LAYOUT.orientations
+
+    def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor:
+        """What a model multiplies with: the quantized weight of the values as they are now, or a view of it.
+
+        orientations: those to make; default: all. For a shard that FSDP2 holds: its rows of the whole quantized weight;
+        collective where shards share an amax that `layoutc.precompute_amaxes` has not found. Raises ValueError for
+        shapes that the recipe does not take, UnsupportedOperator for a view that would cut a block.
+        """
+        chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
+        with torch.no_grad():
+            if registry.find(self) is not None or hooks.simulated():
+                return self._quantized(self._plain, chosen)
+            whole = self._quantized(self._planes["values"], chosen)
+            for func, args, place in self._views:
+                whole = func(whole, *args) if place is None else func(whole, *args)[place]
+            return whole
+
+    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
+        return self.quantize(orientations)
+
+    def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
+        """Values as a weight of its own, with the amax that its shards share."""
+        cls, shape, place = self.QUANTIZED, tuple(values.shape), shards.place(self)
+        matrix = self._matrix_of(values)
+        amax, extra = self._agreed.decide(self, matrix)
+        (matrix,) = extended([self.LAYOUT], [matrix], [place])
+        m, k = matrix.shape
+        planes = operators.quantize(cls, matrix, amax, orientations) | extra
+        halo = place.cuts.halo(place.rank, self.LAYOUT.block_rows) if place is not None else NO_HALO
+        quantized = cls(planes, shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
+        quantized._name = self._name
+        return quantized
+
+    def as_matrix(self) -> Tensor:
+        """The values as (m, k). Raises ValueError for shapes that the recipe does not take."""
+        return self._matrix_of(self._plain)
+
+    def _matrix_of(self, values: Tensor) -> Tensor:
+        shape = tuple(values.shape)
+        if values.numel() and registry.find(self) is None:  # a shard may have any number of rows
+            self.LAYOUT.check_shape(shape, self._name or "weight")
+        return as_matrix(values, (prod(shape[:-1]), shape[-1]))
+
+    def _label(self) -> str:
+        return f"{self._name or 'a weight'} of shape {tuple(self.shape)}, cast to {self.LAYOUT.name}"
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Recipe, shape and dtype; never reads values."""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
+
+    # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        """What this shard sends in the pass, quantized for it: see the recipe's tensor."""
+        shards.check_other_dim(self)
+        shard: Any = self.quantize(self.LAYOUT.serves[hooks.passing(self)])
+        registry.stand_in(shard, self)
+        sent: tuple[tuple[Tensor, ...], Any] = shard.fsdp_pre_all_gather(mesh)
+        return sent
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The whole quantized weight: see the recipe's tensor."""
+        recipe: Any = self.QUANTIZED
+        found: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
+            self, all_gather_outputs, metadata, param_dtype, out=out
+        )
+        return found
+
+    # -------------------------------------------------------------------------------------- what torch asks of wrappers
+    @property
+    def data(self) -> Self:
+        """An alias that autograd does not follow. Assigning replaces the values, their dtype and shape."""
+        with torch.no_grad():
+            alias = self._alias()
+        alias._detached = True
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        new = value._alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
+        _set_data(self, new)
+        self._planes, self._plain, self._agreed = new._planes, new._plain, new._agreed
+        self._views, self._transposed = new._views, new._transposed
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """All values, and the views that lead to these."""
+        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name)
+
+    @property
+    def _whole(self) -> Tensor:
+        return self._planes["values"]
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
+    ) -> Self:
+        """Inverse of __tensor_flatten__."""
+        views, transposed, detached, name = context
+        values = inner["_whole"]
+        for func, args, place in views:
+            values = func(values, *args) if place is None else func(values, *args)[place]
+        self = cls._wrap({"values": inner["_whole"]}, values)
+        self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
+        return self
+
+    def _stable_hash_for_caching(self) -> str:
+        """See flattening.stable_hash: graphs of casts to other recipes are others, though all tensors look alike."""
+        return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
+
+    untyped_storage = memory_identity.untyped_storage
+    data_ptr = memory_identity.data_ptr
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.
+
+        So what is saved of a state dict needs nothing but torch to load, whoever has made it.
+        """
+        if (key := flattening.for_cache(self)) is not None:
+            return key
+        values = self._plain
+        if values.numel() * values.element_size() != values.untyped_storage().nbytes():
+            values = values.clone()
+        if isinstance(self, nn.Parameter):
+            return rebuild_cast, (type(self), values, self._name, self.requires_grad, self._agreed.snapshot(self))
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Values of its own; what users have set on the tensor is deep-copied as well."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        with torch.no_grad():
+            other: Any = self._fresh(self._plain.clone())
+        other._agreed = Agreed.restored(copy.deepcopy(self._agreed.snapshot(self), memo), other)
+        other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
+        other.requires_grad_(self.requires_grad)
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            if name not in other.__dict__:
+                setattr(other, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            other.grad = copy.deepcopy(self.grad, memo)
+        return other  # type: ignore[no-any-return]
+
+    def share_memory_(self) -> Self:
+        """Moves the values to shared memory."""
+        self._plain.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """True when the values are in shared memory."""
+        return self._plain.is_shared()  # type: ignore[no-untyped-call, no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One dict look-up; None stands for every operator without a handler of its own."""
+        handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
+        if torch.is_inference_mode_enabled():
+            return in_inference_mode(handler, func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+
+def rebuild_cast(
+    cls: type[CastOnGather], values: Tensor, name: str | None, requires_grad: bool, agreed: Any
+) -> nn.Parameter:
+    """What pickle and torch.load call for a parameter."""
+    tensor = cls(values)
+    tensor._name, tensor._agreed = name, Agreed.restored(agreed, tensor)
+    return nn.Parameter(tensor, requires_grad)
+
+
+rebuild_cast.__module__ = "layoutc.pickled"
+
+
+def find_cast(param: Tensor) -> CastOnGather | None:
+    """The CastOnGather that a parameter is, whose shard a DTensor holds, or from whose shards it has been gathered."""
+    local = getattr(param, "_local_tensor", param)
+    if isinstance(local, QuantizedTensor) and local._home is not None:
+        local = local._home()
+    return local if isinstance(local, CastOnGather) else None

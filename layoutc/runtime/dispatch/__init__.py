@@ -1,0 +1,1 @@
+"""What each torch operator does with a quantized tensor."""

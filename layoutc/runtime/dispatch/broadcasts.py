@@ -1,0 +1,206 @@
+"""Full state dicts that rank 0 broadcasts to ranks that have plain buffers, as torch and accelerate do it.
+
+Those buffers come from `torch.empty`, of a weight's shape and dtype: one tensor, where a quantized weight is several
+planes. What such a buffer gets are the weight's values. To quantize values again would not give the weight's bytes; so
+where they arrive in quantized shards, the ranks that hold these ask one another who sent the values, and get the bytes.
+
+What runs on the other ranks is torch's code alone, until values are copied or assigned. Where that happens, and that
+all ranks are there, is read off the call stack (`callers`): torch has no other sign of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime import callers
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.quantize import amax
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.sharding.meshes import with_local
+from layoutc.runtime.weight.pending_writes import Writes
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Slices = tuple[slice, ...]
+_sent: weakref.WeakValueDictionary[str, Writes] = weakref.WeakValueDictionary()  # by the name of a weight
+
+
+# ------------------------------------------------------------------------------------------------------------- the send
+def among_quantized() -> bool:
+    """Whether a broadcast is one of DTensor's, in which all ranks have quantized tensors."""
+    asks = callers.of_collective()
+    return asks is None or asks.startswith("torch.distributed.tensor")
+
+
+def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+    """c10d's broadcast_ of a quantized tensor to plain ones: its values, in its shape and dtype. Returns the work.
+
+    Raises LayoutError on ranks that receive into a quantized tensor, once they have taken part.
+    """
+    group, root = dist.ProcessGroup.unbox(rest[0]), rest[1]
+    if group.rank() == root:
+        work = func([tensor.dequantize().contiguous()], *rest, **kwargs)[1]
+        _remember(tensor)
+        return work
+    work = func([torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)], *rest, **kwargs)[1]
+    if waits:
+        work.wait()
+    raise LayoutError(
+        f"{tensor._label()}: a broadcast sends values, to tensors that are plain on all other ranks; for its bytes, "
+        "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks"
+    )
+
+
+def _remember(tensor: QuantizedTensor) -> None:
+    if tensor._halo.rows or tensor._transposed or isinstance(tensor, nn.Parameter):
+        return
+    whole = type(tensor)(
+        tensor._planes, tensor.shape, tensor.dtype, matrix=tensor._matrix, orientations=tensor._orientations
+    )
+    whole._name = tensor._name
+    tensor._sent = tensor._writes.sent = whole
+    if tensor._name is not None:
+        _sent[tensor._name] = tensor._writes
+
+
+# ---------------------------------------------------------------------------------------------------------- the arrival
+def arrived(target: QuantizedTensor, source: Tensor) -> Tensor:
+    """What is copied into a tensor: `source`, or the bytes of which it is values, where rank 0 has broadcast it.
+
+    Collective where torch copies parts of what rank 0 has broadcast into shards: all ranks do.
+    """
+    frame = callers.caller()
+    if frame is None or frame.f_globals.get("__name__") != "torch.distributed._state_dict_utils":
+        return source
+    param = frame.f_locals.get("local_state")
+    local = meshes.local_of(param) if isinstance(param, DTensor) else None
+    if not isinstance(param, DTensor) or not isinstance(local, QuantizedTensor) or local._planes is not target._planes:
+        return source
+    return received(param, target, source)
+
+
+def received(param: DTensor, like: QuantizedTensor, found: Tensor) -> Tensor:
+    """What a shard of `param` gets: its part of the quantized weight that a rank has sent; where none has, `found`.
+
+    like: the shard, which says the recipe and planes. found: its part as it came. Collective over the ranks of `param`.
+    """
+    mesh = param.device_mesh
+    groups = [mesh.get_group(mesh_dim) for mesh_dim in range(mesh.ndim)]
+    return _exchanged(groups, mesh.device_type, meshes.slices_of(param), tuple(param.shape), like, found)
+
+
+def _exchanged(
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    slices: Slices,
+    shape: tuple[int, ...],
+    like: QuantizedTensor,
+    found: Tensor,
+) -> Tensor:
+    """As `received`: along each of the groups in turn, so that all ranks of their mesh have the planes in the end."""
+    whole = _whole(like, found, slices)
+    for group in groups:
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, _described(whole), group=group)
+        sources = [rank for rank, one in enumerate(told) if one is not None]
+        if not sources or group.size() == 1:
+            continue
+        layout_id, names = told[sources[0]]
+        lacking = [name for name in like._planes if name not in names]
+        if layout_id == like.LAYOUT.layout_id and lacking:
+            raise LayoutError(f"{like._label()}: the weight that was broadcast lacks {', '.join(lacking)}")
+        if layout_id != like.LAYOUT.layout_id:  # another recipe: its values, which all ranks have
+            continue
+        planes = {}
+        for name, facts in like.LAYOUT.planes(prod(shape[:-1]), shape[-1]).items():
+            if name not in like._planes:
+                continue
+            if whole is not None:
+                planes[name] = whole._planes[name].to(device).contiguous()
+            else:
+                planes[name] = torch.empty(facts.shape, dtype=facts.dtype, device=device)
+            source = dist.get_global_rank(group, sources[0])
+            dist.broadcast(planes[name].view(-1).view(torch.uint8), source, group=group)
+        whole = type(like)(planes, shape, like.dtype, orientations=like._orientations)
+    if whole is None or whole.LAYOUT.layout_id != like.LAYOUT.layout_id:
+        return found.dequantize(found.dtype) if isinstance(found, QuantizedTensor) else found
+    whole._name = like._name
+    piece: Tensor = whole
+    for dim, (part, size) in enumerate(zip(slices, shape, strict=True)):
+        if (part.start, part.stop) != (0, size):
+            piece = piece.narrow(dim, part.start, part.stop - part.start)
+    return piece
+
+
+def _described(whole: QuantizedTensor | None) -> tuple[str, tuple[str, ...]] | None:
+    return None if whole is None else (whole.LAYOUT.layout_id, tuple(whole._planes))
+
+
+def _whole(like: QuantizedTensor, found: Tensor, slices: Slices) -> QuantizedTensor | None:
+    """The weight that this rank has broadcast, of which `found` is a part, quantized or as values."""
+    if isinstance(found, QuantizedTensor):
+        return found._sent
+    writes = _sent.get(like._name) if like._name is not None else None
+    whole = writes.sent if writes is not None else None
+    if whole is None or whole.dtype != found.dtype or whole.dim() != found.dim():
+        return None
+    values = whole.dequantize()[slices]
+    same = values.shape == found.shape and torch.equal(values, found.to(values.device))
+    return whole if same else None
+
+
+# -------------------------------------------------------------------------------------------------------------- modules
+def keep_quantized(module: nn.Module) -> None:
+    """From now on plain values that a state dict assigns to the weight of `module` are quantized as the weight is."""
+    module.register_load_state_dict_pre_hook(take_sent)  # type: ignore[no-untyped-call]
+
+
+def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    """What load_state_dict calls: quantizes values that are assigned, and gets the bytes of those that are broadcast.
+
+    Collective over the ranks of a weight that is sharded.
+    """
+    weight, key = getattr(module, "weight", None), f"{prefix}weight"
+    like = meshes.local_of(weight) if isinstance(weight, Tensor) else None
+    found = state.get(key)
+    given = meshes.local_of(found) if isinstance(found, Tensor) else None
+    if not isinstance(like, QuantizedTensor) or given is None or not given.is_floating_point() or given.is_meta:
+        return
+    if given.shape != like.shape or isinstance(found, DTensor) != isinstance(weight, DTensor):
+        return
+    assigns, is_plain = metadata.get("assign_to_params_buffers", False), type(given) in (Tensor, nn.Parameter)
+    with torch.no_grad():
+        if isinstance(found, DTensor):
+            if assigns and (is_plain or getattr(given, "_sent", None) is not None):
+                state[key] = with_local(found, _as_shard(like, received(found, like, given.detach())))
+            return
+        if _is_broadcast():
+            slices = tuple(slice(0, size) for size in given.shape)
+            world: Any = dist.group.WORLD
+            given = _exchanged([world], given.device.type, slices, tuple(given.shape), like, given.detach())
+            state[key] = _as_shard(like, given) if assigns else given
+        elif assigns and is_plain:
+            state[key] = _as_shard(like, given.detach())
+
+
+def _as_shard(like: QuantizedTensor, found: Tensor) -> Tensor:
+    """Bytes of a part that has its planes for itself; of plain values as well, by quantizing them."""
+    return found.clone() if isinstance(found, QuantizedTensor) else amax.replacement(like, found)
+
+
+def _is_broadcast() -> bool:
+    """Whether torch loads what rank 0 has broadcast, into all ranks of the default group."""
+    frame = callers.find("torch.distributed.checkpoint.state_dict", "_load_model_state_dict")
+    info = frame.f_locals.get("info") if frame is not None else None
+    return bool(getattr(info, "broadcast_from_rank0", False))
+
+
+# Hooks are pickled with their module, by name.
+take_sent.__module__ = "layoutc.pickled"

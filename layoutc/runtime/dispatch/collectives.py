@@ -1,0 +1,326 @@
+"""Collectives on quantized tensors, as DTensor asks for them: bytes travel, nothing is dequantized.
+
+An all-gather sends every plane as it lies, all of them in one coalesced call: one launch on a card, and no copy into
+and out of a packed buffer. Nothing waits for it until `wait_tensor` is asked to. Planes that cover all rows of a weight
+(`Layout.shared`) do not travel: shards of one weight hold them alike, and the result has this rank's own. That holds
+for what distribute_tensor, quantize_ and MasterWeights make; a DTensor put together by `from_local` from shards that
+were quantized apart is no whole weight in that sense, and nothing here finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
+from torch.nn.functional import pad as functional_pad
+
+from layoutc.runtime.dispatch import broadcasts, rejoining
+from layoutc.runtime.dispatch.fallback import fallback
+from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.dispatch.windows import dim_of
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.quantize import amax
+from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+_functional = torch.ops._c10d_functional
+_dtensor = torch.ops._dtensor
+
+
+# ----------------------------------------------------------------------------------------------- functional collectives
+def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """all_gather_into_tensor: the pieces of all ranks below one another; whole blocks are still on their way.
+
+    Raises LayoutError, on all ranks alike, for pieces that are no shards of one weight.
+    """
+    tensor: QuantizedTensor = args[0]
+    world, group = args[1:]
+    if rejoining.cuts_blocks(tensor, world):
+        _check_rows_of(func, tensor)
+        return rejoining.gather(func, tensor, world, group)
+    _check_straight(func, tensor)
+    tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
+    names = [name for name in tensor._planes if _travels(layout, name)]
+    sent = [_bytes(tensor._planes[name]) for name in names]
+    received = _functional.all_gather_into_tensor_coalesced(sent, world, group)
+    planes: dict[str, Tensor] = dict(tensor._planes)
+    stacked: dict[str, Tensor] = {}
+    for name, plane in zip(names, received, strict=True):
+        into = stacked if name in layout.shared else planes
+        into[name] = plane.view(tensor._planes[name].dtype)
+    shape = (tensor.shape[0] * world, *tensor.shape[1:])
+    whole = tensor._with_planes(planes, shape, matrix=(tensor._matrix[0] * world, tensor._matrix[1]))
+    whole._ends = True  # DTensor cuts off the filling of short shards before it waits: what is left is whole
+    whole._stacked = stacked
+    return whole
+
+
+def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """wait_tensor: for every plane. As torch has it, the tensor that was waited for is good from then on as well."""
+    tensor: QuantizedTensor = args[0]
+    if isinstance(tensor._planes, rejoining.StackedPlanes):  # that has been waited for
+        return tensor
+    tensor._ends = False
+    waited = tensor._with_planes(tensor._map(func))
+    waited._common = tensor._common
+    waited._stacked = {name: func(plane) for name, plane in tensor._stacked.items()}
+    return waited
+
+
+def wrap(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """_wrap_tensor_autograd: what waits when it is used."""
+    return functional.AsyncCollectiveTensor(args[0])
+
+
+def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """broadcast: every plane of the source rank, those that cover all rows included, still on their way."""
+    tensor, *rest = args
+    _check_straight(func, tensor)
+    return tensor._with_planes(  # type: ignore[no-any-return]
+        tensor._map(lambda plane: func(_bytes(plane), *rest).view(plane.dtype))
+    )
+
+
+def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """shard_dim_alltoall: from shards of rows to shards of columns or back, each byte sent once.
+
+    Where shards of rows are not whole blocks, all is gathered. Raises LayoutError, on all ranks alike, where a new cut
+    between columns would split a block.
+    """
+    tensor, gather_dim, shard_dim, group = args
+    resolved: Any = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+    world = resolved.size()
+    gather_dim, shard_dim = dim_of(gather_dim, tensor.dim()), dim_of(shard_dim, tensor.dim())
+    if tensor.shape[shard_dim] % world:
+        raise LayoutError(f"{func}: dim {shard_dim} of {tensor._label()} is not cut evenly over {world} ranks")
+    rows = prod(tensor.shape[:-1]) // (1 if shard_dim == tensor.dim() - 1 else world)
+    if rows % tensor.LAYOUT.block_rows:
+        whole: Any = all_gather(func, (tensor, world, group), {})
+        whole = wait(_functional.wait_tensor.default, (whole,), {})
+        whole = torch.cat(torch.chunk(whole, world), gather_dim) if gather_dim else whole
+        mine: QuantizedTensor = torch.chunk(whole, world, shard_dim)[resolved.rank()].clone()
+        return mine
+    _check_straight(func, tensor)
+    tensor = rejoining.with_zeros(tensor, tensor.shape)
+    pieces: Sequence[Any] = torch.chunk(tensor, world, shard_dim)
+    names = [name for name in tensor._planes if _travels(tensor.LAYOUT, name)]
+    first = pieces[0]._planes
+    sizes = [first[name].numel() * first[name].element_size() for name in names]
+    sent = torch.cat([_bytes(piece._planes[name]).view(-1) for piece in pieces for name in names])
+    each = [sum(sizes)] * world
+    received = _functional.wait_tensor(_functional.all_to_all_single(sent, each, each, group))
+    parts: list[Any] = []
+    for chunk in received.view(world, -1):
+        planes = dict(first)
+        for name, flat in zip(names, chunk.split(sizes), strict=True):
+            planes[name] = flat.clone().view(first[name].dtype).view(first[name].shape)
+        parts.append(pieces[0]._with_planes(planes))
+    return torch.cat(parts, gather_dim)  # type: ignore[return-value]
+
+
+# ------------------------------------------------------------------------------------------------- collectives in place
+def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """scatter_: every plane of every piece, those that cover all rows included; `output` becomes the piece that came.
+
+    DTensor cuts the filling off after it, where the piece is a short one.
+    """
+    (output,), pieces, *rest = args
+    for piece in (output, *(pieces[0] if pieces else ())):
+        _check_rows_of(func, piece)
+    waits = _waits(func, args, kwargs, output)
+
+    def send(into: Tensor, given: list[Tensor]) -> Any:
+        return func([into], [given] if pieces else pieces, *rest, **kwargs)[1]
+
+    values = _initial_values(output, [initial_values.own(piece) for piece in pieces[0]] if pieces else [], send, waits)
+    return _done(output, [rejoining.scatter_(func, output, pieces, rest, kwargs, waits)], waits, values)
+
+
+def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """broadcast_: every plane of the source rank, into the planes of the others, as DTensor asks for it.
+
+    Others who ask have plain buffers on the other ranks, and get values (see `broadcasts`).
+    """
+    (tensor,), *rest = args
+    if tensor._sent is not None or not broadcasts.among_quantized():
+        waits = _waits(func, args, kwargs, tensor)
+        return [tensor], broadcasts.send_values(func, tensor, rest, kwargs, waits)
+    _check_straight(func, tensor)
+    waits = _waits(func, args, kwargs, tensor)
+
+    def send(into: Tensor, given: list[Tensor]) -> Any:
+        return func([into.copy_(given[0]) if given else into], *rest, **kwargs)[1]
+
+    values = _initial_values(tensor, [initial_values.own(tensor)], send, waits)
+    works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
+    return _done(tensor, works, waits, values)
+
+
+_KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # of initial values, as ranks tell one another
+
+
+def _initial_values(
+    target: QuantizedTensor,
+    every: Sequence[Tensor | None],
+    send: Callable[[Tensor, list[Tensor]], Any],
+    waits: bool,
+) -> Tensor | None:
+    """The initial values that go with the bytes, in as many rows as `target` has by its shape, alike on all ranks; None
+    where the source has none.
+
+    every: what this rank has to send. A first message says whether values follow, and in which dtype.
+    """
+    kinds = [None if value is None else value.dtype for value in every]
+    code = _KINDS.index(kinds[0]) if kinds and len(set(kinds)) == 1 else 0
+    kind = torch.zeros(1, dtype=torch.uint8, device=target.device)
+    work = send(kind, [kind + code for _ in every])
+    if waits:
+        work.wait()
+    if (dtype := _KINDS[int(kind)]) is None:
+        return None
+    rows = prod(target.shape[:-1])
+    values = torch.empty(rows, target.shape[-1], dtype=dtype, device=target.device)
+    fitting = [value for value in every if value is not None and value.dtype == dtype]
+    sent = [_bytes(functional_pad(value, (0, 0, 0, rows - value.shape[0]))) for value in fitting]
+    work = send(_bytes(values, into=True), sent if len(sent) == len(every) else [])
+    if waits:
+        work.wait()
+    return values
+
+
+def _done(
+    tensor: QuantizedTensor, works: Sequence[Any], waits: bool, values: Tensor | None
+) -> tuple[list[QuantizedTensor], Any]:
+    """What a collective in place returns: who waits for the last of several works has waited for all."""
+    for work in works[:-1] if waits else ():
+        work.wait()
+    written([tensor])
+    if values is not None:
+        tensor._writes.trains = True
+        initial_values.keep(tensor, values[: tensor._rows])
+    return [tensor], works[-1]
+
+
+def _waits(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
+    """Whether works can be waited for.
+
+    On a card, a collective that is not asynchronous runs on the caller's stream, and its work is a null pointer in a
+    Python object, which crashes when it is asked to wait.
+    """
+    return tensor.device.type == "cpu" or bool(_argument(func, args, kwargs, "async_op", True))
+
+
+def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
+    """An argument of an operator by its name, wherever it is passed."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, default)
+    return default
+
+
+# --------------------------------------------------------------------------------------------------- filling, and order
+def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """constant_pad_nd with zeros after the last row or column, as DTensor fills up short shards.
+
+    Raises LayoutError where columns are filled up that do not end with a block.
+    """
+    tensor, amounts = args[0], args[1]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    layout, shape = tensor.LAYOUT, list(tensor.shape)
+    for place, amount in enumerate(amounts):
+        shape[tensor.dim() - 1 - place // 2] += amount
+    k, columns = tensor._matrix[1], shape[-1]
+    only_after = not any(amounts[::2]) and min(amounts, default=0) >= 0
+    whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
+    if value or not only_after or not whole or tuple(shape[1:-1]) != tuple(tensor.shape[1:-1]):
+        raise LayoutError(f"{func}: {tensor._label()} is filled up with zeros after its last row or column alone")
+    rows, block = prod(shape[:-1]), layout.block_rows
+    if columns == k and (tensor._halo.rows or rows % block or tensor._rows % block):
+        return rejoining.filled(tensor, shape)
+    if columns != k and (tensor._halo.rows or k % layout.column_multiple):
+        raise LayoutError(
+            f"{func}: the {k} columns of {tensor._label()} do not end with a block: shards of columns are multiples of "
+            f"{layout.column_multiple} columns"
+        )
+    return rejoining.with_zeros(tensor, shape)
+
+
+def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """index_select of whole blocks in any order, as DTensor puts strided shards in order; else through fallback."""
+    tensor, dim, index = args
+    dim = dim_of(dim, tensor.dim())
+    runs: list[list[int]] = []
+    known = dim in (0, tensor.dim() - 1) and not index.is_meta and not operators.traced(index)
+    for entry in index.tolist() if known else ():
+        if runs and runs[-1][1] == entry:
+            runs[-1][1] += 1
+        else:
+            runs.append([entry, entry + 1])
+    try:
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
+    except UnsupportedOperator:
+        pieces = []
+    if not pieces or any(piece._halo.rows for piece in pieces):
+        return fallback(func, args, kwargs)  # type: ignore[no-any-return]
+    return torch.cat(pieces, dim)
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
+    _check_rows_of(func, tensor)
+    if tensor._halo.rows:
+        raise LayoutError(_cut_inside(func, tensor))
+
+
+def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
+    (_, k), last = tensor._matrix, tensor.shape[-1:]
+    if tensor._transposed or tensor.dim() < 2 or last != (k,):
+        raise LayoutError(f"{func}: {tensor._label()} travels as rows of {k} columns, not transposed or flattened")
+
+
+def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
+    return (
+        f"{func}: {tensor._label()} is cut inside a block of {tensor.LAYOUT.block_rows} rows: gather the weight with "
+        "full_tensor() first, or cut it into whole blocks"
+    )
+
+
+def _travels(layout: Layout, name: str) -> bool:
+    """Whether ranks may hold different values of a plane: what covers all rows of some columns goes with columns."""
+    return name not in layout.shared or name in layout.shared_by_columns
+
+
+def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
+    """A plane as it travels: contiguous uint8, which every backend knows. `into`: it is written, so never a copy."""
+    if into and not plane.is_contiguous():
+        raise LayoutError("a collective writes into whole tensors, not into some columns of one: clone it first")
+    plane = plane.contiguous()
+    if plane.dtype == torch.uint8:
+        return plane
+    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    _functional.all_gather_into_tensor.default: all_gather,
+    _functional.wait_tensor.default: wait,
+    _functional.broadcast.default: broadcast,
+    _dtensor.shard_dim_alltoall.default: shard_dim_alltoall,
+    c10d.scatter_.default: scatter_,
+    c10d.broadcast_.default: broadcast_,
+    aten.constant_pad_nd.default: pad,
+    aten.index_select.default: index_select,
+    torch.Tensor.data: amax.replacement,  # of a tensor, for plain values that are assigned
+    None: fallback,  # every other operator
+}
+if hasattr(_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
+    HANDLERS[_functional._wrap_tensor_autograd.default] = wrap

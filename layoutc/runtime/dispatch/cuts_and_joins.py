@@ -1,0 +1,309 @@
+"""Dispatch handlers that cut, join or make planes. What a cut means for each plane is generated (`_cut`, `_join`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.cuts import NO_HALO, Halo
+from layoutc.runtime import callers
+from layoutc.runtime.dispatch.fallback import fallback
+from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.dispatch.rejoining import StackedPlanes, taken_apart
+from layoutc.runtime.dispatch.windows import Window, bounds, dim_of, matrix_for, window
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.quantize import ddp_replicas
+from layoutc.runtime.weight.pending_writes import part_of
+from layoutc.runtime.weight.planes import CutPlanes, ScatteredPlanes
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries start..stop of an outer dim, as views of the planes."""
+    if (start, stop) == (0, tensor.shape[dim] if tensor._held is None else tensor._held):
+        return _first_rows(tensor, dim, stop)
+    if not tensor._transposed:
+        return _cut(tensor, window(tensor, dim, start, stop, operator))
+    last = tensor.dim() - 1
+    straight = tensor._alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
+    piece = _piece(straight, {last: last - 1, last - 1: last}.get(dim, dim), start, stop, operator)
+    return piece._alias((*piece.shape[:-2], piece.shape[-1], piece.shape[-2]), transposed=True)
+
+
+def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor:
+    """All that a tensor holds, which is less than it was made for where it took over the planes of a short shard."""
+    if tensor._held is None:
+        piece = tensor._alias()
+        piece._made_in, piece._is_new = weakref.ref(tensor) if tensor._is_new else None, False
+        return piece
+    piece = tensor._alias((*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
+    piece._held, piece._is_new = None, False
+    return piece
+
+
+def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
+    is_first = tensor._ends and found.r0 == 0
+    if is_first and found.halo.after:
+        found = found._replace(r1=found.r1 - found.halo.after, halo=NO_HALO)
+    window = (found.r0, found.r1, found.c0, found.c1)
+    planes: MutableMapping[str, Tensor]
+    if isinstance(tensor._planes, ScatteredPlanes):  # a view of copies would lose what is written to it
+        if found.rows == tensor._rows:
+            return tensor._planes.columns(found.c0, found.c1)._alias(found.shape)  # type: ignore[attr-defined,no-any-return]
+        raise UnsupportedOperator(f"a cut of {tensor._label()}, rows that are not adjacent: clone it first")
+    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the planes
+        planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
+    else:
+        planes = type(tensor)._cut(tensor._planes, *window)
+    piece = tensor._with_planes(planes, found.shape, matrix=found.matrix, halo=found.halo)
+    piece._home, piece._writes = tensor._home, tensor._writes
+    piece._part = None if is_first else part_of(tensor, found.r0, found.c0)
+    # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
+    tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
+    if tensor._is_new:
+        piece._made_in, piece._halo, piece._part = weakref.ref(tensor), Halo(*found.halo[:2]), None
+    if found.rows != tensor._rows and not (tensor._is_new or is_first):
+        piece._common |= tensor.LAYOUT.shared
+    if found.matrix[1] != tensor._matrix[1]:
+        piece._common |= tensor.LAYOUT.shared_along_rows
+    piece._common |= tensor._common
+    piece._is_new = False
+    return piece
+
+
+def _fill(args: Args, defaults: Args) -> Args:
+    """Positional arguments with the schema's defaults for those left out."""
+    return (*args, *defaults[len(args) :])
+
+
+def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """slice (narrow, chunk of one): step 1, as a view; columns, and rows of each expert, in whole blocks.
+
+    Anything else is refused.
+    """
+    tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
+    if step != 1:
+        raise UnsupportedOperator(f"{func}: {tensor._label()} has no view with step {step}")
+    dim = dim_of(dim, tensor.dim())
+    first, last = bounds(tensor.shape[dim], start, stop)
+    cut = _scattered if _scatters(tensor, dim) and 0 < last - first < tensor.shape[dim] else _piece
+    return cut(tensor, dim, first, last, func)
+
+
+def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """select: one entry of a dim, as a view without that dim, where it is whole blocks (one expert of many)."""
+    tensor, dim, index = args
+    dim = dim_of(dim, tensor.dim())
+    index += tensor.shape[dim] if index < 0 else 0
+    if (tensor._transposed and dim >= tensor.dim() - 2) or (tensor.dim() == 2 and dim == 1):
+        raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor._label()} is not whole rows")
+    if not 0 <= index < tensor.shape[dim]:
+        raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor._label()}")
+    piece = _piece(tensor, dim, index, index + 1, func)
+    return piece._alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
+
+
+def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """unbind: every entry of a dim, as select gives it."""
+    tensor, dim = _fill(args, (None, 0))
+    return [select(func, (tensor, dim, i), {}) for i in range(tensor.shape[dim_of(dim, tensor.dim())])]
+
+
+def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards."""
+    tensor, size, dim = _fill(args, (None, None, 0))
+    if tensor._sent is not None and callers.is_called_from("torch.distributed.tensor"):
+        return list(func(tensor.dequantize(), size, dim))  # what DTensor scatters, other ranks receive as values
+    dim = dim_of(dim, tensor.dim())
+    total = tensor.shape[dim]
+    if isinstance(tensor._planes, StackedPlanes) and dim == 0 and size * tensor._planes.world == total:
+        return taken_apart(tensor)
+    starts = range(0, total, size) if size else (0,)
+    if _scatters(tensor, dim) and 0 < size < total:
+        return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
+    pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
+    for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor takes what it has gathered apart
+        for piece, own in zip(pieces, stack.chunk(len(pieces)), strict=True):
+            piece._planes[name] = own
+    return pieces
+
+
+def _scatters(tensor: QuantizedTensor, dim: int) -> bool:
+    """True where entries of a dim are rows of each of several entries before it."""
+    return 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed
+
+
+def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries of a dim that are rows here and there (some rows of each expert): they are read anew at each use, and the
+    bytes of a tensor of the same recipe can be copied into them.
+
+    This is how FSDP2 shards dim 1 of expert weights, whose pieces it then copies, and how checkpoints load such shards
+    into others. Raises UnsupportedOperator where a cut falls inside a block, or blocks reach over several entries
+    before `dim`.
+    """
+    inner, layout = prod(tensor.shape[dim + 1 : -1]), tensor.LAYOUT
+    total, first, last = (n * inner for n in (tensor.shape[dim], start, stop))
+    if isinstance(tensor._planes, ScatteredPlanes):
+        raise UnsupportedOperator(f"{operator}: a cut of {tensor._label()}, rows that are not adjacent: clone it first")
+    fits = tensor.shape[-1] == tensor._matrix[1] and not tensor._halo.rows
+    if any(n % layout.block_rows for n in (total, first, last)) or not fits:
+        raise UnsupportedOperator(
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} rows of each "
+            f"{total}; blocks of {layout.block_rows} rows must divide both"
+        )
+    shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+    lead = prod(tensor.shape[:dim])
+    whole = tensor._alias()
+    whole._is_new = False
+
+    def runs() -> list[QuantizedTensor]:
+        matrix, starts = whole._alias(tensor._matrix), range(0, lead * total, total)
+        return [_cut(matrix, window(matrix, 0, at + first, at + last, operator)) for at in starts]
+
+    def columns(begin: int, end: int) -> QuantizedTensor:
+        return _scattered(_piece(whole, whole.dim() - 1, begin, end, operator), dim, start, stop, operator)
+
+    planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last), runs, columns)
+    piece = tensor._with_planes(planes, shape, matrix=(lead * (last - first), tensor._matrix[1]))
+    piece._home, piece._writes, piece._common, piece._is_new = tensor._home, tensor._writes, layout.shared, False
+    return piece
+
+
+def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
+    """split_with_sizes: pieces of given sizes, as views."""
+    tensor, sizes, dim = _fill(args, (None, None, 0))
+    dim = dim_of(dim, tensor.dim())
+    if sum(sizes) != tensor.shape[dim]:
+        raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor._label()}")
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(_piece(tensor, dim, start, start + size, func))
+        start += size
+    return pieces
+
+
+def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """cat of pieces that end on block boundaries and share what covers all of it: bytes. Else through fallback."""
+    pieces = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = pieces[0]
+    if not isinstance(first, QuantizedTensor) or not _joinable(pieces, dim := dim_of(dim, first.dim())):
+        if callers.syncing_replicas() is not None:
+            return func(*ddp_replicas.dense(args), **kwargs)  # type: ignore[no-any-return]
+        return fallback(func, args, kwargs)  # type: ignore[no-any-return]
+    if dim == first.dim() - 1 > 0:
+        return _join_columns(pieces)
+    if dim:
+        return _join_between(pieces, dim)
+    shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+    matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
+    planes = first._join([piece._planes for piece in pieces])
+    return first._with_planes(planes, shape, matrix=matrix)
+
+
+def _joinable(pieces: list[Any], dim: int) -> bool:
+    first = pieces[0]
+    layout = first.LAYOUT
+    if any(type(p) is not type(first) or p._transposed or p.dim() < 2 or p.dim() != first.dim() for p in pieces):
+        return False
+    others = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in pieces]
+    if others.count(others[0]) < len(pieces) or any(p._planes.keys() != first._planes.keys() for p in pieces):
+        return False
+    halo = first._halo[:2] if dim == first.dim() - 1 > 0 else (0, 0)
+    if any(p._halo[:2] != halo or p._held is not None or (dim and p.shape[-1] != p._matrix[1]) for p in pieces):
+        return False
+    if 0 < dim < first.dim() - 1:
+        if any(prod(p.shape[dim:-1]) % layout.block_rows for p in pieces):
+            return False
+    else:
+        axis, multiple = (1, layout.column_multiple) if dim else (0, layout.block_rows)
+        if any(p._matrix[axis] % multiple for p in pieces[:-1]):
+            return False
+    shared = layout.shared if dim < first.dim() - 1 else layout.shared_along_rows
+    return all(
+        p._planes[n] is first._planes[n] or torch.equal(p._planes[n], first._planes[n])
+        for p in pieces[1:]
+        for n in shared & first._planes.keys()
+    )
+
+
+def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
+    """Pieces that follow one another along the columns, as stored: planes are m-major, and columns of theirs whole."""
+    first, k = pieces[0], sum(piece._matrix[1] for piece in pieces)
+    planes = dict(first._planes)
+    for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
+        planes[name] = torch.cat([piece._planes[name] for piece in pieces], 1)
+    return first._with_planes(planes, (*first.shape[:-1], k), matrix=(first._matrix[0], k))
+
+
+def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
+    """Pieces whose entries follow one another within each entry before `dim`, as rows of each expert: whole blocks."""
+    first, planes = pieces[0], {}
+    shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
+    for name, plane in first._planes.items():
+        planes[name], rows = plane, first.LAYOUT.stored[name].rows_per_value
+        if rows is not None:
+            each = [p._planes[name].reshape(prod(shape[:dim]), -1, plane.shape[-1]) for p in pieces]
+            planes[name] = torch.cat(each, 1).reshape(-1, plane.shape[-1])
+    return first._with_planes(planes, shape, matrix=(prod(shape[:-1]), shape[-1]))
+
+
+# ---------------------------------------------------------------------------------------------------------- new tensors
+def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_empty: of the class, rows as they are in memory, where the recipe can hold the size; else a plain tensor."""
+    return _new(torch.empty, args, kwargs)
+
+
+def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """new_zeros: of the class, where the recipe can hold the size; else a plain tensor.
+
+    All bytes of rows are zero, so it dequantizes to exact zeros; what all rows share is the tensor's own.
+    """
+    return _new(torch.zeros, args, kwargs)
+
+
+def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    tensor, size = args[0], tuple(args[1])
+    options = {
+        "device": kwargs.get("device") or tensor.device,
+        "pin_memory": bool(kwargs.get("pin_memory")),
+    }
+    matrix = matrix_for(tensor, size)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if matrix is None or dtype != tensor.dtype:
+        plain: Tensor = make(size, dtype=dtype, **options)
+        return plain
+    facts = tensor.LAYOUT.planes(*matrix)
+    planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
+    for name, plane in planes.items():
+        # FSDP2 makes a rank's empty shard like this and copies nothing into it: what all shards share must come along.
+        if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
+            plane.copy_(tensor._planes[name])
+    halo = Halo(0, matrix[0] - prod(size) // matrix[1])
+    new: QuantizedTensor = type(tensor)(
+        planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
+    )
+    new._name, new._is_new = tensor._name, True
+    new._writes.trains = tensor._writes.trains
+    return new
+
+
+def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """empty_like: of the class, on the device asked for; another dtype gives a plain tensor."""
+    tensor: QuantizedTensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    device = kwargs.get("device") or tensor.device
+    pin = bool(kwargs.get("pin_memory"))
+    if dtype != tensor.dtype:
+        return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=pin)
+    facts, planes = tensor.LAYOUT.planes(*tensor._matrix), {}
+    for name in tensor._planes:
+        # What all rows share decides later scales (a history of amaxes), so it is never left to chance.
+        make = torch.zeros if name in tensor.LAYOUT.shared else torch.empty
+        planes[name] = make(facts[name].shape, dtype=facts[name].dtype, device=device, pin_memory=pin)
+    return tensor._with_planes(planes)

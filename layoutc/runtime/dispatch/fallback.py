@@ -1,0 +1,67 @@
+"""Operators without a handler: taken apart, refused, or run on dequantized copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from layoutc.runtime import strict
+from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+
+def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Any operator on quantized tensors that their table does not have.
+
+    Composite ones (all that inference mode hands over whole: linear, matmul, reshape, chunk) are taken apart, and their
+    parts handled. Views are refused; the rest runs on dequantized copies, and what is written is requantized.
+    """
+    if func._can_decompose():
+        taken_apart = func.decompose(*args, **kwargs)
+        if taken_apart is not NotImplemented:
+            return taken_apart
+    schema = func._schema
+    label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
+    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
+        raise UnsupportedOperator(f"{func}: no exact view of {label}; for a copy, call .dequantize() first")
+    strict.note(str(func), label)
+    targets = [value for value in _outputs(func, args, kwargs) if isinstance(value, QuantizedTensor)]
+    if targets:
+        update_warnings.note(func, targets, tree_leaves((args, kwargs)))
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensor):
+            return value
+        # Of what is written, the values that it was quantized from: initializers have several steps.
+        values = initial_values.values(value, value.dtype) if any(value is target for target in targets) else None
+        return value.dequantize() if values is None else values
+
+    plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    if not schema.is_mutable:
+        return result
+    # Requantizes what the operator has written, and returns the quantized tensors in place of the copies.
+    back: dict[int, QuantizedTensor] = {}
+    written = _outputs(func, plain_args, plain_kwargs)
+    for target, values in zip(_outputs(func, args, kwargs), written, strict=True):
+        if isinstance(target, QuantizedTensor):
+            copy_(aten.copy_.default, (target, values), {})
+            back[id(values)] = target
+    return tree_map(lambda value: back.get(id(value), value), result)
+
+
+def _outputs(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+    """What an operator writes, lists taken apart."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += given if isinstance(given, list | tuple) else [given]
+    return found

@@ -1,0 +1,362 @@
+"""Dispatch handlers that are the same for every recipe. A generated table (HANDLERS) says which operator goes where.
+
+A handler takes (func, args, kwargs). Views are exact or refused: a dequantized copy in place of a view would lose what
+is written to it. Other operators without a handler fall back to a dequantized copy, which strict() refuses.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.cuts import Halo
+from layoutc.runtime import callers, strict
+from layoutc.runtime.dispatch import broadcasts, update_warnings
+from layoutc.runtime.dispatch.windows import dim_of
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.quantize import amax
+from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
+from layoutc.runtime.weight.planes import ScatteredPlanes
+from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
+
+aten = torch.ops.aten
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+# -------------------------------------------------------------------------------------------------------------- aliases
+def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """detach, alias: the same planes."""
+    tensor: QuantizedTensor = args[0]
+    return tensor._alias()
+
+
+def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """view, _unsafe_view: any shape with as many elements, since the order of elements stays.
+
+    An empty size is one element.
+    """
+    tensor, size = args[0], list(args[1])
+    if tensor._transposed and tuple(size) != tuple(tensor.shape):
+        raise UnsupportedOperator(
+            f"{func}: {tensor._label()} is transposed; a view of another shape would not be contiguous"
+        )
+    numel = tensor.numel()
+    if -1 in size:
+        known = prod(extent for extent in size if extent != -1)
+        if size.count(-1) > 1 or known == 0 or numel % known:
+            raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
+        size[size.index(-1)] = numel // known
+    if prod(size) != numel or any(extent < 0 for extent in size):
+        raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
+    return tensor._alias(size)  # type: ignore[no-any-return]
+
+
+def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """unsqueeze: a leading dim of size 1."""
+    tensor, dim = args[0], args[1]
+    shape = list(tensor.shape)
+    shape.insert(dim_of(dim, len(shape) + 1), 1)
+    return view(func, (tensor, shape), kwargs)
+
+
+def squeeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """squeeze: drops dims of size 1, all or the ones named."""
+    tensor = args[0]
+    named = args[1:] and ([args[1]] if isinstance(args[1], int) else args[1])
+    dims = {dim_of(dim, tensor.dim()) for dim in named} if named else set(range(tensor.dim()))
+    return view(func, (tensor, [n for d, n in enumerate(tensor.shape) if not (n == 1 and d in dims)]), kwargs)
+
+
+def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """t, transpose: swaps the last two dims, as a view."""
+    tensor: QuantizedTensor = args[0]
+    rank = tensor.dim()
+    dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is the vector
+    first, second = sorted(dim_of(dim, rank) for dim in dims)
+    if first == second:
+        return tensor._alias()
+    columns = tensor.shape[-1 - tensor._transposed]
+    if (first, second) != (rank - 2, rank - 1) or columns != tensor._matrix[1]:
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(dims)}")
+    shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+    return tensor._alias(shape, transposed=not tensor._transposed)
+
+
+def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """permute (T, mT): the order as it is, or with the last two dims swapped."""
+    tensor = args[0]
+    order, rank = [dim_of(dim, tensor.dim()) for dim in args[1]], tensor.dim()
+    if sorted(order) != list(range(rank)):
+        raise RuntimeError(f"{func}: {tuple(args[1])} is not an order of the {rank} dims of {tensor._label()}")
+    if order == list(range(rank)):
+        return tensor._alias()  # type: ignore[no-any-return]
+    if order[:-2] != list(range(rank - 2)):
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(order)}")
+    return transpose(func, (tensor, -2, -1), kwargs)
+
+
+def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """as_strided: the tensor's own size, strides and offset 0, as FSDP2 asks once; anything else is refused."""
+    tensor, size, stride = args[0], args[1], args[2]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if (tuple(size), tuple(stride), offset or 0) != (tuple(tensor.shape), tuple(tensor.stride()), 0):
+        raise UnsupportedOperator(
+            f"{func}: {tensor._label()} has strides {tuple(tensor.stride())} and offset 0, "
+            f"not size {tuple(size)}, strides {tuple(stride)}, offset {offset or 0}"
+        )
+    return tensor._alias()  # type: ignore[no-any-return]
+
+
+def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """expand to the tensor's own shape; anything else is refused."""
+    tensor, size = args[0], args[1]
+    wanted = [own if extent == -1 else extent for own, extent in zip(tensor.shape, size, strict=False)]
+    if len(size) != tensor.dim() or wanted != list(tensor.shape):
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can't be expanded to {tuple(size)}")
+    return tensor._alias()  # type: ignore[no-any-return]
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """clone: every plane copied, compact, scales and amax included."""
+    tensor: QuantizedTensor = args[0]
+    copy = tensor._with_planes(tensor._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+    initial_values.carry(copy, tensor)
+    return copy
+
+
+def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """_to_copy: another device moves every plane and keeps the class; another dtype dequantizes. Of a module that is
+    converted (`module.to(dtype)`) it is what the same bytes dequantize to from then on."""
+    tensor: QuantizedTensor = args[0]
+    dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
+    if dtype != tensor.dtype:
+        if not (dtype.is_floating_point and callers.converts_a_module()):
+            strict.note(f"{func} to {dtype}", tensor._label())
+            return tensor.dequantize(dtype).to(device)
+        if device == (tensor := tensor._alias(dtype=dtype)).device:
+            return tensor
+    options = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
+    planes = tensor._map(lambda plane: aten._to_copy(plane, **options))
+    if kwargs.get("pin_memory"):
+        planes = {name: plane.pin_memory() for name, plane in planes.items()}
+    moved = tensor._with_planes(planes)
+    if not registry.remember_copy(moved, tensor):
+        initial_values.carry(moved, tensor)
+    return moved
+
+
+def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """_pin_memory: every plane."""
+    tensor: QuantizedTensor = args[0]
+    pinned = tensor._with_planes(tensor._map(lambda plane: plane.pin_memory()))
+    initial_values.carry(pinned, tensor)
+    return pinned
+
+
+def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """is_pinned: every plane is."""
+    return all(plane.is_pinned() for plane in args[0]._planes.values())
+
+
+def record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """record_stream on every plane, scales and amax included; changes nothing."""
+    for plane in args[0]._planes.values():
+        plane.record_stream(args[1])
+
+
+def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """equal: same recipe, shape and bytes; against a plain tensor, same values."""
+    a, b = args[0], args[1]
+    if type(a) is not type(b) or a._planes.keys() != b._planes.keys():
+        plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
+        return bool(torch.equal(plain[0], plain[1].to(plain[0].dtype)))
+    same = (tuple(a.shape), a._transposed, _phase(a)) == (tuple(b.shape), b._transposed, _phase(b))
+    pairs = ([x._entries(name).contiguous().flatten().view(torch.uint8) for x in (a, b)] for name in a._planes)
+    return same and all(torch.equal(*pair) for pair in pairs)
+
+
+def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
+    """What two tensors of one recipe must have in common for their planes to mean the same, entry by entry."""
+    return tensor._rows, tensor._matrix[1], tensor._halo.before
+
+
+def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """is_set_to: the same bytes of the same storages under the same shape and strides; never for a plain tensor."""
+    a, b = args
+    if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
+        return False
+    return all(plane.is_set_to(b._planes[name]) for name, plane in a._planes.items())
+
+
+def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
+    """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
+    tensor: QuantizedTensor = args[0]
+    check_writable(tensor)
+    gathered_in_graphs.refuse_write(tensor)
+    before = initial_values.held(tensor)
+    place = None if tensor.is_meta else shards.place(tensor)
+    if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
+        amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
+    elif not tensor._common and not tensor._transposed and not tensor.is_meta:
+        zeros = torch.zeros(tensor.shape, device=tensor.device)
+        matrix = zeros.view(tensor._matrix)
+        shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
+        amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
+    else:
+        for name, plane in tensor._planes.items():
+            if name not in tensor._common:
+                plane.zero_()
+        written([tensor])
+    initial_values.zeroed(tensor, before)
+    return tensor
+
+
+def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """zeros_like, ones_like, full_like, rand_like, randn_like: plain, for optimizers; of the class, for stagers."""
+    tensor = args[0]
+    options = {key: value for key, value in kwargs.items() if value is not None and key != "memory_format"}
+    options.setdefault("dtype", tensor.dtype)
+    options.setdefault("device", tensor.device)
+    options.pop("layout", None)
+    if func is aten.zeros_like.default and (room := staging.room_for(tensor, options["device"])) is not None:
+        return room
+    return func(torch.empty(tensor.shape, device="meta", dtype=tensor.dtype), *args[1:], **options)  # type: ignore[no-any-return]
+
+
+def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
+
+    Same recipe: planes, byte for byte; a piece whose scales also cover other rows, and differ, waits for those rows
+    (`pending_writes`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Another recipe: by fp32.
+    """
+    target, source = args[0], args[1]
+    if not isinstance(target, QuantizedTensor):
+        as_sent = source._sent is not None or not target.is_floating_point()  # other ranks have it in its own dtype
+        return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
+    if tuple(target.shape) != tuple(source.shape):
+        raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
+    gathered_in_graphs.refuse_write(target)
+    source = broadcasts.arrived(target, source)
+    if isinstance(source, QuantizedTensor):
+        same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
+        if same and isinstance(target._planes, ScatteredPlanes):
+            return _copy_runs(func, target, source, target._planes.runs())
+        new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
+        if same and new is not None and (source._halo.rows or target._halo.rows):
+            return _take_over(target, new, source)
+        if same and source._halo[:2] != target._halo[:2]:
+            _check_same_cut(func, target)
+        if same and (_phase(source), source._transposed) == (_phase(target), target._transposed):
+            return _copy_planes(target, source)
+        strict.note(f"{func} from {source.LAYOUT.name} to {target.LAYOUT.name}", target._label())
+        source = source.dequantize(torch.float32)
+    if target._transposed:
+        raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
+    update_warnings.note_average(target)
+    amax.requantize_(target, source.to(target.device))
+    return target
+
+
+def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs: Any) -> QuantizedTensor:
+    """copy_ into rows that are not adjacent: each run of adjacent ones by itself, as scales may be shared by all."""
+    source = clone(aten.clone.default, (source,), {}) if isinstance(source._planes, ScatteredPlanes) else source
+    matrix = view(func, (source, (-1, target.shape[-1])), {})
+    for run, rows in zip(runs, matrix.split(runs[0].shape[0]), strict=True):  # type: ignore[no-untyped-call]
+        copy_(func, (run, rows), {})
+    return target
+
+
+def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
+    """Raises LayoutError for a shard that cuts blocks and a source that is cut elsewhere, before any rank waits.
+
+    Its bytes don't fit, and requantizing is collective, which ranks whose shards end with blocks would not know of.
+    """
+    place = shards.place(target)
+    if place is not None and place.joins(target.LAYOUT):
+        raise LayoutError(
+            f"{func}: {target._label()} is a shard whose cuts go through blocks, and the source is not cut as it is; "
+            "copy the same rows of the whole quantized weight, or plain values on all ranks"
+        )
+
+
+def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
+    check_writable(target)
+    missing = [name for name in target._planes if name not in source._planes]
+    if missing:
+        raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")
+    pairs = {name: (target._entries(name), source._entries(name)) for name in target._planes}
+    for name, (into, plane) in pairs.items():
+        if into.shape != plane.shape:
+            raise LayoutError(f"copy_: {name} is {tuple(into.shape)} in the target, {tuple(plane.shape)} in the source")
+    if target._common and target._part is None and any(not torch.equal(*pairs[name]) for name in target._common):
+        raise LayoutError(
+            f"copy_: {target._label()} is a part of a weight whose {', '.join(sorted(target._common))} cover more than "
+            "the part, and the source has others; copy into the whole weight"
+        )
+    if needs := pending_writes.needs_of(target, source):
+        for piece in pending_writes.hold(target, source, needs):
+            _write_planes(piece.target, piece.source)
+        return target
+    _write_planes(target, source)
+    return target
+
+
+def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    before = initial_values.held(target)
+    for name in target._planes:
+        target._entries(name).copy_(source._entries(name))
+    written([target])
+    initial_values.carry(target, source, before)
+
+
+def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
+    """Makes the first rows of a new tensor hold copies of the planes of a source that begins or ends inside a block.
+
+    FSDP2 copies a shard into a new tensor of the padded size, and takes the shard's rows of that again. The new tensor
+    can't know where in a block its rows will begin, nor that the weight ends inside its last one.
+    """
+    pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
+    planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))
+    planes = {name: plane.pin_memory() for name, plane in planes.items()} if pin else planes
+    for tensor in (target, new):
+        tensor._planes.clear()
+        tensor._planes.update(planes)
+        tensor._matrix, tensor._halo = source._matrix, Halo(*source._halo[:2])
+    new._held = target.shape[0]
+    written([target])
+    initial_values.carry(target, source)
+    return target
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """mm, bmm, addmm, baddbmm, mv, matmul: dequantizes to the activation's dtype and multiplies.
+
+    Which orientation is read follows from the axis that is contracted: k reads rowwise values, m reads columnwise ones.
+    """
+    first = 1 if func in WITH_BIAS else 0
+    dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
+    plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]
+    return func(*plain, **kwargs)  # type: ignore[no-any-return]
+
+
+WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+
+
+def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """linear, as inference mode hands it over: x @ weight.t() + bias, with rowwise values in the activation's dtype."""
+    x, weight = args[0], args[1]
+    plain = weight._dequantize("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
+    return func(x, plain, *args[2:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _operand(tensor: QuantizedTensor, is_left: bool, dtype: torch.dtype | None) -> Tensor:
+    """Left operands contract their last dim, right operands the one before it."""
+    contracts_k = is_left != tensor._transposed
+    return tensor._dequantize("rowwise" if contracts_k else "columnwise", dtype or tensor.dtype)

@@ -1,0 +1,245 @@
+"""DTensor's collectives on shards whose cuts fall inside blocks, where ranks on both sides of a cut hold its scales.
+
+DTensor fills short shards up, gathers or scatters, and cuts the filling off again. Such a shard has no bytes for the
+filling: filled up, it is an alias of the greater size, and `_held` says what of that is there. Which rows each rank
+has, and where in a block they begin, travels first, as numbers: all ranks agree on them before a plane is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, ValuesView
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import _functional_collectives as functional
+from torch.nn.functional import pad
+
+from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
+from layoutc.ints.sizes import up
+from layoutc.runtime.errors import LayoutError, ShardAlignmentError
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.weight.stored_form import with_halo
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_functional = torch.ops._c10d_functional
+
+
+class StackedPlanes(MutableMapping[str, Tensor]):
+    """The planes of several tensors below one another, none of which ends with a block.
+
+    Together they are no tensor of the recipe: they can be taken apart again, as DTensor does that gathers columns, and
+    any other use raises ShardAlignmentError.
+    """
+
+    def __init__(self, stacks: dict[str, Tensor], common: dict[str, Tensor], world: int, message: str) -> None:
+        """stacks: what each has, below one another; common: what all have alike."""
+        self.stacks, self.common, self.world, self.message = stacks, common, world, message
+
+    def apart(self) -> list[dict[str, Tensor]]:
+        """The planes of each."""
+        chunks = {name: stack.chunk(self.world) for name, stack in self.stacks.items()}
+        return [self.common | {n: pieces[i] for n, pieces in chunks.items()} for i in range(self.world)]
+
+    def values(self) -> ValuesView[Tensor]:
+        """What lies below one another: where it is, and how many bytes."""
+        return (self.stacks | self.common).values()
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise ShardAlignmentError(self.message)
+
+    def __setitem__(self, name: str, plane: Tensor) -> None:
+        raise ShardAlignmentError(self.message)
+
+    def __delitem__(self, name: str) -> None:
+        raise ShardAlignmentError(self.message)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stacks | self.common)
+
+    def __len__(self) -> int:
+        return len(self.stacks) + len(self.common)
+
+
+def cuts_blocks(tensor: QuantizedTensor, world: int) -> bool:
+    """True where shards of the outer size of `tensor`, alike on all ranks, are not whole blocks of rows."""
+    return world > 1 and (tensor._halo.rows > 0 or prod(tensor.shape[:-1]) % tensor.LAYOUT.block_rows != 0)
+
+
+def filled(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """A short shard under the shape of a full one, with the planes that it has."""
+    full = tensor._alias(shape)
+    full._held = tensor.shape[0]
+    return full
+
+
+def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """A tensor of whole blocks under a greater shape, with planes of that, zeros where it has nothing."""
+    matrix, planes = (prod(shape[:-1]), shape[-1]), dict[str, Tensor]()
+    if matrix == tensor._matrix:
+        return tensor
+    for name, facts in tensor.LAYOUT.planes(*matrix).items():
+        if (plane := tensor._planes.get(name)) is not None:
+            planes[name] = plane
+            if plane.shape != facts.shape:
+                planes[name] = plane.new_zeros(facts.shape)
+                planes[name][: plane.shape[0], : plane.shape[1]] = plane
+    full = tensor._with_planes(planes, shape, matrix=matrix)
+    full._held = None
+    if (values := initial_values.own(tensor)) is not None:
+        initial_values.keep(full, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
+    return full
+
+
+# --------------------------------------------------------------------------------------------------------------- gather
+def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> QuantizedTensor:
+    """The shards of all ranks below one another, as all_gather_into_tensor has them; waits for them.
+
+    Planes that cover all rows are this rank's own. Raises ShardAlignmentError, on all ranks alike, for tensors that are
+    no shards of one weight, and while calls are traced.
+    """
+    layout, rows, k = tensor.LAYOUT, prod(tensor.shape[:-1]), tensor._matrix[1]
+    message = (
+        f"{tensor._label()}: tensors of {rows} rows that were quantized apart do not join: each must be a multiple of "
+        f"{layout.shard_rows} rows ({layout.shard_reason}), as {up(rows, layout.shard_rows)} is; cut the whole "
+        "quantized weight instead"
+    )
+    if torch.compiler.is_compiling() or any(operators.is_fake(plane) for plane in tensor._planes.values()):
+        raise ShardAlignmentError(
+            f"{tensor._label()}: shards of {rows} rows are joined outside of compiled graphs alone; in one, cuts must "
+            f"fall at multiples of {layout.shard_rows} rows ({layout.shard_reason})"
+        )
+    shape = (tensor.shape[0] * world, *tensor.shape[1:])
+    resolved: Any = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+    held = [(rows, 0, 0)] * world if tensor.is_meta else _where(tensor, resolved)
+    if held.count(held[0]) == world and held[0][0]:  # no cuts between rows: DTensor gathers columns
+        return _stacked(tensor, shape, world, group, message)
+    cuts = Cuts(sum(n for n, *_ in held), rows, world)
+    for rank, of_rank in enumerate(held):
+        first, last = cuts.bounds(rank)
+        if of_rank != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
+            raise ShardAlignmentError(message)
+    names = [name for name in tensor._planes if layout.stored[name].rows_per_value is not None]
+    sent = [
+        _as_bytes(_filled_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
+        for name in names
+    ]
+    planes, facts = dict(tensor._planes), layout.planes(cuts.rows, k)
+    for name, received in zip(names, _gathered(sent, world, group), strict=True):
+        chosen = picks(cuts, layout.stored[name].rows_per_value or 1)
+        entries = received[: facts[name].shape[0]]
+        if chosen is not None:
+            entries = received.index_select(0, torch.tensor(chosen, device=received.device))
+        planes[name] = entries.reshape(-1).view(facts[name].dtype).view(facts[name].shape)
+    whole = tensor._with_planes(planes, shape, matrix=(cuts.rows, k), halo=NO_HALO)
+    whole._held = None if cuts.rows == rows * world else cuts.rows // prod(shape[1:-1])
+    return whole
+
+
+def _where(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
+    """Rows of each rank of a group, and those of its planes before and after them."""
+    numbers = torch.tensor([tensor._rows, *tensor._halo[:2]], dtype=torch.int64, device=tensor.device)
+    told = gather_bytes(numbers.view(torch.uint8), group).view(torch.int64).view(-1, 3).tolist()
+    return [(n, before, after) for n, before, after in told]
+
+
+def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group: Any, message: str) -> QuantizedTensor:
+    layout = tensor.LAYOUT
+    alike = layout.shared - layout.shared_by_columns
+    names = [name for name in tensor._planes if name not in alike]
+    received = [tensor._planes[name] for name in names]
+    if not tensor.is_meta:
+        received = _gathered([_as_bytes(plane) for plane in received], world, group)
+    stacks = {}
+    for name, plane in zip(names, received, strict=True):
+        own = tensor._planes[name]
+        full = own.new_empty(own.shape[0] * world, *own.shape[1:]) if tensor.is_meta else plane.reshape(-1)
+        stacks[name] = full.view(own.dtype).view(-1, *own.shape[1:])
+    common = {name: plane for name, plane in tensor._planes.items() if name in alike}
+    return tensor._with_planes(StackedPlanes(stacks, common, world, message), shape)
+
+
+def taken_apart(tensor: QuantizedTensor) -> list[QuantizedTensor]:
+    """The tensors whose planes have been stacked."""
+    assert isinstance(tensor._planes, StackedPlanes)
+    shape = (tensor.shape[0] // tensor._planes.world, *tensor.shape[1:])
+    return [tensor._with_planes(planes, shape) for planes in tensor._planes.apart()]
+
+
+def _gathered(sent: list[Tensor], world: int, group: Any) -> list[Tensor]:
+    received = _functional.all_gather_into_tensor_coalesced(sent, world, group)
+    return [functional.wait_tensor(one) for one in received]  # type: ignore[no-untyped-call]
+
+
+# -------------------------------------------------------------------------------------------------------------- scatter
+def scatter_(
+    func: Callable[..., Any], output: QuantizedTensor, pieces: Any, rest: Sequence[Any], kwargs: Any, waits: bool
+) -> Any:
+    """c10d's scatter_ into `output`, which becomes the piece that came: its planes, and its rows, which may be fewer.
+
+    waits: for each work, as on the host. Returns the last one.
+    """
+    world = dist.ProcessGroup.unbox(rest[0]).size()
+    layout, rows, works = output.LAYOUT, prod(output.shape[:-1]), list[Any]()
+
+    def scattered(into: Tensor, sent: list[Tensor]) -> None:
+        works.append(func([into], [sent] if pieces else pieces, *rest, **kwargs)[1])
+
+    given: Sequence[QuantizedTensor] = pieces[0] if pieces else ()
+    numbers = [
+        torch.tensor([one._rows, *one._halo[:2]], dtype=torch.int64, device=output.device).view(torch.uint8)
+        for one in given
+    ]
+    header = torch.empty(3, dtype=torch.int64, device=output.device)
+    scattered(header.view(torch.uint8), numbers)
+    found, padded = dict[str, Tensor](), Cuts(rows * world, rows, world)
+    for name, plane in output._planes.items():
+        per_value = layout.stored[name].rows_per_value
+        most = plane.shape[0] if per_value is None else sent_blocks(padded, per_value)
+        sent = [_as_bytes(_filled_rows(one, name, most)) for one in given]
+        found[name] = plane.new_empty(most, *plane.shape[1:])
+        scattered(_as_bytes(found[name]), sent)
+    for work in works if waits else ():
+        work.wait()
+    own, before, after = header.tolist()
+    matrix, halo = (own + before + after, output._matrix[1]), Halo(before, after)
+    entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in found.items()}
+    output._planes.clear()
+    output._planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
+    output._matrix, output._halo, output._is_new = matrix, halo, False
+    output._held = None if own == rows else own // prod(output.shape[1:-1])
+    return works[-1]
+
+
+def _entries(layout: Layout, name: str, matrix: tuple[int, int], halo: Halo) -> int | None:
+    """How many entries of a plane the rows of a piece have part in; None: all."""
+    per_value = layout.stored[name].rows_per_value
+    return None if per_value is None else -(-(matrix[0] - halo.after) // per_value) - halo.before // per_value
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+def _filled_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
+    """The entries of a plane that the tensor's own rows have part in, and zeros up to so many."""
+    own = tensor._entries(name) if tensor._rows else tensor._planes[name][:0]
+    if tensor.LAYOUT.stored[name].rows_per_value is None:
+        own = tensor._planes[name]
+    if own.shape[0] == rows:
+        return own.contiguous()
+    full = own.new_zeros(rows, *own.shape[1:])
+    full[: own.shape[0]] = own
+    return full
+
+
+def _as_bytes(plane: Tensor) -> Tensor:
+    """(rows, bytes of a row), uint8, which every backend knows; a view of a contiguous plane."""
+    if not plane.numel():
+        return plane.new_empty(plane.shape[0], 0, dtype=torch.uint8)
+    if not plane.is_contiguous():
+        raise LayoutError("a collective takes whole planes")
+    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    return plane.view(-1).view(torch.uint8).view(plane.shape[0], -1)

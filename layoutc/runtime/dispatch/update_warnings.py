@@ -1,0 +1,92 @@
+"""Quantized weights that somebody updates in place, an optimizer or an average: said once in a process, in words.
+
+An update that is smaller than half a step of the codes is lost, so such a model trains little or worse.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.staging import called_from
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_said: set[str] = set()  # what has been said in this process
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+_watching: list[Any] = []  # the handle of the hook
+
+
+def warn_once(what: str, message: str) -> None:
+    """Warns, unless a warning of that kind has been given in this process."""
+    if what not in _said:
+        _said.add(what)
+        warnings.warn(message, stacklevel=3)
+
+
+def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
+    """Warns of an operator that combines quantized weights, whose codes are all that is known of them, with tensors.
+
+    Initializers have no such operands, and in a weight with initial values nothing is lost.
+    """
+    name = func._schema.name
+    if not name.endswith("_") or name.endswith("copy_"):
+        return
+    shapes = {tuple(target.shape): target for target in targets if initial_values.held(target) is None}
+    for other in others:
+        if not isinstance(other, Tensor) or not other.is_floating_point() or any(other is one for one in targets):
+            continue
+        if other.dim() and (target := shapes.get(tuple(other.shape))) is not None:
+            if not note_average(target):
+                what = f"{func} updates {target._label()} in place, and {_LOSES}"
+                warn_once("update", f"{what}. To train, {_train('torch.optim.AdamW')}; {_AVERAGE}")
+            return
+
+
+def note_average(target: QuantizedTensor) -> bool:
+    """Warns where torch's AveragedModel writes an average into a quantized weight, and says whether it does."""
+    averages = called_from(_AVERAGES)
+    if averages:
+        what = f"AveragedModel keeps its averages quantized ({target._label()} first), and {_LOSES}"
+        warn_once("average", f"{what}. Instead, {_AVERAGE}")
+    return averages
+
+
+def watch() -> None:
+    """From now on, optimizers that step quantized weights themselves are named."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Looks at an optimizer in its first step. Its weights keep no initial values: it changes their codes."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    if any(getattr(type(one), "STEPS_MASTERS", False) for one in (optimizer, *vars(optimizer).values())):
+        return  # or one that wraps it
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    weights = [local for p in params if isinstance(local := getattr(p, "_local_tensor", p), QuantizedTensor)]
+    for weight in weights:
+        initial_values.free(weight)
+        weight._writes.trains = False
+    if weights:
+        kind = type(optimizer)
+        name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
+        what = f"{kind.__name__} steps quantized weights themselves ({weights[0]._label()} first), and {_LOSES}"
+        warn_once("update", f"{what}. Instead, {_train(name)}, which steps fp32 masters")
+
+
+_LOSES = "a change of less than half a step between codes is lost: such weights stand still or get worse"
+_AVERAGE = "to average weights, average what optimizer.masters() gives"
+_AVERAGES = "torch.optim.swa_utils"
+
+
+def _train(optimizer: str) -> str:
+    return f"write layoutc.MasterWeights({optimizer}, model.parameters(), ...)"

@@ -1,0 +1,111 @@
+"""From the arguments of slice, split, select and new_* to rows and columns of the (m, k) matrix. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from layoutc.ints.cuts import NO_HALO, Halo
+from layoutc.ints.sizes import up
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+class Window(NamedTuple):
+    """Rows r0..r1 and columns c0..c1 of the matrix, and the outer shape of the piece.
+
+    The rows are whole blocks; those of `halo` are not the piece's own.
+    """
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    shape: tuple[int, ...]
+    halo: Halo = NO_HALO
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(m, k) of the piece, halo included."""
+        return self.r1 - self.r0, self.c1 - self.c0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the piece's own."""
+        return self.r1 - self.r0 - self.halo.rows
+
+
+def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Window:
+    """The window of entries start..stop of an outer dim.
+
+    A cut between rows may fall inside a block: the rest of the block is the piece's halo. Raises UnsupportedOperator
+    where a cut between columns would fall inside a block, or entries are not whole rows or whole columns.
+    """
+    (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
+    piece = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    if start == stop:
+        return Window(0, 0, 0, k, piece)
+    if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
+        if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
+            raise _inexact(tensor, operator, f"columns {start} to {stop}", layout.column_multiple, "columns")
+        return Window(0, m, start, stop, piece, tensor._halo)
+    if any(size != 1 for size in shape[:dim]):
+        raise UnsupportedOperator(
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not adjacent rows"
+        )
+    step = prod(shape[dim + 1 :])
+    if start * step % k or stop * step % k:
+        raise UnsupportedOperator(
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not whole rows"
+        )
+    return _rows_window(tensor, start * step // k, stop * step // k, piece)
+
+
+def _rows_window(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Window:
+    """The window of the tensor's own rows start..stop, start < stop: the blocks that they are part of."""
+    (m, k), block, around = tensor._matrix, tensor.LAYOUT.block_rows, tensor._halo
+    first, last = around.before + start, around.before + stop
+    r0, r1 = first // block * block, min(up(last, block), m)
+    halo = Halo(
+        first - r0,
+        r1 - last,
+        first > r0 and (start > 0 or around.tied_before),
+        r1 > last and (stop < tensor._rows or around.tied_after),
+    )
+    return Window(r0, r1, 0, k, shape, halo)
+
+
+def dim_of(dim: int, rank: int) -> int:
+    """A dim from 0, as torch counts. Raises IndexError where torch does."""
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
+
+
+def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
+    """start and stop of a slice, clamped as Python does."""
+    first, last, _ = slice(start, stop).indices(size)
+    return first, max(first, last)
+
+
+def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] | None:
+    """(m, k) of the planes of a new tensor of `size` in the same recipe; None where the recipe can't hold that size.
+
+    Rows of as many columns may be any number, as those of a shard may: the planes then have some more. A size of one
+    dim is a flattened weight with the tensor's own columns, asked of a flat tensor, or an empty one.
+    """
+    layout, k = tensor.LAYOUT, tensor._matrix[1]
+    if len(size) == 0 or (len(size) == 1 and size[0] and (tensor.dim() != 1 or k == 0 or size[0] % k)):
+        return None
+    m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
+    held = columns == k or m % layout.multiple_m == 0
+    return (up(m, layout.multiple_m), columns) if held and columns % layout.multiple_k == 0 and columns > 0 else None
+
+
+def _inexact(tensor: QuantizedTensor, operator: Any, what: str, multiple: int, axis: str) -> UnsupportedOperator:
+    return UnsupportedOperator(
+        f"{operator}: {what} of {tensor._label()} would cut a block: {tensor.LAYOUT.name} is exact at multiples of "
+        f"{multiple} {axis}; for a plain copy, call .dequantize() first"
+    )

@@ -1,0 +1,1 @@
+"""Launching the generated Triton kernels."""

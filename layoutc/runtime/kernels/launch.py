@@ -1,0 +1,229 @@
+"""Host side of generated kernels: when they can run, what they write into, how many programs there are."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache, reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.facts import Facts, Layout
+
+Out = Mapping[str, Tensor] | None
+AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+__all__ = [
+    "buffers",
+    "cdiv",
+    "column_tile",
+    "given_planes",
+    "hardware",
+    "level_of",
+    "matrix_amax",
+    "plane_facts",
+    "planes",
+    "programs",
+    "readable",
+    "registers",
+    "row_amax",
+    "up",
+    "usable",
+    "writable",
+]
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
+
+    Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
+    """
+    plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
+    return plain and x.numel() > 0 and _has_triton() and x.get_device() == torch.cuda.current_device()
+
+
+def level_of(capability: tuple[int, int]) -> int:
+    """Which conversions a card of a compute capability has: 0, none; 90, to fp8; 100, also to e2m1, e2m3, e3m2, e8m0.
+
+    12.0 has all of them too, but kernels have not been compiled for it.
+    """
+    return 100 if capability[0] == 10 else 90 if capability >= (8, 9) else 0
+
+
+_levels: dict[torch.device, int] = {}
+
+
+def hardware(device: torch.device) -> int:
+    """The conversions that kernels leave to a device: level_of its compute capability, and 0 of what is no card.
+
+    100 has to be earned: once in a process, the first call for a device compares what its conversions give with what
+    integer arithmetic gives there. Where any differs it warns, and the level is 90. Bytes are the same at every level.
+    """
+    level = _levels.get(device)
+    return _find_level(device) if level is None else level
+
+
+def _find_level(device: torch.device) -> int:
+    level = level_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else 0
+    if level == 100:
+        if torch.cuda.is_current_stream_capturing():
+            return 90  # results can't be waited for; the next call finds out
+        from layoutc.runtime.kernels import conversion_checks
+
+        if differing := conversion_checks.differing(device, conversion_checks.COMPARISONS[100]):
+            level = 90
+            name, conversions = torch.cuda.get_device_name(device), ", ".join(differing)
+            warnings.warn(
+                f"{name}: the card's conversions {conversions} do not give the bytes they should; kernels do without "
+                "those that compute capability 9.0 has not, and are slower",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return _levels.setdefault(device, level)
+
+
+def writable(out: Out, device: torch.device) -> Out:
+    """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
+    return out if out is not None and all_writable([out], device) else None
+
+
+def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
+    """True where kernels can write into the planes of all."""
+    planes = [plane for out in outs for plane in out.values()]
+    words = reduce(or_, map(Tensor.data_ptr, planes), 0) % 4 == 0
+    return words and all(map(Tensor.is_contiguous, planes)) and all(plane.device == device for plane in planes)
+
+
+def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Planes as kernels read them, copied where they are not: contiguous, and beginning at a word of 32 bits."""
+    return {
+        name: plane if _is_whole(plane) else plane.clone(memory_format=torch.contiguous_format)
+        for name, plane in planes.items()
+    }
+
+
+def _is_whole(plane: Tensor) -> bool:
+    return plane.is_contiguous() and plane.data_ptr() % 4 == 0
+
+
+@cache
+def registers(device: torch.device, most: int | None) -> int | None:
+    """A cap on a thread's registers, on the cards where it was found to pay: compute capability 9.0."""
+    return most if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
+
+
+def planes(
+    layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
+) -> dict[str, Tensor]:
+    """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
+    facts = plane_facts(layout, m, k, tuple(orientations))
+    if out is None:
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+    return given_planes(layout, facts, out)
+
+
+@lru_cache(maxsize=4096)
+def plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    """What a kernel writes for orientations of an (m, k) weight: plane name -> shape and dtype."""
+    return layout.written(m, k, orientations)
+
+
+def given_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The planes of `out` that a kernel writes. Raises ValueError where they are not what it writes into."""
+    found = {name: out[name] for name in facts}
+    for name, given in found.items():
+        shape, dtype = facts[name]
+        if given.shape != shape or given.dtype != dtype or not _is_whole(given):
+            raise ValueError(
+                f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
+            )
+    return found
+
+
+def buffers(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """New buffers of orientations to write into, of those that are no planes."""
+    facts = _buffer_facts(layout, m, k, orientations)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+
+
+def kept_planes(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
+) -> dict[str, Tensor]:
+    """New planes to write into, of those that are buffers of the orientations as they are."""
+    facts = _kept_facts(layout, m, k, orientations)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
+
+
+@lru_cache(maxsize=4096)
+def _kept_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
+    return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}
+
+
+@lru_cache(maxsize=4096)
+def _buffer_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+    return layout.laid_out(m, k, orientations)
+
+
+def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
+    """The grid: one program for each tile."""
+    return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+
+
+def column_tile(block_k: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program that takes the amaxes of blocks of columns."""
+    return 64, max(128, block_k), 8
+
+
+def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
+    """The largest magnitude of (m, k) values, (1,), or of each block of columns over all rows, (1, blocks); fp32."""
+    from layoutc.runtime.kernels import direct
+    from layoutc.runtime.triton import tiles
+
+    m, k = x.shape
+    columns = 1 if block_k is None else cdiv(k, block_k)
+    amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
+    if x.numel():
+        tile_m, tile_k, warps = AMAX_TILE if block_k is None else column_tile(block_k)
+        grid = programs(m, k, tile_m, tile_k)
+        args = (
+            x,
+            amax,
+            m,
+            k,
+            x.stride(0),
+            x.stride(1),
+            columns,
+            tile_k if block_k is None else block_k,
+            tile_m,
+            tile_k,
+            block_k is None,
+            m % tile_m == 0 and k % tile_k == 0,
+            hardware(x.device),
+        )
+        direct.run(tiles.amax_kernel, grid, args, warps)
+    return amax.view(torch.float32)
+
+
+def row_amax(x: Tensor, block_m: int) -> Tensor:
+    """The largest magnitude of each block of rows over all columns, (blocks, 1) fp32."""
+    from layoutc.runtime.kernels import direct
+    from layoutc.runtime.triton import tiles
+
+    m, k = x.shape
+    amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)
+    if m:
+        args = (x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), hardware(x.device))
+        direct.run(tiles.row_amax_kernel, (cdiv(m, block_m),), args, 4)
+    return amax

@@ -1,0 +1,170 @@
+"""Which ranks hold which part of a weight: what a DTensor's placements cut, and who shares an amax with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.errors import LayoutError, ShardAlignmentError
+from layoutc.runtime.facts import Layout
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(tensor: Any, local: Tensor) -> Tensor:
+    """`local` in the place of a DTensor's shard; itself where the tensor is none."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def cuts(tensor: Tensor) -> list[tuple[int, int]]:
+    """(mesh dim, tensor dim) of every cut of a DTensor, those that FSDP2 makes of tensor-parallel shards included."""
+    if not isinstance(tensor, DTensor):
+        return []
+    # FSDP2's strided shards are no Shard, and do not say that they are one: all that cut have a dim.
+    placements: tuple[Any, ...] = tensor.placements
+    return [(mesh_dim, p.dim) for mesh_dim, p in enumerate(placements) if hasattr(p, "dim")]
+
+
+def slices_of(tensor: Tensor) -> tuple[slice, ...]:
+    """What this rank holds of a DTensor, as an index of the whole; all of another tensor."""
+    first, last = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # A strided shard is a cut of what mesh dims after it have cut before.
+        strided: Any = [cut for cut in cuts(tensor) if hasattr(placements[cut[0]], "split_factor")]
+        plain = [cut for cut in cuts(tensor) if cut not in strided]
+        for mesh_dim, negative in (*plain, *reversed(strided)):
+            dim, world, rank = negative % tensor.dim(), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            start, stop = first[dim], last[dim]
+            each = cdiv(stop - start, world)
+            first[dim], last[dim] = min(start + rank * each, stop), min(start + (rank + 1) * each, stop)
+    return tuple(slice(a, b) for a, b in zip(first, last, strict=True))
+
+
+def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
+    """The process groups over which shards of a tensor share amaxes, one for each mesh dim; none for a plain tensor.
+
+    Shards of columns do not share those of a recipe that has one for each column. Raises LayoutError for shards of
+    columns where a scale covers a whole row: no rank could make it.
+    """
+    found = []
+    for mesh_dim, dim in cuts(tensor):
+        assert isinstance(tensor, DTensor)
+        if tensor.device_mesh.size(mesh_dim) == 1:
+            continue
+        of_columns = dim == tensor.dim() - 1 and dim > 0
+        if of_columns and layout.shared_along_rows - layout.shared:
+            raise LayoutError(_of_whole_rows(layout, name, tensor))
+        if layout.shares_amax and not (of_columns and layout.amax_columns is not None):
+            found.append(tensor.device_mesh.get_group(mesh_dim))
+    return found
+
+
+def resolve(names: Iterable[str]) -> list[dist.ProcessGroup]:
+    """Process groups by name."""
+    found: list[Any] = [_resolve_process_group(name) for name in names]  # type: ignore[arg-type]
+    return found
+
+
+def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
+    """Refuses a sharded weight whose shards can't be quantized to the bytes of the whole one.
+
+    Every rank asks with the same numbers. Raises ShardAlignmentError where a cut splits a block, LayoutError where a
+    scale covers a whole row and columns are cut, ValueError for partial sums and for cuts of dims between.
+    """
+    if any(placement.is_partial() for placement in weight.placements):
+        raise ValueError(f"{name} holds partial sums, which have no amax of their own: redistribute it first")
+    sizes = {dim: [size] for dim, size in enumerate(weight.shape)}
+    last = weight.dim() - 1
+    for mesh_dim, dim in cuts(weight):
+        world = weight.device_mesh.size(mesh_dim)
+        if 0 < dim < last:
+            raise ValueError(f"{name}: {layout.name} shards dim 0 and the last one, not dim {dim} of {weight.dim()}")
+        for size in sizes[dim]:
+            if dim == 0:
+                shape = (size, *weight.shape[1:])
+                check_alignment(layout, shape, cdiv(size, world), world=world, name=name)
+            else:
+                _check_columns(layout, weight, size, world, name)
+        each = [Cuts(size, cdiv(size, world), world) for size in sizes[dim]]
+        bounds = [cuts.bounds(rank) for cuts in each for rank in range(world)]
+        sizes[dim] = sorted({stop - start for start, stop in bounds} - {0})
+
+
+def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name: str) -> None:
+    multiple, each = layout.column_multiple, cdiv(size, world)
+    if world > 1 and layout.shared_along_rows - layout.shared:
+        raise LayoutError(_of_whole_rows(layout, name, weight))
+    if each >= size or each % multiple == 0:
+        return
+    raise ShardAlignmentError(
+        f"{name}: shape {tuple(weight.shape)} does not shard over {world} ranks on its last dim in {layout.name}: "
+        f"{each} columns a rank, but a cut must fall at a multiple of {multiple} columns. At world size {world}, the "
+        f"next size that shards is {up(each, multiple) * world}."
+    )
+
+
+def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
+    return (
+        f"{name}: shape {tuple(weight.shape)} in {layout.name} is not sharded by columns: one scale covers a whole "
+        "row, and a rank sees a part of it; shard dim 0, or take a recipe with blocks of columns"
+    )
+
+
+def check_alignment(
+    layout: Layout, shape: tuple[int, ...], per_rank: int, *, world: int | None = None, name: str = "weight"
+) -> None:
+    """Refuses to cut a weight of `shape` every `per_rank` entries of dim 0 where a cut would split a block.
+
+    Every rank asks with the same numbers, so all raise or none does. `world` is derived from the cut when unknown.
+    Raises ShardAlignmentError with the parameter's name, the numbers, and the nearest sizes that work.
+    """
+    inner = prod(shape[1:-1])  # matrix rows for one entry of dim 0
+    rows, multiple = shape[0] * inner, layout.shard_rows
+    if Cuts(rows, per_rank * inner, 1).aligned(multiple):
+        return
+    world = world or -(-shape[0] // per_rank)
+    sizes = [size for size in (_nearest_size(layout, shape[0], inner, world, step) for step in (-1, 1)) if size]
+    worlds = _worlds(shape[0], inner, multiple, world)
+    blocks = ", ".join(f"{block} {orientation}" for orientation, block in layout.blocks.items())
+    raise ShardAlignmentError(
+        f"{name}: shape {tuple(shape)} does not shard over {world} ranks in {layout.name}: {per_rank * inner} rows a "
+        f"rank, but a cut must fall at a multiple of {multiple} rows ({layout.shard_reason}; blocks {blocks}). "
+        f"At world size {world}, dim 0 can be {_either(sizes)}; "
+        f"with dim 0 of {shape[0]}, the world size can be {_either(worlds)}."
+    )
+
+
+def _nearest_size(layout: Layout, size: int, inner: int, world: int, step: int) -> int | None:
+    """The nearest size of dim 0 in the direction of `step` that is whole blocks and shards over `world` ranks."""
+    for candidate in range(size + step, max(0, size + step * (world + 1) * layout.shard_rows), step):
+        rows, per_rank = candidate * inner, -(-candidate // world) * inner
+        whole = rows % layout.shard_rows == 0 and rows % layout.multiple_m == 0
+        if whole and per_rank % layout.shard_rows == 0:
+            return candidate
+    return None
+
+
+def _worlds(size: int, inner: int, multiple: int, world: int) -> list[int]:
+    """The nearest world sizes below and above that work."""
+    below = next(w for w in range(world, 0, -1) if Cuts(size * inner, -(-size // w) * inner, w).aligned(multiple))
+    above = next((w for w in range(world, 4 * world + 1) if -(-size // w) * inner % multiple == 0), None)
+    return [below] if above is None else [below, above]
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers) or "no size near it"

@@ -1,0 +1,239 @@
+"""check_ranks: whether ranks hold the same model, before a gather hangs on it or trains on it.
+
+FSDP2 exchanges nothing when it shards: ranks that differ meet in a collective of unequal sizes, or never. Each rank
+makes *claims* here, of what it holds and of how many ranks must say the same. All ranks see all claims, as numbers, and
+so come to the same verdict; words are exchanged only when that is bad.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.train.master_weights import place_of
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+SHOWN = 8  # disagreements that a message spells out
+
+
+class Claim(NamedTuple):
+    """What a rank holds of a subject (a parameter, or the list of them), and how many ranks must hold the same."""
+
+    subject: str
+    held: Mapping[str, str]
+    ranks: int
+
+
+@torch.no_grad()
+def check_ranks(model: nn.Module) -> int:
+    """Checks that all ranks hold the same model; returns the number of sharded parameters that were checked.
+
+    Collective: every rank of the default process group calls it, with whatever it holds. Compared among the ranks that
+    share a parameter's device mesh: names and order of parameters, shape, dtype and placements; recipe, layout id and
+    orientations of quantized weights; the bytes of scales, amaxes and histories that shards share, those of a block
+    that a cut goes through included; and all bytes of replicas (HSDP). Weights that are cast on gather count, as do
+    gathered ones, by their shards. Parameters that are no DTensors are not looked at. Two small all-gathers, whatever
+    the number of parameters; bytes are hashed on the host.
+
+    Raises LayoutError on all ranks alike, with the parameters, what differs, and on which ranks.
+    """
+    claims: dict[int, Claim] = {}
+    named: dict[str, list[str]] = defaultdict(list)
+    whole = registry.sharded_parameters()
+    for name, parameter in model.named_parameters():
+        param = whole.get(id(parameter), parameter)
+        if isinstance(param, DTensor):
+            named[_ranks(param)].append(name)
+            for what, claim in _claims(name, param):
+                claims[_number(what, name)] = claim
+    for ranks, names in named.items():
+        held = {str(position): name for position, name in enumerate(names)}
+        claims[_number(ranks, "")] = Claim("the order of parameters", held, len(ranks.split()))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _compare(claims)
+    return sum(map(len, named.values()))
+
+
+# --------------------------------------------------------------------------------------------------- what a rank claims
+def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
+    """(what, claim): claims of the same `what` about a parameter are compared."""
+    local, ranks = param._local_tensor, _ranks(param)
+    facts = {
+        "shape": str(tuple(param.shape)),
+        "dtype": str(param.dtype),
+        "placements": str(tuple(param.placements)),
+        "recipe": "none",
+    }
+    if isinstance(local, QuantizedTensor | CastOnGather):
+        kind = "cast on gather to " if isinstance(local, CastOnGather) else ""
+        facts["recipe"] = f"{kind}{local.LAYOUT.name}, layout {local.LAYOUT.layout_id}"
+        facts["orientations"] = "+".join(local.orientations) or "none"
+    yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
+    if local.is_meta:
+        return
+    cut = {mesh_dim for mesh_dim, _ in meshes.cuts(param)}
+    replicas = _along(param, set(range(param.device_mesh.ndim)) - cut)
+    if len(replicas) > 1:
+        held = {f"bytes of {part}": _digest(tensor) for part, tensor in _stored(local).items()}
+        yield f"replicas {replicas}", Claim(name, held, len(replicas))
+    if isinstance(local, QuantizedTensor | CastOnGather):
+        yield from _shared(name, param, local)
+    if isinstance(local, QuantizedTensor):
+        yield from _halved(name, param, local)
+
+
+def _stored(local: Tensor) -> dict[str, Tensor]:
+    if isinstance(local, QuantizedTensor):
+        return local.planes()
+    return {"values": local.plain if isinstance(local, CastOnGather) else local}
+
+
+def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) -> Iterator[tuple[str, Claim]]:
+    """What all shards hold alike; of shards of columns, what does not belong to columns."""
+    layout, last = local.LAYOUT, param.dim() - 1
+    of_columns = {mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == last > 0}
+    by_columns = set(layout.shared_by_columns)
+    if isinstance(local, QuantizedTensor):
+        planes = {plane: tensor for plane, tensor in local.planes().items() if plane in layout.shared}
+    else:
+        agreed = {"amax": local._agreed.amax, "history of amaxes": local._agreed.plane}
+        planes = {plane: tensor for plane, tensor in agreed.items() if tensor is not None}
+        by_columns = set(planes) if layout.amax_columns is not None else set()
+    for plane, tensor in planes.items():
+        dims = set(range(param.device_mesh.ndim)) - (of_columns if plane in by_columns else set())
+        ranks = _along(param, dims)
+        yield f"{plane} {ranks}", Claim(name, {plane: f"{_shown(tensor)} ({_digest(tensor)})"}, len(ranks))
+
+
+def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple[str, Claim]]:
+    """The scales of blocks that several ranks hold, since a cut goes through them."""
+    place = place_of(param, local)
+    if place is None or not place.joins(local.LAYOUT) or not local._rows:
+        return
+    (first, last), cuts = place.cuts.bounds(place.rank), place.cuts
+    group = dist.get_process_group_ranks(place.group)
+    for plane, tensor in local.planes().items():
+        rows = local.LAYOUT.stored[plane].rows_per_value or 1
+        for block in sorted({first // rows, (last - 1) // rows} if rows > 1 else ()):
+            holders = sum(a <= block < b for a, b in (cuts.touched(rank, rows) for rank in range(cuts.world)))
+            if holders > 1:
+                entry = tensor[block - (first - local._halo.before) // rows :][:1]
+                what = f"{plane} of rows {block * rows} to {min((block + 1) * rows, cuts.rows)}"
+                yield f"{what} {group}", Claim(name, {what: _digest(entry)}, holders)
+
+
+def _along(param: DTensor, dims: set[int]) -> list[int]:
+    """The ranks that differ from this one in these mesh dims alone."""
+    mesh = param.device_mesh
+    here: Any = mesh.get_coordinate() or [0] * mesh.ndim
+    ranks: Tensor = mesh.mesh[tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))]
+    return [int(rank) for rank in ranks.flatten().tolist()]
+
+
+def _ranks(param: DTensor) -> str:
+    return " ".join(str(rank) for rank in param.device_mesh.mesh.flatten().tolist())
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+def _compare(claims: dict[int, Claim]) -> None:
+    """Raises LayoutError where claims differ, or fewer ranks make one than must."""
+    mine = torch.tensor([[number, _value(claim), claim.ranks] for number, claim in claims.items()], dtype=torch.int64)
+    everywhere = torch.cat([piece.view(torch.int64).view(-1, 3) for piece in _exchanged(mine.view(-1, 3))])
+    numbers, order = everywhere[:, 0].sort()
+    values, wanted = everywhere[order, 1], everywhere[order, 2]
+    _, runs, counts = torch.unique_consecutive(numbers, return_inverse=True, return_counts=True)
+    follows = numbers[1:] == numbers[:-1]
+    differs = follows & ((values[1:] != values[:-1]) | (wanted[1:] != wanted[:-1]))
+    bad = {*numbers[1:][differs].tolist(), *numbers[counts[runs] != wanted].tolist()} if len(numbers) else set()
+    if bad:
+        raise LayoutError(_message([number for number in claims if number in bad], claims))
+
+
+def _exchanged(mine: Tensor) -> list[Tensor]:
+    """The bytes of a tensor of any length of every rank: uint8, on the host."""
+    group: Any = dist.group.WORLD
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    sent = mine.contiguous().flatten().view(torch.uint8).to(device)
+    size = torch.tensor([sent.numel()], dtype=torch.int64, device=device).view(torch.uint8)
+    sizes = gather_bytes(size, group).view(torch.int64).tolist()
+    padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
+    everywhere = gather_bytes(padded, group).cpu().view(len(sizes), max(sizes)) if max(sizes) else sent.new_empty(0, 0)
+    return [row[:length] for row, length in zip(everywhere, sizes, strict=False)]
+
+
+def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
+    """What ranks say of each other: the same words on all of them. Collective."""
+    told = json.dumps([[number, claims[number].subject, dict(claims[number].held)] for number in bad]).encode()
+    by_claim: dict[int, dict[int, tuple[str, dict[str, str]]]] = defaultdict(dict)
+    for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(told), dtype=torch.uint8))):
+        for number, subject, held in json.loads(bytes(piece.tolist())):
+            by_claim[number][rank] = subject, held
+    lines: dict[str, None] = {}
+    for held_by in by_claim.values():
+        subject = next(iter(held_by.values()))[0]
+        lines |= dict.fromkeys(_lines(subject, {rank: held for rank, (_, held) in held_by.items()}))
+    shown = [*lines][:SHOWN]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n  ".join(
+        ["ranks hold different models; build, load and write them alike on all ranks, or start again:", *shown, *more]
+    )
+
+
+def _lines(subject: str, held_by: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
+    keys = dict.fromkeys(key for held in held_by.values() for key in held)
+    differing = [key for key in keys if len({held.get(key) for held in held_by.values()}) > 1]
+    if subject == "the order of parameters":
+        differing = differing[:1]
+    for key in differing:
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, held in held_by.items():
+            ranks[held.get(key, "nothing")].append(rank)
+        of = "parameter " if subject == "the order of parameters" else ""
+        yield f"{subject}: {of}{key}: " + "; ".join(f"{value} on {_ranks_text(on)}" for value, on in ranks.items())
+    if not differing:
+        said = ", ".join(f"{key} {value}" for key, value in next(iter(held_by.values())).items())
+        yield f"{subject}: {_ranks_text(list(held_by))} alone, of the ranks that share it: {said}"
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# --------------------------------------------------------------------------------------------------------------- hashes
+def _number(*words: str) -> int:
+    return _int64("\n".join(words).encode())
+
+
+def _value(claim: Claim) -> int:
+    return _int64(json.dumps([claim.subject, dict(claim.held)]).encode())
+
+
+def _int64(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of shape, dtype and bytes."""
+    plain = tensor.detach().cpu().contiguous()
+    found = hashlib.blake2b(f"{tuple(plain.shape)} {plain.dtype}".encode(), digest_size=8)
+    if plain.numel():
+        found.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+    return found.hexdigest()
+
+
+def _shown(tensor: Tensor) -> str:
+    """A value, where there is one; else how many."""
+    return f"{tensor.item():g}" if tensor.numel() == 1 else f"{tuple(tensor.shape)}"

@@ -1,0 +1,192 @@
+"""Which weights of a model a recipe serves: quantized in place, as the model is built, or at each gather."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime.cast.plain_state_dicts import keep_plain
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.dispatch.broadcasts import keep_quantized
+from layoutc.runtime.quantize.amax import FLOATS, quantize
+from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Filter = Callable[[nn.Module, str], bool]
+Recipe = str | ModuleType
+
+
+def quantize_(
+    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True
+) -> list[str]:
+    """Replaces `weight` of the chosen modules by quantized parameters; returns their names.
+
+    recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
+    filter_fn(module, fully qualified name) chooses modules; default: every nn.Linear. Weights keep their dtype as the
+    one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard; weights that
+    tensor parallelism has sharded become shards of the whole weight quantized, byte for byte, on all ranks together.
+
+    keep_values: weights that require a gradient keep the values that they are quantized from, in their own dtype, until
+    `MasterWeights` starts its masters from them; so do plain values that are written into them later. Each shard keeps
+    its own. Where no optimizer follows they would stay for good: pass False for inference. Frozen weights keep none.
+
+    Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
+    take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
+    chosen.
+    """
+    cls = recipe_class(recipe)
+    update_warnings.watch()
+    return list(_replace([model], cls, partial(_quantized, cls, keep_values), filter_fn).values())
+
+
+def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
+    """Makes `weight` of the chosen modules be quantized whenever FSDP2 gathers it; returns their names.
+
+    The weights themselves stay as they are, in their dtype and memory, and any torch optimizer trains them. State dicts
+    hold plain values. Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; where no
+    fully_shard follows, products quantize the weight. See also `precompute_amaxes`.
+    """
+    casts: type[CastOnGather] = _recipe(recipe).CastTensor
+    chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
+    for module in chosen:
+        keep_plain(module)
+    return list(chosen.values())
+
+
+def _replace(
+    roots: list[nn.Module],
+    cls: type[QuantizedTensor],
+    make: Callable[[Tensor, str], Tensor],
+    filter_fn: Filter | None,
+    caller: str = "quantize_",
+    among: set[nn.Module] | None = None,
+) -> dict[nn.Module, str]:
+    """Replaces weights of the chosen modules of all roots by make(weight, name); `among`: only of these."""
+    chosen: dict[nn.Module, str] = {}
+    for root in roots:
+        for fqn, module in root.named_modules():
+            wanted = filter_fn(module, fqn) if filter_fn else isinstance(module, nn.Linear)
+            weight = getattr(module, "weight", None)
+            if not wanted or not isinstance(weight, nn.Parameter) or (among is not None and module not in among):
+                continue
+            if not isinstance(meshes.local_of(weight.data), QuantizedTensor | CastOnGather):
+                name = f"{fqn}.weight" if fqn else "weight"
+                _check_weight(cls, weight, name, caller)
+                chosen.setdefault(module, name)
+    _check_ties(roots, chosen, cls)
+    tied: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in chosen:
+        tied[id(module.weight)].append(module)
+    for modules in tied.values():  # what is replaced is freed before the next one is made
+        weight = modules[0].weight
+        assert isinstance(weight, nn.Parameter)
+        made = nn.Parameter(make(weight, chosen[modules[0]]), requires_grad=weight.requires_grad)
+        for module in modules:
+            module.weight = made
+            keep_quantized(module)
+    return chosen
+
+
+def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
+    if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
+        raise ValueError(f"{name} is sharded already: call {caller} before fully_shard")
+    if weight.dtype not in FLOATS:
+        raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
+    cls.LAYOUT.check_shape(tuple(weight.shape), name)
+    if isinstance(weight, DTensor):
+        meshes.check_shards(cls.LAYOUT, weight, name)
+
+
+@contextmanager
+def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True) -> Iterator[None]:
+    """Modules built inside hold quantized weights when it ends, as after `quantize_` with the same arguments.
+
+    Weights are quantized at the end, not as they are registered, so that every initializer has run in high precision.
+    On the meta device nothing is allocated. After an exception nothing is quantized.
+    """
+    cls = recipe_class(recipe)
+    built: dict[nn.Module, None] = {}
+    original = nn.Module.__init__
+
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        built[self] = None
+
+    nn.Module.__init__ = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+    children = {child for module in built for child in module.children()}
+    roots = [module for module in built if module not in children]
+    update_warnings.watch()
+    _replace(roots, cls, partial(_quantized, cls, keep_values), filter_fn, among=set(built))
+
+
+def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
+    """The tensor class of a recipe. Raises ValueError for an unknown name."""
+    return _recipe(recipe).Tensor  # type: ignore[no-any-return]
+
+
+def _recipe(recipe: Recipe) -> ModuleType:
+    """The module of a recipe: one of layoutc's own, or of the entry points of the group `layoutc.recipes`."""
+    if isinstance(recipe, ModuleType):
+        return recipe
+    recipes = importlib.import_module("layoutc.recipes")
+    if recipe in recipes.RECIPES:
+        return getattr(recipes, recipe)  # type: ignore[no-any-return]
+    shipped = {point.name: point for point in entry_points(group="layoutc.recipes")}
+    if recipe in shipped:
+        return shipped[recipe].load()  # type: ignore[no-any-return]
+    known = ", ".join([*recipes.RECIPES, *shipped])
+    raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
+
+
+def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:
+    """The weight's values quantized; of a DTensor each rank's shard, to the bytes that the whole weight would have."""
+    local = meshes.local_of(weight.detach())
+    groups = meshes.amax_groups(cls.LAYOUT, weight, name)
+    if local.is_meta:
+        facts = cls.LAYOUT.planes(*cls.LAYOUT.check_shape(tuple(local.shape), name))
+        planes = {plane: torch.empty(f.shape, dtype=f.dtype, device="meta") for plane, f in facts.items()}
+        tensor = cls(planes, local.shape, local.dtype)
+    else:
+        tensor = quantize(cls, local, group=groups or None)
+    tensor._name, tensor._writes.trains = name, keep_values and weight.requires_grad
+    initial_values.keep(tensor, local)
+    if not isinstance(weight, DTensor):
+        return tensor
+    tensor._peers = tuple(group.group_name for group in groups) or None
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def _cast(casts: type[CastOnGather], weight: Tensor, name: str) -> CastOnGather:
+    tensor = casts(weight.detach())
+    tensor._name = name
+    return tensor
+
+
+def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:
+    """A weight used by a module that is not chosen must stay plain, so choosing it elsewhere is an error."""
+    weights = {module.weight: name for module, name in chosen.items()}
+    for fqn, module in (pair for root in roots for pair in root.named_modules()):
+        for key, param in module.named_parameters(recurse=False):
+            if param in weights and not (module in chosen and key == "weight"):
+                raise ValueError(
+                    f"{weights[param]} is tied to {fqn}.{key}, which filter_fn does not choose: quantizing it in "
+                    f"{cls.LAYOUT.name} would untie them or dequantize it at each use; leave {weights[param]} out with "
+                    "filter_fn"
+                )

@@ -1,0 +1,1 @@
+"""Triton functions that the kernels of all recipes call."""

@@ -1,0 +1,108 @@
+"""Tables of matrices, as Triton functions: one launch for many of them. groups.py makes the tables.
+
+A table is int64. It begins with the first program of each matrix, ROWS of 32 bits each, of which those past the last
+matrix are larger than any program. Then come ROWS entries of each field: rows, columns, a place, and addresses in the
+order of a kernel: of x and then of planes, or of planes and then of buffers. The place is where an amax is, or, of what
+is laid out, how many columns tiles cover. Matrices are contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.tiles import raise_amax, tile_at
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """(fields, first row, first column, m, k): the matrix that this program works for, and the place of its tile.
+
+    ALIGNED: all addresses, and k, are multiples of 16, so that a thread can move 16 bytes at a time.
+    """
+    fields, number, m, k = _found(table, ROWS, 1, 16 if ALIGNED else 1)
+    row, column = tile_at(number, k, TILE_M, TILE_K)
+    return fields, row, column, m, k
+
+
+@triton.jit
+def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """As member_of, where tiles cover more columns than the matrix has. ALIGNED: m too is a multiple of 16."""
+    fields, number, m, k = _found(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
+    row, column = tile_at(number, tl.load(fields + 2 * ROWS).to(tl.int32), TILE_M, TILE_K)
+    return fields, row, column, m, k
+
+
+@triton.jit
+def _found(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
+    """(fields, number of the tile, m, k) of the matrix that this program works for; m and k are multiples of so much.
+
+    What a number is a multiple of is noted where it is loaded: of what a function returns, Triton forgets it.
+    """
+    program = tl.program_id(0)
+    starts = table.to(tl.pointer_type(tl.int32))
+    index = tl.sum((tl.load(starts + tl.arange(0, ROWS)) <= program).to(tl.int32), 0) - 1
+    fields = table + ROWS // 2 + index
+    m = tl.multiple_of(tl.load(fields).to(tl.int32), UNIT_M)
+    k = tl.multiple_of(tl.load(fields + ROWS).to(tl.int32), UNIT_K)
+    return fields, program - tl.load(starts + index), m, k
+
+
+@triton.jit
+def amax_at(amax, fields, ROWS: tl.constexpr):
+    """Where the amax of a matrix is, or the first of its amaxes."""
+    return amax + tl.load(fields + 2 * ROWS)
+
+
+@triton.jit
+def matrix_at(fields, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first element of x."""
+    return address(fields + 3 * ROWS, DTYPE, ALIGNED)
+
+
+@triton.jit
+def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first entry of a plane."""
+    return address(fields + (4 + NUMBER) * ROWS, DTYPE, ALIGNED)
+
+
+@triton.jit
+def plane_like(plane, fields, NUMBER: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The first entry of what is for this matrix the plane or buffer that `plane` is for another; None where it is."""
+    if plane is None:
+        return None
+    return address(fields + (3 + NUMBER) * ROWS, plane.dtype.element_ty, ALIGNED)
+
+
+@triton.jit
+def address(field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer that a table holds."""
+    pointer = tl.load(field).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def amax_group_kernel(
+    table,
+    amax,
+    DTYPE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """As amax_kernel, for the matrices of a table; amax holds the amaxes of all."""
+    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+    x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
+    columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
+    found = amax_at(amax, fields, ROWS)
+    raise_amax(x, found, row, column, m, k, k, 1, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)

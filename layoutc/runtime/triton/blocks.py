@@ -1,0 +1,192 @@
+"""Blocks of tiles in generated kernels, as Triton functions: magnitudes, ranges and sums of each.
+
+bf16 is compared two at a time, as the pairs that it is loaded in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan, maximum
+
+
+@triton.jit
+def to_blocks(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(TILE_M, TILE_K) -> (m blocks, BLOCK_M, k blocks, BLOCK_K)."""
+    return tl.reshape(tile, (tile.shape[0] // BLOCK_M, BLOCK_M, tile.shape[1] // BLOCK_K, BLOCK_K))
+
+
+@triton.jit
+def from_blocks(blocks):
+    """Inverse of to_blocks."""
+    return tl.reshape(blocks, (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]))
+
+
+@triton.jit
+def to_float(tile):
+    """fp32, bf16 or fp16 -> fp32, exact. Of bf16 by its bits: one instruction each, and the interpreter's cast is not
+    exact."""
+    if tl.bfloat16 == tile.dtype:
+        return float_of(tile.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def to_pairs(tile):
+    """(rows, columns) bf16 -> (rows, columns / 2) int32: as they lie in memory, the even column in the low half."""
+    even, odd = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (tile.shape[0], tile.shape[1] // 2, 2)))
+    return (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+
+
+@triton.jit
+def largest_of_pairs(a, b):
+    """The larger magnitude of each half; NaN propagates."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def least_of_pairs(a, b):
+    """The smaller magnitude of each half."""
+    return tl.inline_asm_elementwise(
+        "min.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HARDWARE: tl.constexpr):
+    """Largest magnitude of each block of a tile as it was loaded, (m blocks, k blocks) fp32; NaN propagates."""
+    if not HARDWARE:
+        # The interpreter runs a reduction of one's own element by element. Bits of magnitudes order as they do.
+        sizes = bits_of(to_blocks(to_float(tile), BLOCK_M, BLOCK_K)) & 0x7FFFFFFF
+        return float_of(tl.max(tl.max(sizes, 3), 1))
+    if tl.bfloat16 == tile.dtype:
+        WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
+        pairs = to_blocks(to_pairs(tile), BLOCK_M, WIDTH)
+        found = tl.reduce(tl.reduce(pairs, 3, largest_of_pairs), 1, largest_of_pairs)
+        even = tl.abs(float_of(found << 16))  # of one row alone nothing was compared, and signs are there
+        odd = tl.abs(float_of(found & -0x10000))
+        if BLOCK_K > 1:
+            return maximum(even, odd)
+        else:
+            return tl.reshape(tl.join(even, odd), (found.shape[0], found.shape[1] * 2))
+    blocks = to_blocks(to_float(tile), BLOCK_M, BLOCK_K)
+    return tl.reduce(tl.reduce(tl.abs(blocks), 3, maximum), 1, maximum)
+
+
+@triton.jit
+def block_has_nan(blocks):
+    """True for blocks that hold a NaN."""
+    return tl.max(tl.max(isnan(blocks).to(tl.int32), 3), 1) > 0
+
+
+@triton.jit
+def block_lowest(blocks):
+    """Smallest value of each block; NaN propagates."""
+    return tl.where(block_has_nan(blocks), float("nan"), tl.min(tl.min(blocks, 3), 1))
+
+
+@triton.jit
+def block_highest(blocks):
+    """Largest value of each block; NaN propagates."""
+    return tl.where(block_has_nan(blocks), float("nan"), tl.max(tl.max(blocks, 3), 1))
+
+
+@triton.jit
+def _halves(x):
+    """(a, b, c, n) -> the first and the second half of the last dim."""
+    both = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, x.shape[3] // 2))
+    return tl.split(tl.permute(both, (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def _add_1(total, x):
+    """total and x's only entry of the last dim."""
+    return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
+
+
+@triton.jit
+def _add_2(total, x):
+    """total, and the 2 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_1(_add_1(total, first), second)
+
+
+@triton.jit
+def _add_4(total, x):
+    """total, and the 4 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_2(_add_2(total, first), second)
+
+
+@triton.jit
+def _add_8(total, x):
+    """total, and the 8 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_4(_add_4(total, first), second)
+
+
+@triton.jit
+def _add_16(total, x):
+    """total, and the 16 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_8(_add_8(total, first), second)
+
+
+@triton.jit
+def _add_32(total, x):
+    """total, and the 32 entries of x's last dim, one after the other."""
+    first, second = _halves(x)
+    return _add_16(_add_16(total, first), second)
+
+
+@triton.jit
+def _sum_in_order(x):
+    """(a, b, c, n) -> (a, b, c): from the first entry of the last dim to the last; n up to 32."""
+    total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
+    if x.shape[3] == 1:
+        return _add_1(total, x)
+    elif x.shape[3] == 2:
+        return _add_2(total, x)
+    elif x.shape[3] == 4:
+        return _add_4(total, x)
+    elif x.shape[3] == 8:
+        return _add_8(total, x)
+    elif x.shape[3] == 16:
+        return _add_16(total, x)
+    else:
+        tl.static_assert(x.shape[3] == 32)
+        return _add_32(total, x)
+
+
+@triton.jit
+def _sum_by_halves(x):
+    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one is left; n up to 256."""
+    x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
+    for _ in tl.static_range(8):
+        if x.shape[3] > 1:
+            first, second = _halves(x)
+            x = first + second
+    return tl.reshape(x, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def block_sum(blocks, CONTRACTS_K: tl.constexpr):
+    """Sum of each block, (m blocks, k blocks), in the order of numerics.block_sum; magnitudes, so that 0 + x is x."""
+    if CONTRACTS_K:
+        rows = _sum_in_order(blocks)  # (m blocks, rows, k blocks)
+        return _sum_by_halves(tl.permute(rows, (0, 2, 1)))
+    columns = _sum_in_order(tl.permute(blocks, (2, 3, 0, 1)))  # (k blocks, columns, m blocks)
+    return tl.trans(_sum_by_halves(tl.permute(columns, (0, 2, 1))))

@@ -1,0 +1,209 @@
+"""Formats of 4 bits in generated kernels, as Triton functions, for cards that convert to e4m3 and not to them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.blocks import from_blocks, least_of_pairs, to_blocks, to_float, to_pairs
+from layoutc.runtime.triton.codes import bits_of, float_of
+from layoutc.runtime.triton.tiles import load
+from layoutc.runtime.triton.turns import permute_bytes, put_words
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x of a normal x, to about 2^-23."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def store_nibbles(
+    plane,
+    turned_out,
+    x,
+    tile,
+    amax,
+    multiplier,
+    row,
+    column,
+    m,
+    k,
+    stride_m,
+    stride_k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Writes a tile of x, as it was loaded, times the multipliers of its blocks, as put_words does.
+
+    amax: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most, so that no magnitude need be cut off. bf16
+    takes the shorter way; a program that finds its tile to hold more than ordinary blocks reads it again and mends it.
+    """
+    if tl.bfloat16 == tile.dtype:
+        factor = multiplier * (2.0 ** (BIAS - 7))
+        words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST, BOUNDED)
+        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+        ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
+        if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
+            tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
+            words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
+            tl.debug_barrier()  # other threads may have written these words
+            put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+    else:
+        words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
+        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+
+
+@triton.jit
+def _values_to_nibbles(
+    tile,
+    multiplier,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+):
+    """Whatever the values and multipliers are."""
+    blocks = to_blocks(to_float(tile), BLOCK_M, BLOCK_K)
+    return to_nibbles(from_blocks(blocks * multiplier[:, None, :, None]), MANTISSA, BIAS, MAX, LOW_FIRST)
+
+
+@triton.jit
+def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """As to_small_codes for formats of 4 bits, packed: (rows, columns) -> (rows, columns / 8) int32, eight codes each.
+
+    For cards that convert to e4m3: rounded as there, |x| lies on a grid that e4m3 holds exactly once its lowest binade
+    is scaled to e4m3's, and then a code is the upper bits of the byte's magnitude.
+    """
+    size = _to_grid(tl.minimum(tl.abs(x), MAX) * (2.0 ** (BIAS - 7)), MANTISSA)
+    signed = float_of(bits_of(size) | (bits_of(x) & (-1 << 31)))
+    even, odd = tl.split(tl.reshape(signed, (x.shape[0], x.shape[1] // 2, 2)))
+    return _merged(_bytes_of_four(even), _bytes_of_four(odd), MANTISSA, LOW_FIRST)
+
+
+@triton.jit
+def _pairs_to_nibbles(
+    pairs,
+    factor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """bf16 pairs (rows, columns / 2), and multipliers that scale to e4m3's lowest binade too -> as to_nibbles.
+
+    Magnitudes are cut off two at a time, before they are scaled, and signs are merged four at a time, after. Factors
+    are normal and values finite; infinities would do.
+    """
+    if BLOCK_K == 1:
+        even_factor, odd_factor = tl.split(tl.reshape(factor, (factor.shape[0], factor.shape[1] // 2, 2)))
+    else:
+        even_factor = factor
+        odd_factor = factor
+    WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
+    blocks = to_blocks(pairs, BLOCK_M, WIDTH)
+    if not BOUNDED:
+        MOST: tl.constexpr = MAX * 2.0 ** (BIAS - 7)
+        even_most = bits_of(_reciprocal(even_factor) * MOST)  # what gives MAX, or a little more
+        odd_most = bits_of(_reciprocal(odd_factor) * MOST)
+        most = ((even_most >> 16) & 0xFFFF) | (odd_most & -0x10000)
+        blocks = least_of_pairs(blocks, most[:, None, :, None])
+    even = from_blocks(tl.abs(float_of(blocks << 16)) * even_factor[:, None, :, None])
+    odd = from_blocks(tl.abs(float_of(blocks & -0x10000)) * odd_factor[:, None, :, None])
+    even_bytes = _bytes_of_four(_to_grid(even, MANTISSA))
+    odd_bytes = _bytes_of_four(_to_grid(odd, MANTISSA))
+    lanes = tl.reshape(pairs, (pairs.shape[0], pairs.shape[1] // 4, 2, 2))
+    w02, w13 = tl.split(lanes)
+    w0, w2 = tl.split(w02)
+    w1, w3 = tl.split(w13)
+    first = permute_bytes(w0, w1, "prmt.b32 $0, $1, $2, 0x7351;")  # the upper bytes of columns 0 2 1 3
+    second = permute_bytes(w2, w3, "prmt.b32 $0, $1, $2, 0x7351;")
+    even_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x5410;") & -0x7F7F7F80
+    odd_bytes |= permute_bytes(first, second, "prmt.b32 $0, $1, $2, 0x7632;") & -0x7F7F7F80
+    return _merged(even_bytes, odd_bytes, MANTISSA, LOW_FIRST)
+
+
+@triton.jit
+def _to_grid(size, MANTISSA: tl.constexpr):
+    """Magnitudes -> nearest even with a mantissa of MANTISSA bits, with steps as in [2^-6, 2^-5) below 2^-6.
+
+    anchor = 2^(23 - MANTISSA) * size is a multiple of the step of size's binade, and an even one where size lies midway
+    between two steps; the difference of the two is rounded to that step, or to a finer one next to a power of two.
+    """
+    ANCHOR: tl.constexpr = 2.0 ** (23 - MANTISSA)
+    LEAST: tl.constexpr = 2.0**-6 * (1 + 2.0 ** ((MANTISSA if MANTISSA else 1) - 23))
+    anchored = tl.maximum(size, LEAST)
+    return tl.fma(anchored, ANCHOR, tl.fma(anchored, -ANCHOR, size))
+
+
+@triton.jit
+def _bytes_of_four(x):
+    """(rows, n) fp32 -> (rows, n / 4) int32: the e4m3 bytes of four values, the first lowest."""
+    lanes = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2))
+    v02, v13 = tl.split(lanes)
+    v0, v2 = tl.split(v02)
+    v1, v3 = tl.split(v13)
+    return _four_bytes(v0, v1, v2, v3)
+
+
+@triton.jit
+def _merged(even, odd, MANTISSA: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Bytes of e4m3 with a sign each -> their upper bits as nibbles: codes of even columns, and of odd ones beside."""
+    SHIFT: tl.constexpr = 3 - MANTISSA
+    low = even if LOW_FIRST else odd
+    high = odd if LOW_FIRST else even
+    word = ((low >> SHIFT) & 0x07070707) | ((low >> 4) & 0x08080808)
+    return word | ((high << (4 - SHIFT)) & 0x70707070) | (high & -0x7F7F7F80)
+
+
+@triton.jit
+def _four_bytes(v0, v1, v2, v3):
+    """Four fp32 values -> their e4m3 bytes in one word, the first lowest."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f",
+        [v0, v1, v2, v3],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def from_nibbles(words, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Inverse of to_nibbles: (rows, n) words -> (rows, n * 8) fp32, exact."""
+    SHIFT: tl.constexpr = 3 - MANTISSA
+    low = ((words << SHIFT) & (0x01010101 * (0x7 << SHIFT))) | ((words << 4) & -0x7F7F7F80)
+    high = ((words >> (4 - SHIFT)) & (0x01010101 * (0x7 << SHIFT))) | (words & -0x7F7F7F80)
+    c0, c2, c4, c6 = _four_values(low if LOW_FIRST else high)
+    c1, c3, c5, c7 = _four_values(high if LOW_FIRST else low)
+    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8)) * (2.0 ** (7 - BIAS))
+
+
+@triton.jit
+def _four_values(bytes_):
+    """Four e4m3 bytes in a word -> their fp32 values, that of the lowest first."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second; mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {a, b}, first; mov.b32 {c, d}, second;
+        cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
+        "=f,=f,=f,=f,r",
+        [bytes_],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )

@@ -1,0 +1,183 @@
+"""Weights that FSDP2 gathers for each pass anew, as a compiled graph sees them.
+
+Where forward and backward gather other planes, a graph can't hold planes: what forward saves, backward finds replaced.
+It holds the weight's handle, and these operators read what the weight holds when they run. What it does not hold in
+that pass they gather, by all ranks alike, as eager calls do; so recomputed activations have what forward had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.facts import Facts, Layout
+from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.planes import TracedPlanes, Window, owner
+
+if TYPE_CHECKING:
+    from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+# ---------------------------------------------------------------------------------------------- what the runtime calls
+def handle(planes: Mapping[str, Tensor]) -> Tensor | None:
+    """While calls are traced, what stands for a weight whose planes each pass replaces; else None."""
+    found: Tensor | None = getattr(planes, "handle", None)
+    return found if found is not None and operators.traced(found) else None
+
+
+def check_held(tensor: QuantizedTensor) -> None:
+    """Raises LayoutError where FSDP2 has freed what a gathered weight held: to read that would end the process."""
+    if tensor._home is None:
+        return
+    planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)  # of a piece: the whole weight's
+    for plane in planes.values():
+        if plane.numel() and not operators.traced(plane) and not plane.untyped_storage().nbytes():
+            raise LayoutError(
+                f"{tensor._label()} was gathered, and FSDP2 has resharded it since; read it in the forward of the "
+                "module that fully_shard was given, between its unshard() and reshard(), or read the sharded parameter"
+            )
+
+
+def refuse_write(tensor: QuantizedTensor) -> None:
+    """Raises LayoutError for a gathered weight, which lives as long as the pass: what is written would be lost."""
+    if handle(tensor._planes) is None and tensor._shard() is not None:
+        raise LayoutError(
+            f"{tensor._label()} is gathered, and the next gather would undo what is written into it; write into the "
+            "sharded parameter, on all ranks: before forward, or after reshard()"
+        )
+    if handle(tensor._planes) is not None:
+        raise LayoutError(
+            f"{tensor._label()} is gathered anew for each pass: a compiled graph can't write into it; write into the "
+            "sharded parameter, or outside of the graph"
+        )
+
+
+def dequantize(
+    cls: type[QuantizedTensor], handle: Tensor, window: Window, orientation: str, dtype: torch.dtype
+) -> Tensor:
+    """The values of a window of the weight in an orientation."""
+    return _dequantize(handle, list(window), cls.KEY, orientation, dtype)
+
+
+def lay_out(
+    cls: type[QuantizedTensor], handle: Tensor, window: Window, orientations: Sequence[str], swizzled: bool
+) -> dict[str, Tensor]:
+    """The buffers of orientations of a window of the weight, all of them new.
+
+    One call for each orientation, so that a graph drops those that it does not read, and nothing is gathered for them.
+    """
+    cls.LAYOUT.check_swizzled(swizzled)
+    m, k = _sizes(window)
+    buffers: dict[str, Tensor] = {}
+    for orientation in orientations:
+        found = _lay_out(handle, list(window), cls.KEY, orientation, swizzled)
+        buffers |= dict(zip(_names(cls.LAYOUT, m, k, orientation, swizzled), found, strict=True))
+    return {name: buffers[name] for name in cls.LAYOUT.buffers(m, k) if name in buffers}
+
+
+def planes(
+    cls: type[QuantizedTensor], handle: Tensor, matrix: tuple[int, int], orientations: Sequence[str]
+) -> TracedPlanes:
+    """All planes of the weight, for what is neither dequantized nor laid out."""
+    held = {name for orientation in orientations for name in cls.LAYOUT.sources[orientation]}
+    names = [name for name in cls.LAYOUT.stored if name in held]
+    return TracedPlanes(handle, names, lambda name: _plane(handle, *matrix, cls.KEY, name))
+
+
+def _sizes(window: Sequence[int]) -> tuple[int, int]:
+    return window[1] - window[0], window[3] - window[2]
+
+
+def _names(layout: Layout, m: int, k: int, orientation: str, swizzled: bool) -> dict[str, Facts]:
+    """The buffers of one orientation and the amax, in order: name -> shape and dtype. Swizzled ones are flat."""
+    made = layout.laid_out(m, k, (orientation,), swizzled)
+    every = layout.buffers(m, k).items()
+    return {name: made.get(name, facts) for name, facts in every if name.split("_")[0] in (orientation, "amax")}
+
+
+# --------------------------------------------------------------------------------------------------- what operators run
+def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
+    cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
+    held = _now(cls, handle, orientation)
+    return operators.own(cls._matrix_values(cls._cut(held, *window), m, k, orientation, dtype), *held.values())
+
+
+def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
+    cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
+    held = _now(cls, handle, orientation)
+    buffers = cls._lay_out(cls._cut(held, *window), m, k, (orientation,), swizzled)
+    return [operators.own(buffers[name], *held.values()) for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
+
+
+def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
+    cls = operators.recipe_of(recipe)
+    orientation = next(one for one, sources in cls.LAYOUT.sources.items() if name in sources)
+    return _now(cls, handle, orientation)[name].clone()
+
+
+def _now(cls: type[QuantizedTensor], handle: Tensor, orientation: str) -> Mapping[str, Tensor]:
+    """The planes of an orientation of the whole weight, as it is now: those that it holds, or gathered for the caller.
+
+    Raises MissingOrientation where the weight is gone, LayoutError where FSDP2 has freed what it held.
+    """
+    sources = cls.LAYOUT.sources[orientation]
+    held = owner(handle)
+    if held is not None and all(name in held for name in sources):
+        for name in sources:
+            if held[name].numel() and not held[name].untyped_storage().nbytes():
+                raise LayoutError(
+                    f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a weight that FSDP2 has resharded; "
+                    "call the module that fully_shard was given, or unshard() it first"
+                )
+        return {name: held[name] for name in sources}
+    shard = held.home() if held is not None else None
+    if held is None or shard is None or orientation not in shard.orientations:
+        raise MissingOrientation(
+            f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a gathered weight, but "
+            + (f"its shard holds no {orientation}" if shard is not None else "FSDP2 does not hold that weight any more")
+        )
+    return held.home.fetch(orientation, handle.device)
+
+
+# ----------------------------------------------------------------------------------------- shapes and dtypes, no values
+def _like(facts: Facts, handle: Tensor) -> Tensor:
+    return handle.new_empty(facts.shape, dtype=facts.dtype)
+
+
+def _fake_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
+    return handle.new_empty(_sizes(window), dtype=dtype)
+
+
+def _fake_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
+    named = _names(operators.recipe_of(recipe).LAYOUT, *_sizes(window), orientation, swizzled)
+    return [_like(facts, handle) for facts in named.values()]
+
+
+def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
+    return _like(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
+
+
+# A recorded CUDA graph would read for ever where the weight lay when it was recorded.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+operators.define(
+    "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",
+    _run_dequantize,
+    _fake_dequantize,
+    _TAGS,
+)
+operators.define(
+    "lay_out_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, bool swizzled) -> Tensor[]",
+    _run_lay_out,
+    _fake_lay_out,
+    _TAGS,
+)
+operators.define(
+    "plane_gathered(Tensor handle, SymInt m, SymInt k, str recipe, str name) -> Tensor", _run_plane, _fake_plane, _TAGS
+)
+_dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize_gathered.default
+_lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out_gathered.default
+_plane: Callable[..., Tensor] = torch.ops.layoutc.plane_gathered.default

@@ -1,0 +1,246 @@
+"""Writing quantized bytes piece by piece, where pieces share scales: how a checkpoint loads on other cuts than it has.
+
+A piece whose scale also covers rows that are not in it can't be written by itself: those rows would mean something
+else. Such pieces are kept until everything that shares a scale with them is there as well, and then written. Until then
+the weight holds what it held, and says so when it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.cuts import Halo
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight import gathered_in_graphs
+
+if TYPE_CHECKING:
+    from layoutc.runtime.weight.initial_values import Initial
+    from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+class Part(NamedTuple):
+    """Where a piece's planes begin in those of the tensor that it is a piece of, and what of those are its own rows."""
+
+    row: int
+    column: int
+    first: int
+    last: int
+    columns: int
+
+
+class Rect(NamedTuple):
+    """Rows r0..r1 and columns c0..c1 of a tensor's planes."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    @property
+    def area(self) -> int:
+        """Elements; 0 for a rect that is none."""
+        return max(self.r1 - self.r0, 0) * max(self.c1 - self.c0, 0)
+
+    def meet(self, other: Rect) -> Rect:
+        """What both have in common."""
+        return Rect(
+            max(self.r0, other.r0), min(self.r1, other.r1), max(self.c0, other.c0), min(self.c1, other.c1)
+        )  # fmt: skip
+
+
+@dataclass(eq=False)  # by identity: tensors compare element by element
+class Piece:
+    """Bytes that wait: where they go, what they cover, what must be there before they can be written, and how many
+    elements of that are missing."""
+
+    target: QuantizedTensor
+    source: QuantizedTensor
+    covers: Rect
+    needs: tuple[Rect, ...]
+    missing: int
+
+    def needed_of(self, other: Rect) -> int:
+        """Elements of a rect that this piece needs, once for each need."""
+        return sum(need.meet(other).area for need in self.needs)
+
+
+@dataclass
+class Writes:
+    """What a tensor, its aliases and its pieces share: how often they have been written, the pieces that wait, and what
+    `initial` knows of where the bytes come from."""
+
+    count: int = 0
+    waiting: list[Piece] = field(default_factory=list)
+    planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are made of
+    content: object = field(default_factory=object)  # stands for the bytes: copies have the same one, other bytes not
+    trains: bool = False  # plain values that are written are kept, for a master to start from
+    initial: Initial | None = None
+    sent: QuantizedTensor | None = None  # the tensor, where a rank has broadcast its values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
+        """For checkpoints that are staged attribute by attribute: initial values are in none."""
+        return Writes(self.count, copy.deepcopy(self.waiting, memo), content=self.content, trains=self.trains)
+
+
+def part_of(tensor: QuantizedTensor, row: int, column: int) -> Part:
+    """The part of a piece of a tensor that begins at a row and a column of its planes."""
+    if (part := tensor._part) is not None:
+        return part._replace(row=part.row + row, column=part.column + column)
+    (m, k), halo = tensor._matrix, tensor._halo
+    return Part(row, column, halo.before, m - halo.after, k)
+
+
+def check_whole(tensor: QuantizedTensor) -> None:
+    """Raises LayoutError for a tensor of which a part has been loaded, and not what shares its scales."""
+    if not tensor._writes.waiting:
+        return
+    pieces = tensor._writes.waiting
+    rows = ", ".join(f"{p.covers.r0} to {p.covers.r1}" for p in pieces[:4]) + (", ..." if len(pieces) > 4 else "")
+    need = max((need for piece in pieces if piece.missing for need in piece.needs), key=lambda rect: rect.area)
+    raise LayoutError(
+        f"{tensor._label()}: bytes were copied into rows {rows}, whose scales also cover rows {need.r0} to {need.r1}: "
+        "copy all of those, from the same quantized weight, or write the whole weight. It holds what it held before"
+    )
+
+
+def needs_of(target: QuantizedTensor, source: QuantizedTensor) -> tuple[Rect, ...]:
+    """What must be written together with a piece: the rows and columns that its scales also cover, and that mean
+    something else by them now. () where the piece can be written by itself.
+
+    Both have the same own rows, at the same place in their blocks.
+    """
+    if (part := target._part) is None:
+        return ()
+    own, needs = covers_of(target, part), []
+    for name in target._planes:
+        rows, columns = target.LAYOUT.stored[name]
+        into, plane = target._entries(name), source._entries(name)
+        r0, r1 = (part.first, part.last) if rows is None else (own.r0 // rows * rows, up(own.r1, rows))
+        r0, r1 = max(r0, part.first), min(r1, part.last)
+        wide = columns is None and (own.c0, own.c1) != (0, part.columns)
+        c0, c1 = (0, part.columns) if wide else (own.c0, own.c1)
+        if wide or (rows is None and (r0, r1) != (own.r0, own.r1)):
+            if not _same(into, plane):
+                needs.append(Rect(r0, r1, c0, c1))
+            continue
+        if r0 < own.r0 and not _same(into[:1], plane[:1]):
+            needs.append(Rect(r0, own.r0, c0, c1))
+        if r1 > own.r1 and not _same(into[-1:], plane[-1:]):
+            needs.append(Rect(own.r1, r1, c0, c1))
+    return tuple(needs)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """The same bytes."""
+    ours, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (a, b.to(a.device)))
+    return torch.equal(ours, theirs)
+
+
+def covers_of(target: QuantizedTensor, part: Part) -> Rect:
+    """A piece's own rows and columns, in the planes of the tensor that it is a piece of."""
+    (m, k), halo = target._matrix, target._halo
+    return Rect(part.row + halo.before, part.row + m - halo.after, part.column, part.column + k)
+
+
+def hold(target: QuantizedTensor, source: QuantizedTensor, needs: tuple[Rect, ...]) -> list[Piece]:
+    """Keeps a piece; returns all that wait once nothing is missing, to be written, else none.
+
+    Raises LayoutError where the piece and one that waits share a scale and disagree about it.
+    """
+    part, waiting = target._part, target._writes.waiting
+    assert part is not None
+    covers = covers_of(target, part)
+    new = Piece(target, source, covers, needs, 0)
+    new.missing = sum(need.area for need in needs) - new.needed_of(covers)
+    for old in [old for old in waiting if old.covers.meet(covers).area]:  # written a second time
+        waiting.remove(old)
+        for other in waiting:
+            other.missing += other.needed_of(old.covers)
+    for old in waiting:
+        _check_agree(old, new)
+    for old in waiting:
+        old.missing -= old.needed_of(covers)
+        new.missing -= new.needed_of(old.covers)
+    waiting.append(new)
+    if any(piece.missing for piece in waiting):
+        return []
+    ready = list(waiting)
+    waiting.clear()
+    return ready
+
+
+def forget(tensor: QuantizedTensor) -> None:
+    """Drops pieces of a tensor that wait, as it has been written whole. Those beyond its rows are of another one, of
+    which it is the first rows."""
+    last, waiting = tensor._matrix[0] - tensor._halo.after, tensor._writes.waiting
+    waiting[:] = [piece for piece in waiting if piece.covers.r0 >= last]
+
+
+def _check_agree(a: Piece, b: Piece) -> None:
+    """Raises LayoutError where two pieces of one tensor have other values for what both share."""
+    for name, (rows, columns) in a.target.LAYOUT.stored.items():
+        if name not in a.target._planes or (rows == 1 and columns is not None):
+            continue
+        ours, theirs = _shared(a, name, b.covers), _shared(b, name, a.covers)
+        if ours is not None and theirs is not None and not _same(ours, theirs):
+            raise LayoutError(
+                f"copy_: {a.target._label()} takes pieces of weights that were not quantized together: {name} of rows "
+                f"{a.covers.r0} to {a.covers.r1} and of rows {b.covers.r0} to {b.covers.r1} differ"
+            )
+
+
+def _shared(piece: Piece, name: str, other: Rect) -> Tensor | None:
+    """The entries of a plane of a piece that also cover elements of another rect."""
+    rows, columns = piece.target.LAYOUT.stored[name]
+    found, own = piece.source._entries(name), piece.covers
+    if rows is not None:
+        first = own.r0 // rows
+        low, high = max(first, other.r0 // rows), min(cdiv(own.r1, rows), cdiv(other.r1, rows))
+        found = found[low - first : max(high, low) - first]
+    if columns is not None:
+        begin, end = max(own.c0, other.c0), min(own.c1, other.c1)
+        if begin >= end:
+            return None
+        low, high = int((begin - own.c0) // columns), int(-(-(end - own.c0) // columns))  # a block may be cut short
+        found = found[..., low:high]
+    return found if found.numel() else None
+
+
+# ------------------------------------------------------------------------------------- a shard without rows, in a load
+def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
+    """What torch.distributed.checkpoint asks of a rank without rows, which holds what all rows share nonetheless.
+
+    It asks for the first row, and keeps of it what all rows share. None for any other tensor, which it reads as plain.
+    """
+    if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
+        return None
+    size = torch.Size((1, *tensor.shape[1:]))
+
+    def chunks() -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
+
+    def shard(index: Any) -> QuantizedTensor:
+        if index.offset is not None and any(index.offset):  # a save: what is written is the shard itself
+            return tensor
+        first: Any = tensor.new_zeros(size)
+        first._planes.update({name: tensor._planes[name] for name in tensor.LAYOUT.shared & tensor._planes.keys()})
+        first._halo, first._is_new, first._writes = Halo(0, first._halo.after), False, tensor._writes
+        return first  # type: ignore[no-any-return]
+
+    return {"__create_chunk_list__": chunks, "__get_tensor_shard__": shard}[name]
+
+
+def check_readable(tensor: QuantizedTensor) -> None:
+    """Raises LayoutError for what can't be read: freed by FSDP2, or loaded in part."""
+    gathered_in_graphs.check_held(tensor)
+    if tensor._writes.waiting:
+        check_whole(tensor)

@@ -1,0 +1,314 @@
+"""A quantized tensor in a file: plain tensors and plain metadata, from which the class of the same layout is found.
+
+torch.save, pickle and torch.distributed.checkpoint all go through here. What is written is what the tensor's own rows
+need: codes of no other row, scales once, and a CRC-32 of every plane. The file names no class; the one global in it is
+`layoutc.restore_tensor`, a function that stays where it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import entry_points
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layoutc.ints.cuts import Halo
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.weight.checksums import crc32
+from layoutc.runtime.weight.pending_writes import check_readable
+from layoutc.runtime.weight.planes import own
+
+if TYPE_CHECKING:
+    from layoutc.runtime.weight.tensor import QuantizedTensor
+
+FORMAT = 1  # of what `describe` and `state_of` write
+DIMS = 64  # of a tensor: torch takes no more
+_left: ContextVar[list[int] | None] = ContextVar("bytes that may still be checked", default=None)
+_classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, and the module that generated code is in
+
+
+def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Everything that a tensor is, in plain values: numbers, strings, tuples, dicts, and plain tensors."""
+    check_readable(tensor)
+    planes = {name: own(tensor._entries(name)) for name in tensor._planes}
+    return {
+        "format": FORMAT,
+        **describe(tensor.LAYOUT),
+        "module": type(tensor).__module__,  # which of several classes of one layout; no more than a preference
+        "shape": tuple(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "matrix": tensor._matrix,
+        "halo": tuple(tensor._halo[:2]),
+        "orientations": tensor._orientations,
+        "transposed": tensor._transposed,
+        "requires_grad": tensor.requires_grad,
+        "parameter": isinstance(tensor, nn.Parameter),
+        "crc32": {name: crc32(plane) for name, plane in planes.items() if not plane.is_meta},
+        "planes": planes,
+    }
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """A layout in plain values: its id, which decides, and facts by which a reader can say what differs."""
+    return {
+        "recipe": layout.name,
+        "layout_id": layout.layout_id,
+        "language": layout.language,
+        "spec_sha256": layout.spec_sha256,
+        "facts": {
+            "blocks": dict(layout.blocks),
+            "planes": {
+                name: (plane.rows_per_value, plane.columns_per_value, str(layout.dtypes[name]).removeprefix("torch."))
+                for name, plane in layout.stored.items()
+            },
+        },
+    }
+
+
+def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
+    """What pickle and torch.load call. state: what `state_of` gave.
+
+    Raises DamagedError where bytes are not those that were written, LayoutError where no installed recipe has their
+    layout, or this version does not know the form.
+    """
+    return restored(state, _crc32)
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Inside, `restore_tensor` checks no more than so many bytes: a file could ask for the same ones over and over."""
+    token = _left.set([nbytes])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def _crc32(plane: Tensor) -> int:
+    if (left := _left.get()) is not None:
+        left[0] -= plane.nbytes
+        if left[0] < 0:
+            raise DamagedError("the file has more tensors than bytes for them")
+    return crc32(plane)
+
+
+def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> QuantizedTensor:
+    """As `restore_tensor`. crc32_of: of a plane's bytes, for callers that know it of what the plane lies in."""
+    if not isinstance(state, dict) or type(form := state.get("format")) is not int:
+        raise DamagedError("a quantized tensor has no state that layoutc writes")
+    if form != FORMAT:
+        raise LayoutError(f"the file holds tensors in form {form}; this version of layoutc reads {FORMAT}")
+    if (wrong := wrong_in(state, _is_plane)) is not None:
+        raise DamagedError(f"a quantized tensor has a state whose {wrong}")
+    planes: dict[str, Tensor] = state["planes"]
+    shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
+    cls = class_of(state)
+    _check_planes(cls.LAYOUT, planes, matrix, halo, shape)
+    for name, plane in planes.items():
+        if not plane.is_meta and crc32_of(plane) != state["crc32"].get(name):
+            raise DamagedError(
+                f"{name} of a weight of shape {shape} in {state['recipe']}: the bytes are not those that were "
+                "written (CRC-32 differs); read another copy of the file"
+            )
+    tensor = cls(
+        with_halo(cls.LAYOUT, planes, matrix, halo) if halo.rows else planes,
+        shape,
+        getattr(torch, state["dtype"]),
+        matrix=matrix,
+        orientations=tuple(state["orientations"]),
+        transposed=state["transposed"],
+        halo=halo,
+    )
+    if state["parameter"]:
+        return nn.Parameter(tensor, state["requires_grad"])  # type: ignore[return-value]
+    return tensor.requires_grad_(state["requires_grad"])  # type: ignore[return-value]
+
+
+# The name in files, which outlives the place of this code.
+restore_tensor.__module__ = "layoutc"
+torch.serialization.add_safe_globals([restore_tensor])
+
+
+def _check_planes(
+    layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo, shape: tuple[int, ...]
+) -> None:
+    """Raises DamagedError where planes are not those of the shape."""
+    block, told = layout.block_rows, f"a weight of shape {shape} in {layout.name}"
+    if max(halo[:2]) >= block:
+        raise DamagedError(f"{told} has a halo of {tuple(halo[:2])} rows, but its blocks have {block}")
+    if not planes:
+        raise DamagedError(f"{told} has no planes")
+    facts = layout.planes(matrix[0], matrix[1])
+    for name, plane in planes.items():
+        if not plane.is_meta and plane.nbytes > plane.untyped_storage().nbytes():
+            raise DamagedError(f"{name} of {told} has more elements than the file has bytes of it")
+        expected = facts[name].shape if name in facts else None
+        rows = layout.stored[name].rows_per_value if expected else None
+        if expected and rows is not None and halo.rows:
+            entries = cdiv(matrix[0] - halo.after, rows) - halo.before // rows
+            expected = (entries, *expected[1:])
+        if expected != tuple(plane.shape) or facts[name].dtype != plane.dtype:
+            raise DamagedError(
+                f"{name} of a weight of shape {shape} in {layout.name} should be {expected}, but the file has "
+                f"{tuple(plane.shape)} {plane.dtype}"
+            )
+
+
+def _is_plane(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def is_facts(value: Any) -> bool:
+    """{"blocks": {orientation: text}, "planes": {name: (rows, columns, dtype)}}."""
+    if not isinstance(value, dict) or set(value) != {"blocks", "planes"}:
+        return False
+    blocks, planes = value["blocks"], value["planes"]
+    if not isinstance(blocks, dict) or not isinstance(planes, dict):
+        return False
+    return all(isinstance(text, str) for pair in blocks.items() for text in pair) and all(
+        isinstance(name, str)
+        and isinstance(plane, tuple | list)
+        and len(plane) == 3
+        and all(one is None or (isinstance(one, int | float) and one > 0) for one in plane[:2])
+        and isinstance(plane[2], str)
+        for name, plane in planes.items()
+    )
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "recipe": _is_text,
+    "layout_id": _is_text,
+    "language": _is_size,
+    "spec_sha256": _is_text,
+    "facts": is_facts,
+    "module": _is_text,
+    "shape": _is_shape,
+    "dtype": lambda value: _is_text(value) and _is_float(vars(torch).get(value)),
+    "matrix": lambda value: _is_shape(value) and len(value) == 2,
+    "halo": lambda value: _is_shape(value) and len(value) == 2,
+    "orientations": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
+    "transposed": lambda value: isinstance(value, bool),
+    "requires_grad": lambda value: isinstance(value, bool),
+    "parameter": lambda value: isinstance(value, bool),
+    "crc32": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
+}
+
+
+def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
+    """What of a state is not as `state_of` writes it, in words; None where all is. is_plane: of one plane."""
+    for name, fits in _STATE.items():
+        if name not in state or not fits(state[name]):
+            return f"{name} is not what layoutc writes"
+    planes = state.get("planes")
+    if not isinstance(planes, dict) or not all(_is_text(name) and is_plane(one) for name, one in planes.items()):
+        return "planes is not what layoutc writes"
+    (m, k), shape = state["matrix"], state["shape"]
+    same = prod(shape) == (m - sum(state["halo"])) * k and sum(state["halo"]) <= m
+    return None if same else "shape and matrix have other numbers of elements"
+
+
+def with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:
+    """Planes of whole blocks, zeros where the file has nothing, since those rows are other ranks'."""
+    found = {}
+    for name, facts in layout.planes(matrix[0], matrix[1]).items():
+        if name not in planes:
+            continue
+        rows = layout.stored[name].rows_per_value
+        if rows is None:
+            found[name] = planes[name]
+            continue
+        whole = found[name] = planes[name].new_zeros(facts.shape)
+        whole[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- layouts and classes
+def register(cls: type[QuantizedTensor]) -> None:
+    """Makes a generated class one that tensors of its layout can be restored as."""
+    _classes.setdefault(cls.LAYOUT.layout_id, {})[cls.__module__] = cls
+
+
+def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
+    """The class of a stored layout, given what `describe` wrote of it: of an imported recipe, else an installed one.
+
+    Of several it is the one that was in the same module, or the first. Raises LayoutError that says how the installed
+    recipe of that name differs.
+    """
+    if (known := _known(stored)) is not None:
+        return known
+    recipes = importlib.import_module("layoutc.recipes")
+    name = stored["recipe"]
+    if name in recipes.RECIPES:
+        getattr(recipes, name)
+    for point in entry_points(group="layoutc.recipes"):
+        if point.name == name:
+            point.load()
+    if (known := _known(stored)) is not None:
+        return known
+    raise LayoutError(
+        f"the file holds {name} of layout {stored['layout_id']} (spec language {stored['language']}, spec "
+        f"{stored['spec_sha256'][:12]}), which no installed recipe has; {against_installed(name, stored)}. Import the "
+        "package that was generated from that spec"
+    )
+
+
+def _known(stored: Mapping[str, Any]) -> type[QuantizedTensor] | None:
+    found = _classes.get(stored["layout_id"], {})
+    return found.get(stored.get("module", "")) or next(iter(found.values()), None)
+
+
+def against_installed(name: str, stored: Mapping[str, Any]) -> str:
+    """How the installed recipe of a name differs from a stored layout, in words."""
+    every = (cls.LAYOUT for classes in _classes.values() for cls in classes.values())
+    here = next((layout for layout in every if layout.name == name), None)
+    if here is None:
+        return f"no recipe {name} is installed"
+    return f"the installed {name} is layout {here.layout_id}: {difference(stored, describe(here))}"
+
+
+def difference(stored: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What differs between two layouts as `describe` writes them, in words."""
+    found = []
+    for what in ("recipe", "language"):
+        if stored[what] != here[what]:
+            found.append(f"{what} {stored[what]} in the file, {here[what]} here")
+    for kind in ("blocks", "planes"):
+        ours, theirs = here["facts"][kind], stored["facts"][kind]
+        for key in dict.fromkeys([*theirs, *ours]):
+            a, b = (_plain(side.get(key)) for side in (theirs, ours))
+            if a != b:
+                found.append(f"{kind.removesuffix('s')} {key} {a or 'absent'} in the file, {b or 'absent'} here")
+    if not found and stored["layout_id"] != here["layout_id"]:
+        found.append("arithmetic or order of bytes; blocks and planes are the same (see `layoutc breaking`)")
+    return "; ".join(found) or "nothing"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        rows, columns, dtype = value
+        return f"{dtype}, one for {rows or 'all'} rows and {columns or 'all'} columns"
+    return value

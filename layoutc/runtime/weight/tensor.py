@@ -1,0 +1,400 @@
+"""QuantizedTensor: what the generated tensor classes have in common.
+
+A quantized tensor is a wrapper without storage of its own. What it stores are *planes*: plain tensors, compact and
+m-major, in one dict that aliases share. A view over leading dims has planes that are views of the base's planes, so
+that writing through one is seen by the other. Nothing derived is stored: `buffers()` lays the planes out as the spec
+says when asked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from layoutc.ints.cuts import NO_HALO, Halo
+from layoutc.ints.sizes import cdiv
+from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
+from layoutc.runtime.facts import Layout, contiguous_strides
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.weight import (
+    flattening,
+    gathered_in_graphs,
+    initial_values,
+    memory_identity,
+    operators,
+    stored_form,
+)
+from layoutc.runtime.weight.flattening import place
+from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
+from layoutc.runtime.weight.planes import CutPlanes, Home, ScatteredPlanes
+from layoutc.runtime.weight.recipe_methods import Generated
+
+Handler = Callable[..., Any]
+_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class QuantizedTensor(Generated, torch.Tensor):
+    """A weight of m rows (leading dims flattened) by k columns, held as planes.
+
+    To autograd, FSDP2 and printing it is a tensor of its outer shape and of a floating dtype, the one that it
+    dequantizes to. The outer shape may be any view of (m, k) in row-major order, or the transpose of its last two dims.
+    """
+
+    LAYOUT: ClassVar[Layout]
+    HANDLERS: ClassVar[Mapping[Any, Handler]]
+    KEY: ClassVar[str]  # under which operators find the recipe
+    QUANTIZED: ClassVar[type[QuantizedTensor]]  # what it is gathered as: the class itself
+
+    _planes: MutableMapping[str, Tensor]
+    _matrix: tuple[int, int]
+    _orientations: tuple[str, ...]
+    _transposed: bool
+    _name: str | None
+    _home: Home | None  # of a gathered weight: where this rank's shard is
+    _writes: Writes  # shared by aliases and pieces: version counters don't see writes below autograd
+    _part: Part | None  # of a piece: where it lies in the tensor that it is a piece of
+    _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
+    _halo: Halo  # rows of the planes that are not the tensor's own
+    _made_in: Callable[[], QuantizedTensor | None] | None  # gives the new tensor of which this is the first rows
+    _held: int | None  # of a new tensor that has taken over the planes of another: its size in dim 0
+    _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
+    _ends: bool  # gathered or scattered by DTensor: what is cut off its end is filling, so that the weight ends there
+    _sent: QuantizedTensor | None  # of what has been broadcast as values, and its parts: the whole weight
+    _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
+    _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
+
+    @staticmethod
+    def __new__(
+        cls,
+        planes: MutableMapping[str, Tensor],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        *,
+        matrix: tuple[int, int] | None = None,
+        orientations: tuple[str, ...] | None = None,
+        transposed: bool = False,
+        requires_grad: bool = False,
+        halo: Halo = NO_HALO,
+    ) -> Self:
+        """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given.
+
+        It counts the rows of the planes, those of the halo included.
+        """
+        shape = tuple(shape)
+        matrix = matrix or (prod(shape[:-1]), shape[-1])
+        strides = None  # contiguous
+        if transposed:  # the last two dims of a contiguous tensor, swapped
+            strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
+            strides[-2:] = strides[-1], strides[-2]
+        first = getattr(planes, "handle", None)  # where a graph is traced, to look at a plane would be to record it
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides,
+            dtype=dtype,
+            device=(next(iter(planes.values())) if first is None else first).device,
+            requires_grad=requires_grad,
+        )
+        self._planes = planes
+        self._matrix = matrix
+        self._orientations = orientations or cls.LAYOUT.orientations
+        self._transposed = transposed
+        self._name = self._home = None
+        self._writes, self._part = Writes(planes=planes), None
+        self._common, self._is_new, self._ends, self._peers = frozenset(), False, False, None
+        self._halo, self._made_in, self._held, self._sent = halo, None, None, None
+        return self
+
+    # -------------------------------------------------------------------------------------------- making others like it
+    def _alias(
+        self,
+        shape: Iterable[int] | None = None,
+        *,
+        transposed: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The same planes, the very dict, under another outer shape or dtype."""
+        other = type(self)(
+            self._planes,
+            self.shape if shape is None else shape,
+            dtype or self.dtype,
+            matrix=self._matrix,
+            orientations=self._orientations,
+            transposed=self._transposed if transposed is None else transposed,
+            halo=self._halo,
+        )
+        other._name, other._home, other._writes, other._part = self._name, self._home, self._writes, self._part
+        other._common, other._is_new, other._ends = self._common, self._is_new, self._ends
+        other._peers = self._peers
+        other._made_in, other._held, other._sent = self._made_in, self._held, self._sent
+        return other
+
+    def _with_planes(
+        self,
+        planes: MutableMapping[str, Tensor],
+        shape: Iterable[int] | None = None,
+        *,
+        matrix: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+        halo: Halo | None = None,
+    ) -> Self:
+        """Other planes with the same metadata."""
+        other = type(self)(
+            planes,
+            self.shape if shape is None else shape,
+            dtype or self.dtype,
+            matrix=matrix or self._matrix,
+            orientations=self._orientations,
+            transposed=self._transposed,
+            halo=self._halo if halo is None else halo,
+        )
+        other._name, other._is_new, other._held, other._sent = self._name, self._is_new, self._held, self._sent
+        other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
+        other._writes.trains = self._writes.trains
+        return other
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """A new dict with `function` applied to every plane."""
+        check_readable(self)
+        return {name: function(plane) for name, plane in self._planes.items()}
+
+    # ------------------------------------------------------------------------------------------------------- what it is
+    @property
+    def orientations(self) -> tuple[str, ...]:
+        """The orientations that can be had from what it holds, without loss."""
+        if len(self._planes) == len(self.LAYOUT.stored):
+            return self._orientations
+        sources = self.LAYOUT.sources
+        return tuple(o for o in self._orientations if all(plane in self._planes for plane in sources[o]))
+
+    @property
+    def _rows(self) -> int:
+        """Rows of its own, without the halo."""
+        return self._matrix[0] - self._halo.rows
+
+    def _entries(self, name: str) -> Tensor:
+        """The entries of a plane that the tensor's own rows have part in, as a view."""
+        gathered_in_graphs.check_held(self)
+        rows, plane = self.LAYOUT.stored[name].rows_per_value, self._planes[name]
+        if rows is None or not self._halo.rows:
+            return plane
+        return plane[self._halo.before // rows : cdiv(self._matrix[0] - self._halo.after, rows)]
+
+    def _plane(self, name: str) -> Tensor:
+        """A stored plane by name. Raises MissingOrientation."""
+        if (found := self._planes.get(name)) is not None:
+            return found
+        raise MissingOrientation(f"{self._label()} holds {', '.join(self._planes)}, not {name}")
+
+    def planes(self) -> dict[str, Tensor]:
+        """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
+        return {name: self._planes[name] for name in self.LAYOUT.stored if name in self._planes}
+
+    def buffers(self, *, swizzled: bool = False) -> dict[str, Tensor]:
+        """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
+
+        A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
+        and zero points are flat, in the order that the spec's gemm states; ValueError where it states none.
+        """
+        if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
+            raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
+        if (handle := gathered_in_graphs.handle(self._planes)) is not None:
+            return gathered_in_graphs.lay_out(type(self), handle, place(self)[1], self.orientations, swizzled)
+        check_readable(self)
+        return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A plain tensor of the outer shape, from rowwise where it can be had, else columnwise.
+
+        Default: the outer dtype. Raises TypeError for a dtype that is not floating point.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{self._label()} dequantizes to floating-point dtypes, not {dtype}")
+        held = self.orientations
+        if self._shard() is not None:  # a weight that FSDP2 has gathered means the same in both passes
+            held = self.LAYOUT.orientations[:1]
+        if not held:
+            raise MissingOrientation(f"{self._label()} holds no orientation: {', '.join(self._planes) or 'no planes'}")
+        return self._dequantize(held[0], dtype or self.dtype)
+
+    def _dequantize(self, orientation: str, dtype: torch.dtype) -> Tensor:
+        """The values of an orientation in the outer shape; of rowwise, where the recipe has no other.
+
+        An orientation that a gathered weight does not hold in this pass is gathered for it, by all ranks alike: in
+        backward, recomputed activations ask for what forward had. Raises MissingOrientation where that can't be.
+        """
+        if orientation not in self.LAYOUT.orientations:
+            orientation = self.LAYOUT.orientations[0]
+        if (handle := gathered_in_graphs.handle(self._planes)) is not None:
+            matrix = gathered_in_graphs.dequantize(type(self), handle, place(self)[1], orientation, dtype)
+        else:
+            check_readable(self)
+            planes = self._planes if orientation in self.orientations else self._fetch(orientation)
+            matrix = operators.dequantize(type(self), planes, *self._matrix, orientation, dtype)
+        if self._halo.rows:
+            matrix = matrix[self._halo.before :][: self._rows]
+        if not self._transposed:
+            return matrix if matrix.shape == self.shape else matrix.view(self.shape)
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return matrix.view(shape).transpose(-2, -1)
+
+    def _shard(self) -> QuantizedTensor | None:
+        """This rank's shard of a gathered weight, where FSDP2 holds it."""
+        shard = self._home() if self._home is not None else None
+        return shard if shard is not None and registry.find(shard) is not None else None
+
+    def _fetch(self, orientation: str) -> dict[str, Tensor]:
+        shard = self._shard()
+        if self._home is None or shard is None or orientation not in shard.orientations:
+            raise MissingOrientation(
+                f"{self._label()} holds {', '.join(self.orientations) or 'nothing'}, not {orientation}, which has "
+                f"codes of its own in {self.LAYOUT.name}"
+            )
+        planes = self._home.fetch(orientation, self.device)
+        return self._planes.cut(planes, *self._planes.window) if isinstance(self._planes, CutPlanes) else planes
+
+    def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
+        return self  # it is what a gather sends
+
+    def _label(self) -> str:
+        return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
+        nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+        held = "+".join(self.orientations) or "nothing"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, holds={held}, "
+            f"bytes={nbytes}{grad})"
+        )
+
+    @property
+    def data(self) -> Self:
+        """An alias that autograd does not follow.
+
+        Assigning replaces what the tensor holds, and its dtype: the planes of a tensor of the same recipe are taken
+        over, plain values are quantized. Raises ValueError for plain values of another shape, LayoutError for another
+        recipe.
+        """
+        with torch.no_grad():
+            return self._alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor):
+            if tuple(value.shape) != tuple(self.shape):
+                raise ValueError(f"{self._label()} can't take plain values of shape {tuple(value.shape)}")
+            value = cast(QuantizedTensor, self.HANDLERS[torch.Tensor.data](self, value))
+        elif value.LAYOUT.layout_id != self.LAYOUT.layout_id:
+            raise LayoutError(f"{self._label()} can't take the planes of a tensor in {value.LAYOUT.name}")
+        _set_data(self, value)  # shape, dtype and device of the wrapper
+        self._planes, self._matrix, self._halo = value._planes, value._matrix, value._halo
+        self._orientations, self._transposed = value._orientations, value._transposed
+        value._writes.trains |= self._writes.trains
+        self._writes = value._writes
+
+    # -------------------------------------------------------------------------------------- what torch asks of wrappers
+    def __tensor_flatten__(self) -> tuple[list[str], flattening.Context]:
+        """Names of what it holds, and what is not a tensor."""
+        return flattening.flatten(self)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: flattening.Context, outer_size: Iterable[int], outer_stride: Any
+    ) -> Self:
+        """Inverse of __tensor_flatten__; refuses another layout id."""
+        return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
+
+    _stable_hash_for_caching = flattening.stable_hash
+    untyped_storage = memory_identity.untyped_storage
+    data_ptr = memory_identity.data_ptr
+
+    def __getattr__(self, name: str) -> Any:
+        # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
+        if (found := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
+            return found
+        if name in ("__create_chunk_list__", "__get_tensor_shard__") and (asked := chunk_protocol(self, name)):
+            return asked
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What `stored_form` writes of it: plain tensors and plain metadata."""
+        if (key := flattening.for_cache(self)) is not None:
+            return key
+        return stored_form.restore_tensor, (stored_form.state_of(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        with torch.no_grad():
+            other: Any = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+            initial_values.carry(other, self)
+        other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
+        other.requires_grad_(self.requires_grad)
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            if name not in other.__dict__:
+                setattr(other, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            other.grad = copy.deepcopy(self.grad, memo)
+        return other  # type: ignore[no-any-return]
+
+    def share_memory_(self) -> Self:
+        """Moves every plane to shared memory."""
+        self._map(lambda plane: plane.share_memory_())  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """True when every plane is in shared memory."""
+        return all(plane.is_shared() for plane in self._planes.values())  # type: ignore[no-untyped-call]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One dict look-up; None stands for every operator without a handler of its own."""
+        handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
+        if torch.is_inference_mode_enabled():
+            return in_inference_mode(handler, func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+
+def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a handler gives. A view of a tensor that was made outside is as ordinary as that; its version is tracked."""
+    if not func.is_view or args[0].is_inference():
+        return handler(func, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return handler(func, args, kwargs)
+
+
+def check_writable(tensor: QuantizedTensor) -> None:
+    """Raises UnsupportedOperator for rows that no view of the planes reaches: what is written would be lost."""
+    if isinstance(tensor._planes, ScatteredPlanes):
+        raise UnsupportedOperator(f"{tensor._label()} is rows that are not adjacent: they can be read, not written")
+
+
+def written(tensors: Sequence[QuantizedTensor]) -> None:
+    """Says that planes of tensors have been written, to whoever made something of what they held."""
+    for tensor in tensors:
+        tensor._writes.count += 1
+        initial_values.rewritten(tensor)
+        if tensor._part is None and tensor._writes.waiting:
+            forget(tensor)
+    torch.autograd.graph.increment_version(tensors)
+
+
+def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
+    """Decorator for generated classes: known to torch.load(weights_only=True) and to the operators."""
+    stored_form.register(cls)
+    cls.KEY, cls.QUANTIZED = operators.register(cls), cls
+    return cls

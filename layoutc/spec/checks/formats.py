@@ -1,0 +1,155 @@
+"""Whether a spec's formats make sense: those of its own, and those that elements and scales are given."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+
+from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
+from layoutc.spec import formats
+from layoutc.spec.formats import BUILTIN, Format
+from layoutc.spec.schema import FormatDef, Spec
+from layoutc.spec.source import Path, Source
+
+
+def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A spec's own formats have usable names, at most 8 bits, and values that fp32 can tell apart."""
+    for name, definition in spec.formats.items():
+        where: Path = ("formats", name)
+        if name in BUILTIN:
+            message = f"`{name}` is a built-in format and can't be defined again"
+            yield source.find("LC306", message, source.key(where), help=f"rename it, for instance `my_{name}`")
+        elif not re.fullmatch(r"[a-z][a-z0-9_]{0,19}", name):
+            help = "lower-case letters, digits and underscores, a letter first, at most 20"
+            yield source.find("LC305", f"{quoted(name)} can't name a format", source.key(where), help=help)
+        elif problem := _unsound(name, definition):
+            key, message, help = problem
+            yield source.find("LC305", f"format `{name}` {message}", source.value((*where, key)), help=help)
+        elif definition.torch is not None and definition.torch not in _torch_names(_own(name, definition)):
+            wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch}
+            is_known = definition.torch in wanted
+            label = source.value((*where, "torch"), "" if is_known else did_you_mean(definition.torch, wanted))
+            why = "a dtype whose codes mean other numbers would change values without a word"
+            help = f"delete `torch`; it may name {listed(wanted)}, for a format with the same bits"
+            yield source.find(
+                "LC305", f"format `{name}` is not torch's {quoted(definition.torch)}", label, why=why, help=help
+            )
+        elif name not in _used_formats(spec):
+            help = "use it in `element` or `scale`, or delete it"
+            yield source.find("LC350", f"format `{name}` is defined and not used", source.key(where), help=help)
+
+
+def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Elements have up to 8 bits, a sign and a zero; packing is stated only where codes are packed."""
+    fmt, label = sound_format(spec, spec.element.format), source.value(("element", "format"))
+    if fmt is None:
+        return
+    help = f"built-in formats for elements: {listed(name for name, one in BUILTIN.items() if not no_element(one))}"
+    if reason := no_element(fmt):
+        yield source.find("LC307", f"{fmt.name} can't be an element format: {reason}", label, help=help)
+    elif fmt.bits == 8 and "pack" in spec.element.model_fields_set:
+        label = source.value(("element", "pack"), "has no effect")
+        width = source.value(("element", "format"), "fills a byte")
+        yield source.find("LC351", "8-bit codes are not packed", label, width, help="delete `pack`")
+
+
+def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A scale takes whole bytes, and can say NaN: for narrow elements it is the only place where a NaN survives."""
+    fmt, label = sound_format(spec, spec.scale.format), source.value(("scale", "format"))
+    if fmt is None or fmt.is_f32:
+        return
+    help = f"built-in formats for scales: {listed(name for name, one in BUILTIN.items() if holds_scales(one))}"
+    if fmt.bits != 8:
+        message = f"{fmt.name} can't be a scale format: it has {fmt.bits} bits, and a scale fills a byte"
+        yield source.find("LC308", message, label, help=help)
+    elif not fmt.nan:
+        message = f"{fmt.name} can't be a scale format: it has no NaN"
+        why = "a block that holds a NaN gets a NaN scale; without one it would turn into numbers"
+        yield source.find("LC308", message, label, why=why, help=help)
+
+
+def element_bits(spec: Spec, name: str) -> int | None:
+    """Bits of an element in a format; None where the format is refused."""
+    fmt = sound_format(spec, name)
+    return None if fmt is None or no_element(fmt) else fmt.bits
+
+
+def _own(name: str, definition: FormatDef) -> Format:
+    return formats.make(name, definition.model_dump())
+
+
+def sound_format(spec: Spec, name: str) -> Format | None:
+    """A sound format by name; None where it is unknown or refused."""
+    if name in BUILTIN:
+        return BUILTIN[name]
+    definition = spec.formats.get(name)
+    return None if definition is None or _unsound(name, definition) else _own(name, definition)
+
+
+def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
+    """(key, what is wrong, help) for a format that no code could be written for."""
+    fmt = _own(name, definition)
+    floating = ("sign", "exponent", "mantissa", "bias")
+    given = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
+    if definition.integer is not None:
+        if given:
+            return given[0], f"is an integer, which has no `{given[0]}`", "delete one of the two"
+        return None
+    if missing := [key for key in floating if getattr(definition, key) is None]:
+        key = given[0] if given else next(iter(definition.model_fields_set), "sign")
+        return key, f"lacks {listed(missing)}", "state sign, exponent, mantissa and bias, or `integer`"
+    codes = 2 ** (fmt.exponent + fmt.mantissa)
+    special = sorted({*definition.inf, *definition.nan})
+    if fmt.bits > 8:
+        return "exponent", f"has {fmt.bits} bits", "sign + exponent + mantissa must be at most 8 bits"
+    if special and special[-1] >= codes:
+        key = "nan" if special[-1] in definition.nan else "inf"
+        return key, f"has no code 0x{special[-1]:02x}", f"codes without their sign bit go from 0 to 0x{codes - 1:02x}"
+    if both := set(definition.inf) & set(definition.nan):
+        return "nan", f"takes code 0x{min(both):02x} for both inf and NaN", "list each code once"
+    if special != list(range(codes - len(special), codes)):
+        return (
+            "nan" if definition.nan else "inf",
+            "has numbers above its inf or NaN",
+            "inf and NaN take the highest codes",
+        )
+    if codes - len(special) < 2:
+        return "exponent", "has fewer than two numbers", "give it more bits or fewer NaN codes"
+    try:
+        exact = all(formats.f32(value) == value for value in fmt.magnitudes)
+        for rounding in ("nearest", "up", "down"):
+            formats.thresholds(fmt, rounding)
+    except (ValueError, OverflowError, struct.error):
+        exact = False
+    if not exact:
+        return "bias", "has values that fp32 can't hold or round between", "choose a bias nearer to the middle"
+    return None
+
+
+def _torch_names(fmt: Format) -> set[str]:
+    """Torch dtypes whose codes mean what this format's codes mean."""
+    return {builtin.torch for builtin in BUILTIN.values() if builtin == fmt and builtin.torch}
+
+
+def no_element(fmt: Format) -> str:
+    """Why a format can't hold elements, or nothing."""
+    if fmt.bits > 8:
+        return f"it has {fmt.bits} bits, an element at most 8"
+    if not fmt.sign:
+        return "it has no sign"
+    return "" if fmt.subnormals else "it has no zero"
+
+
+def holds_scales(fmt: Format) -> bool:
+    return fmt.is_f32 or (not fmt.integer and (fmt.bits == 8 and bool(fmt.nan)))
+
+
+def _used_formats(spec: Spec) -> set[str]:
+    """Names of all formats that elements and scales have."""
+    used = {spec.element.format, spec.scale.format}
+    for orientation in (spec.orientations.rowwise, spec.orientations.columnwise):
+        if orientation is not None:
+            used |= {part.format for part in (orientation.quantize.element, orientation.quantize.scale) if part}
+            used |= {scale.zero for scale in (spec.scale, orientation.quantize.scale) if scale and scale.zero}
+    return used

@@ -1,0 +1,318 @@
+"""Whether a spec's numbers make sense: scale rules and their parameters, the tensor level, the history.
+
+Which formats and rules there are is data (formats.yaml, rules.yaml). What is asked of them here follows from that data,
+so that a new rule is judged like the old ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import replace
+
+from layoutc.diagnostics.diagnostic import Diagnostic, Span, did_you_mean, listed, quoted
+from layoutc.spec import formats
+from layoutc.spec.checks.formats import (
+    element_format_holds_elements,
+    holds_scales,
+    no_element,
+    own_formats_are_sound,
+    scale_format_holds_scales,
+    sound_format,
+)
+from layoutc.spec.checks.rules import (
+    bound_fits_scale,
+    candidates_differ,
+    candidates_need_blocks,
+    constants_fit_fp32,
+    formats_exist,
+    misfit,
+)
+from layoutc.spec.formats import BUILTIN
+from layoutc.spec.rules import RULES, Parameter, Rule
+from layoutc.spec.schema import Spec
+from layoutc.spec.source import Path, Source
+
+_INTEGER_RANGE = 126  # integer parameters are exponents: two to their power must be a normal fp32 number
+
+
+def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The scale rule is a known one."""
+    if spec.scale.rule not in RULES:
+        label, help = did_you_mean(spec.scale.rule, RULES), f"one of: {listed(RULES)}"
+        if alias := formats.aliases()["rules"].get(spec.scale.rule.casefold()):
+            label, help = "", f"write `rule: {alias}`"
+        message = f"{quoted(spec.scale.rule)} is not a known scale rule"
+        yield source.find("LC320", message, source.value(("scale", "rule"), label), help=help)
+
+
+def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Each parameter belongs to the rule, has its type, and is a number that the arithmetic can use."""
+    rule = RULES.get(spec.scale.rule)
+    if rule is None:
+        return
+    for key, value in spec.scale.parameters.items():
+        where: Path = ("scale", key)
+        parameter = rule.parameters.get(key)
+        if parameter is None:
+            owners = [name for name, other in RULES.items() if key in other.parameters]
+            own = listed(rule.parameters)
+            yield source.find(
+                "LC321",
+                f"`{key}` is a parameter of {' and '.join(owners)}, not of {rule.name}",
+                source.key(where),
+                source.value(("scale", "rule"), f"parameters: {own}" if own else "takes no parameters"),
+                help=f"delete it, or write `rule: {owners[0]}`",
+            )
+        elif problem := _parameter_problem(parameter, value):
+            label = source.value(where, did_you_mean(str(value), parameter.choices))
+            yield source.find("LC322", f"{quoted(value)} is not a valid `scale.{key}`", label, help=problem)
+
+
+def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule that reads the tensor's amax has it, and it is there for such a rule alone."""
+    used = _rules(spec)
+    if not used:
+        return
+    needing = [(rule, place) for rule, place in used if rule.needs_tensor_amax]
+    if needing and spec.tensor is None:
+        rule, place = needing[0]
+        help = "add `tensor: {amax: f32}` at the top level"
+        message = f"{rule.name} reads the whole tensor's amax, which is not kept"
+        yield source.find("LC323", message, source.value(place), help=help)
+    elif not needing and spec.tensor is not None:
+        other = next((name for name, one in RULES.items() if one.needs_tensor_amax), "")
+        rule, place = used[0]
+        yield source.find(
+            "LC324",
+            f"`tensor` is given, but {rule.name} does not use it",
+            source.key(("tensor",)),
+            source.value(place, "reads the amax of a block only"),
+            help=f"delete `tensor`, or write `rule: {other}`",
+        )
+
+
+def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A history keeps one amax a step, so there must be one scale."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        own = orientation.quantize.scale if orientation is not None else None
+        if own is not None and (own.history or spec.scale.history):
+            where: Path = ("orientations", name, "quantize", "scale")
+            message = "a history needs one scale for the whole tensor, not another for one orientation"
+            label = source.key(where, f"{name} has a scale of its own")
+            yield source.find("LC325", message, label, help="delete `history`, or this `scale`")
+    if spec.scale.history is None:
+        return
+    label = source.key(("scale", "history"), "keeps one amax for each step")
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is not None and (orientation.block.m, orientation.block.k) != ("all", "all"):
+            block_place: Path = ("orientations", name, "block")
+            message = f"a history needs one scale for the whole tensor, but {name} has many"
+            block = source.value(block_place, f"blocks of {orientation.block.m} x {orientation.block.k}")
+            help = "delete `history`, or write `block: {m: all, k: all}`"
+            yield source.find("LC325", message, label, block, help=help)
+    if spec.tensor is not None:
+        tensor = source.key(("tensor",), "takes the amax of this step")
+        yield source.find(
+            "LC325", "a history does not go with a tensor level", label, tensor, help="delete one of the two"
+        )
+
+
+def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The stored scale can hold what the rule computes, so that decoding undoes encoding."""
+    rule, fmt, element = (
+        RULES.get(spec.scale.rule),
+        sound_format(spec, spec.scale.format),
+        sound_format(spec, spec.element.format),
+    )
+    if rule is None or fmt is None or element is None or not holds_scales(fmt) or no_element(element):
+        return
+    label = source.value(("scale", "format"))
+    if fmt.is_f32 and spec.scale.round != "nearest":
+        rounding = source.value(("scale", "round"), "has nothing to round")
+        yield source.find("LC326", "an f32 scale is stored as it is computed", rounding, label, help="delete `round`")
+    used = source.value(("scale", "rule"), "computes this scale")
+    problem = misfit(rule, fmt, element, spec.scale.parameters)
+    if problem:
+        message, why, help = problem
+        yield source.find("LC327", message, label, used, why=why, help=help)
+
+
+def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule that makes zero points has a format for them and integers to shift, and no other rule has."""
+    rule = RULES.get(spec.scale.rule)
+    if rule is None:
+        return
+    element, zero = sound_format(spec, spec.element.format), spec.scale.zero
+    used = source.value(("scale", "rule"))
+    if not rule.makes_zero:
+        if zero is not None:
+            making = listed(name for name, one in RULES.items() if one.makes_zero)
+            message = f"{rule.name} makes no zero points"
+            label = source.key(("scale", "zero"))
+            yield source.find("LC340", message, label, used, help=f"delete `zero`, or write `rule: {making}`")
+        return
+    integers = [name for name, fmt in BUILTIN.items() if fmt.integer]
+    bytes_ = listed(name for name in integers if BUILTIN[name].bits == 8)
+    if zero is None:
+        message = f"{rule.name} makes zero points, which have no format"
+        yield source.find("LC340", message, used, help=f"add `zero: {bytes_}`")
+    elif (fmt := sound_format(spec, zero)) is None or not fmt.integer or fmt.bits != 8:
+        label = source.value(("scale", "zero"))
+        yield source.find(
+            "LC340", f"{quoted(zero)} can't hold zero points", label, used, help=f"write `zero: {bytes_}`"
+        )
+    if element is not None and not element.integer:
+        label = source.value(("element", "format"), "is not an integer")
+        yield source.find("LC340", f"{rule.name} shifts integers", label, used, help=f"one of: {listed(integers)}")
+
+
+def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The range of a block that runs over all rows would need the smallest value of other shards."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is None or orientation.block.m != "all":
+            continue
+        rule = RULES.get((orientation.quantize.scale or spec.scale).rule)
+        if rule is not None and rule.makes_zero:
+            label = source.value(("orientations", name, "block", "m"), "a block covers rows of all shards")
+            message = "zero points need the range of a block, and shards share only its amax"
+            yield source.find("LC340", message, label, help="write a number of rows")
+
+
+def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element) or element.nan:
+        return
+    parameters = spec.scale.parameters
+    if _replaces_nan(rule, parameters):
+        keeping = [f"rule {name}" for name, one in RULES.items() if not _replaces_nan(one, _defaults(one))]
+        switch = next((k for k in rule.parameters if not _replaces_nan(rule, {**_defaults(rule), k: True})), None)
+        yield source.find(
+            "LC328",
+            f"{element.name} has no NaN, and {rule.name} would hide one",
+            source.value(("element", "format"), "can't hold a NaN"),
+            source.value(("scale", "rule"), "replaces a NaN amax"),
+            help=(f"add `{switch}: true`, or " if switch else "") + f"use {listed(keeping)}",
+        )
+
+
+def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Scales that depend on rows of other shards all follow from one shared amax, of one shape."""
+    wanted = dict[int | str, Path]()
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is not None and orientation.block.m == "all":
+            wanted[orientation.block.k] = ("orientations", name, "block")
+    if spec.tensor is not None and any(rule.needs_tensor_amax for rule, _ in _rules(spec)):
+        wanted["all"] = ("tensor",)
+    if len(wanted) > 1:
+        first, second = list(wanted.items())[:2]
+        yield source.find(
+            "LC329",
+            "shards would have to share two amaxes of different shapes",
+            source.value(
+                second[1], "needs one for the whole weight" if second[0] == "all" else f"one for {second[0]} columns"
+            ),
+            source.value(
+                first[1], "needs one for the whole weight" if first[0] == "all" else f"one for {first[0]} columns"
+            ),
+            help="give both the same columns, or blocks of a finite number of rows",
+        )
+
+
+# Asked once of a spec.
+CROSS_CHECKS = (
+    own_formats_are_sound,
+    tensor_level_is_needed,
+    history_is_for_whole_tensors,
+    shards_share_one_amax,
+    zero_points_need_whole_blocks,
+    candidates_need_blocks,
+)
+
+# Asked of the recipe's element and scale, and of each orientation's own.
+CHECKS = (
+    formats_exist,
+    element_format_holds_elements,
+    scale_format_holds_scales,
+    rule_exists,
+    parameters_fit_rule,
+    scale_format_fits_rule,
+    nan_survives,
+    zero_points_fit,
+    bound_fits_scale,
+    candidates_differ,
+    constants_fit_fp32,
+)
+
+
+def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
+    """The spec itself, and for each orientation that quantizes differently the spec as that orientation sees it.
+
+    There, the orientation's own `element` and `scale` stand where the recipe's do, with their own places in the text.
+    """
+    yield spec, source
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is None:
+            continue
+        own = {
+            part: value for part in ("element", "scale") if (value := getattr(orientation.quantize, part)) is not None
+        }
+        if own:
+            prefix: Path = ("orientations", name, "quantize")
+            data = source.data | {part: source.data["orientations"][name]["quantize"][part] for part in own}
+            places = (_moved(spans, prefix, own) for spans in (source.keys, source.values))
+            keys, values = places
+            yield spec.model_copy(update=own), replace(source, data=data, keys=keys, values=values)
+
+
+def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> dict[Path, Span]:
+    """Places with those below `prefix` put where the recipe's own parts are."""
+    kept = {path: span for path, span in spans.items() if not path or path[0] not in parts}
+    depth = len(prefix)
+    return kept | {
+        path[depth:]: span
+        for path, span in spans.items()
+        if path[:depth] == prefix and len(path) > depth and path[depth] in parts
+    }
+
+
+def _rules(spec: Spec) -> list[tuple[Rule, Path]]:
+    """Every rule that the spec uses, and where it is named."""
+    found: list[tuple[str, Path]] = []
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is not None:
+            own = orientation.quantize.scale
+            place: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
+            found.append(((own or spec.scale).rule, place))
+    return [(RULES[rule], place) for rule, place in dict.fromkeys(found) if rule in RULES]
+
+
+def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
+    return {key: parameter.default for key, parameter in rule.parameters.items()}
+
+
+def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -> bool:
+    return any("isnan" in step.expression for step in rule.active_steps({**_defaults(rule), **parameters}))
+
+
+def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:
+    """What a parameter's value must be, where it isn't."""
+    if parameter.type == "choice":
+        return "" if value in parameter.choices else f"one of: {listed(parameter.choices)}"
+    if parameter.type == "boolean":
+        return "" if isinstance(value, bool) else "write true or false"
+    if isinstance(value, (bool, str)) or (parameter.type == "integer" and not isinstance(value, int)):
+        return "write a whole number" if parameter.type == "integer" else "write a number"
+    if parameter.type == "integer":
+        return "" if abs(value) <= _INTEGER_RANGE else f"a whole number from -{_INTEGER_RANGE} to {_INTEGER_RANGE}"
+    fits = math.isfinite(value) and (value == 0 or 2.0**-126 <= value <= formats.F32_MAX)
+    if parameter.positive:
+        return "" if fits and value else "a positive number that fp32 can hold"
+    return "" if fits else "zero, or a positive number that fp32 can hold"

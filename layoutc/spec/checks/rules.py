@@ -1,0 +1,199 @@
+"""Whether the formats and blocks of a spec give a scale rule the numbers that it computes with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
+from layoutc.spec import rules
+from layoutc.spec.checks.formats import holds_scales, no_element, sound_format
+from layoutc.spec.formats import BUILTIN, F32_MAX, Format, aliases
+from layoutc.spec.rule_constants import CONSTANTS, constant
+from layoutc.spec.rules import RULES, Rule
+from layoutc.spec.schema import Spec
+from layoutc.spec.source import Source
+
+
+def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The element's and the scale's formats are built in or the spec's own."""
+    known = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
+    for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
+        if name in known:
+            continue
+        fitting = [one for one in known if _can_be(spec, part, one)]
+        alias = aliases()["formats"].get(name, name.casefold())
+        label, help = "", f"one of: {listed(fitting)}; or define it under `formats`"
+        if alias in fitting:
+            label, help = f"is `{alias}` here", f"write `format: {alias}`"
+        elif meant := did_you_mean(name, fitting):
+            label = meant
+        elif part == "scale":
+            label = "a scale is f32, or fills a byte"
+            of = f", as {spec.scale.rule} takes it" if spec.scale.rule in RULES else ""
+            help = (
+                f"write `format: {'` or `'.join(fitting)}`{of}" if fitting else "define one of 8 bits under `formats`"
+            )
+        yield source.find(
+            "LC304", f"{quoted(name)} is not a known format", source.value((part, "format"), label), help=help
+        )
+
+
+def _can_be(spec: Spec, part: str, name: str) -> bool:
+    """True for a format that elements can have, or that scales of this rule can have."""
+    fmt = sound_format(spec, name)
+    if fmt is None:
+        return False
+    if part == "element":
+        return not no_element(fmt)
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element):
+        return holds_scales(fmt)
+    return holds_scales(fmt) and misfit(rule, fmt, element, spec.scale.parameters) is None
+
+
+def suggested_scale(scale: Format | None, element: Format | None) -> str:
+    """A rule for a scale format, as it is typed after `rule: `, with what else it needs."""
+    scale, element = (
+        scale or next(fmt for fmt in BUILTIN.values() if fmt.is_f32),
+        element or next(iter(BUILTIN.values())),
+    )
+    for rule in RULES.values():
+        parameters = {key: parameter.default for key, parameter in rule.parameters.items()}
+        if rule.makes_zero or no_element(element) or misfit(rule, scale, element, parameters) is not None:
+            continue
+        hides = not element.nan and _hides_nan(rule, parameters)
+        switch = next((key for key in parameters if hides and not _hides_nan(rule, parameters | {key: True})), None)
+        return rule.name + (f", {switch}: true" if switch else "")
+    return next(iter(RULES))
+
+
+def _hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
+    return any("isnan" in step.expression for step in rule.active_steps(parameters))
+
+
+def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Which scale errs least is a sum over the block, which no shard has whole if the block has no size."""
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        rule = RULES.get((orientation.quantize.scale or spec.scale).rule) if orientation is not None else None
+        if rule is None or not rule.candidates:
+            continue
+        for axis in ("m", "k"):
+            if getattr(orientation.block, axis) == "all":
+                label = source.value(("orientations", name, "block", axis), "a block without a size")
+                used = source.value(
+                    ("scale", "rule")
+                    if orientation.quantize.scale is None
+                    else ("orientations", name, "quantize", "scale", "rule"),
+                    "tries several scales for each block",
+                )
+                message = f"{rule.name} adds up the errors of a block, and this one runs over all of {axis}"
+                yield source.find("LC341", message, label, used, help="write a number, for instance 16")
+
+
+def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What a rule takes for the largest scale is one that the scale's format has."""
+    rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
+    bound = spec.scale.parameters.get("bound")
+    if rule is None or fmt is None or not holds_scales(fmt) or "bound" not in rule.parameters:
+        return
+    if isinstance(bound, float) and bound > fmt.max:
+        given = "bound" in source.data["scale"]
+        label = source.value(("scale", "bound" if given else "rule"), "" if given else f"bound: {bound:g}")
+        used = source.value(("scale", "format"), f"holds up to {fmt.max:g}")
+        help = f"write `bound: {fmt.max:g}`, or less"
+        yield source.find("LC322", f"the largest scale of {fmt.name} is below `scale.bound`", label, used, help=help)
+
+
+def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule whose second candidate makes the amax the element below the largest needs one that is not zero."""
+    rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if rule is None or element is None or no_element(element):
+        return
+    if any("element_step" in rules.names(value) for value in rule.candidates) and not element.magnitudes[-2]:
+        wide = next(name for name, fmt in BUILTIN.items() if fmt.bits == 4 and not fmt.integer)
+        label = source.value(("element", "format"), f"its magnitudes are 0 and {element.max:g}")
+        used = source.value(("scale", "rule"), "also tries the amax at the element below the largest")
+        message = f"{rule.name} needs elements of at least two magnitudes beside 0"
+        yield source.find("LC342", message, label, used, help=f"write `format: {wide}`, or another rule")
+
+
+def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Every constant that the rule uses is an fp32 number, and none is rounded to zero."""
+    rule, element, scale = (
+        RULES.get(spec.scale.rule),
+        sound_format(spec, spec.element.format),
+        sound_format(spec, spec.scale.format),
+    )
+    if rule is None or element is None or scale is None or no_element(element) or not holds_scales(scale):
+        return
+    parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
+    if (name := _beyond_fp32(rule, element, scale, parameters)) is None:
+        return
+    label = source.value(("element", "format"), f"its largest number is {element.max:g}")
+    used = source.value(("scale", "rule"), f"computes with {name.replace('_', ' ')}")
+    help = "give the element's format a bias nearer to the middle"
+    usual = {key: parameter.default for key, parameter in rule.parameters.items() if key == "bound"}
+    if usual and _beyond_fp32(rule, element, scale, parameters | usual) is None:
+        label = source.value(("scale", "bound"), f"times {element.max:g}, the largest element")
+        help = f"delete `bound`, which is then {usual['bound']:g}"
+    yield source.find("LC343", f"a constant of {rule.name} is beyond fp32", label, used, help=help)
+
+
+def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Parameters) -> str | None:
+    """The first constant of a rule that fp32 can't hold."""
+    used = frozenset().union(*(rules.names(expression) for _, expression in rule.program(parameters)))
+    if "element_step" in used and not element.magnitudes[-2]:
+        return None  # candidates_differ says so
+    bound = parameters.get("bound", 1.0)
+    if not isinstance(bound, float) or not 0 < bound <= F32_MAX:
+        return None  # parameters_fit_rule says so
+    for name in sorted(CONSTANTS.keys() & used - {"epsilon", "inverse_margin"}):
+        try:
+            fits = bool(constant(name, element, scale, parameters)[0])
+        except (OverflowError, ZeroDivisionError):
+            fits = False
+        if not fits:
+            return name
+    return None
+
+
+def misfit(
+    rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
+) -> tuple[str, str, str] | None:
+    """(headline, why, help) where the scale's format can't hold what the rule computes."""
+    self_consistent = "from_scale" in _reads(rule, "multiplier")
+    rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
+    powers_only = rounding is not None and parameters.get(rounding) is True
+    wide = fmt.mantissa == 0 and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
+    if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
+        holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
+        return (
+            f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
+            "elements would be encoded with one multiplier and decoded with another",
+            "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
+        )
+    guarded = {"minimum", "where"} & _reads(rule, "multiplier")
+    if self_consistent and not guarded and (fmt.is_f32 or fmt.magnitudes[0] == 0):
+        return (
+            f"{rule.name} needs a scale format without a zero",
+            f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
+            "write `format: e8m0`, or another rule",
+        )
+    uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
+    if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
+        scales = ((name, one) for name, one in BUILTIN.items() if holds_scales(one) and one.mantissa)
+        narrower = next((name for name, one in scales if one.max * element.max <= 2.0**120), None)
+        return (
+            f"{rule.name} needs {'a scale' if narrower else 'an element'} format of a narrower range",
+            f"it spreads the tensor over {fmt.name}'s range times {element.name}'s, which overflows fp32",
+            f"write `format: {narrower}`" if narrower else "give the element's format a larger bias",
+        )
+    return None
+
+
+def _reads(rule: Rule, name: str) -> frozenset[str]:
+    """Every name and function that the last step called `name` mentions."""
+    expression = [step.expression for step in rule.steps if step.name == name][-1]
+    return rules.names(expression) | frozenset(re.findall(r"(\w+)\(", expression))

@@ -1,0 +1,50 @@
+"""The YAML surface as JSON Schema, for editors: completion, hover texts, underlined typos.
+
+Derived from the models in schema.py and from the formats and rules that there are. It is weaker than `layoutc check`:
+it knows keys, types and names, and nothing of how they must fit together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layoutc.spec.formats import BUILTIN
+from layoutc.spec.rules import RULES, Parameter
+from layoutc.spec.schema import Spec
+
+_TYPES = {"number": "number", "integer": "integer", "boolean": "boolean", "choice": "string"}
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of a spec file (draft 2020-12)."""
+    schema = Spec.model_json_schema()
+    parts: dict[str, Any] = schema["$defs"]
+    own = {"type": "string", "pattern": "^[a-z][a-z0-9_]*$", "description": "one of the spec's own formats"}
+    elements = [name for name, fmt in BUILTIN.items() if fmt.bits <= 8 and fmt.sign]
+    scales = [name for name, fmt in BUILTIN.items() if fmt.is_f32 or fmt.bits == 8]
+    parts["Element"]["properties"]["format"] |= {"anyOf": [{"enum": elements}, own]}
+    scale = parts["Scale"]
+    scale["properties"]["format"] |= {"anyOf": [{"enum": scales}, own]}
+    scale["properties"]["rule"] |= {"enum": list(RULES)}
+    del scale["properties"]["parameters"]
+    for rule in RULES.values():
+        scale["properties"] |= {key: _parameter(parameter) for key, parameter in rule.parameters.items()}
+    scale["allOf"] = [_only_its_parameters(rule.name) for rule in RULES.values()]
+    gemm = parts["GemmScale"]
+    gemm["additionalProperties"] = gemm["properties"].pop("sizes")["additionalProperties"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"title": "layoutc spec"}
+
+
+def _parameter(parameter: Parameter) -> dict[str, Any]:
+    """One inline parameter of a scale rule."""
+    entry: dict[str, Any] = {"type": _TYPES[parameter.type], "default": parameter.default, "description": parameter.doc}
+    return entry | ({"enum": list(parameter.choices)} if parameter.choices else {})
+
+
+def _only_its_parameters(name: str) -> dict[str, Any]:
+    """Under a rule, the parameters of the others are not allowed."""
+    others = {key for rule in RULES.values() for key in rule.parameters} - set(RULES[name].parameters)
+    return {
+        "if": {"properties": {"rule": {"const": name}}, "required": ["rule"]},
+        "then": {"properties": dict.fromkeys(sorted(others), False)},
+    }

@@ -1,0 +1,193 @@
+"""The YAML surface as types: which keys there are, and what each holds.
+
+The models say which keys there are and what each holds. They don't say whether a spec makes sense as a whole
+(checks.py), nor what it means (layout.py). A format's name is not a closed set here: it may be the spec's own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from layoutc.spec.rules import RULES
+
+LANGUAGE = 1  # version of the spec language
+
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Code = Annotated[int, Field(ge=0, le=255)]
+Value = float | int | bool | str
+
+# Fields that collect keys which stand inline in YAML; they are not keys themselves.
+COLLECTED = frozenset({"parameters", "sizes"})
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Shape(_Model):
+    """What the weight's sizes must be multiples of."""
+
+    m: Size = Field(default=1, description="rows (the product of all leading dims) come in multiples of this")
+    k: Size = Field(default=1, description="columns (the contraction dim) come in multiples of this")
+
+
+class FormatDef(_Model):
+    """A number format by definition: sign | exponent | mantissa, most significant bit first; or an integer."""
+
+    sign: Literal[0, 1] | None = Field(default=None, description="sign bits")
+    exponent: Annotated[int, Field(ge=1, le=8)] | None = Field(default=None, description="exponent bits")
+    mantissa: Annotated[int, Field(ge=0, le=7)] | None = Field(default=None, description="mantissa bits")
+    bias: Annotated[int, Field(ge=-126, le=253)] | None = Field(default=None, description="exponent bias")
+    integer: Annotated[int, Field(ge=2, le=8)] | None = Field(
+        default=None, description="bits of a two's complement integer, instead of sign, exponent, mantissa and bias"
+    )
+    fraction: Annotated[int, Field(ge=0, le=8)] | None = Field(
+        default=None, description="an integer counts steps of two to minus this"
+    )
+    symmetric: bool | None = Field(default=None, description="an integer's lowest code is not used")
+    subnormals: bool = Field(default=True, description="exponent 0 holds zero and subnormals, not one more binade")
+    inf: tuple[Code, ...] = Field(default=(), description="codes of infinity, without their sign bit")
+    nan: tuple[Code, ...] = Field(default=(), description="codes that are not numbers, without their sign bit")
+    torch: str | None = Field(default=None, description="the torch dtype that holds one such code in a byte")
+
+
+class Element(_Model):
+    """The format of a stored element and how codes narrower than a byte are packed."""
+
+    format: str = Field(description="name of a built-in format of up to 8 bits, or of one under `formats`")
+    pack: Literal["low-first", "high-first"] = Field(
+        "low-first", description="which code fills a byte's low bits first"
+    )
+
+
+class History(_Model):
+    """Delayed scaling: the amax comes from earlier steps."""
+
+    length: Annotated[int, Field(ge=1, le=65536)] = Field(description="how many amaxes are kept")
+    pick: Literal["max", "most-recent"] = Field(description="which of them is used")
+
+
+class Scale(_Model):
+    """The format of a scale and the rule that makes it from an amax; the rule's parameters stand inline in YAML."""
+
+    format: str = Field(description="f32, a built-in format of 8 bits, or one under `formats`")
+    rule: str = Field(description="name of a scale rule")
+    round: Literal["nearest", "up", "down"] = Field(
+        default="nearest", description="how a scale is rounded into its format"
+    )
+    zero: str | None = Field(default=None, description="format of the zero points, for a rule that makes them")
+    history: History | None = Field(
+        default=None, description="take the amax from earlier steps (whole-tensor scales only)"
+    )
+    parameters: dict[str, Value] = Field(default={}, description="every parameter of the rule, defaults filled in")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_parameters(cls, data: Any) -> Any:
+        """Inline keys that the rule knows become `parameters`; what else is left is an unknown key."""
+        if not isinstance(data, dict) or "parameters" in data:
+            return data
+        name = data.get("rule")
+        rule = RULES.get(name) if isinstance(name, str) else None
+        known = set(rule.parameters) if rule else set()
+        # A parameter of another rule is reported by the checks, which can say whose it is.
+        elsewhere = {key for other in RULES.values() for key in other.parameters}
+        given = {key: value for key, value in data.items() if key in known | elsewhere}
+        if rule:
+            defaults = {key: parameter.default for key, parameter in rule.parameters.items()}
+            numbers = {key for key, parameter in rule.parameters.items() if parameter.type == "number"}
+            given = defaults | {
+                key: float(value) if key in numbers and type(value) is int else value for key, value in given.items()
+            }
+        rest = {key: value for key, value in data.items() if key not in known | elsewhere}
+        return rest | {"parameters": given}
+
+
+class TensorLevel(_Model):
+    """One more scale level, for the whole weight."""
+
+    amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
+
+
+class Block(_Model):
+    """The elements that share one scale."""
+
+    m: Size | Literal["all"] = Field(description="rows of a block, or `all`")
+    k: Size | Literal["all"] = Field(description="columns of a block, or `all`")
+
+
+class Buffer(_Model):
+    """How a GEMM reads one buffer: the order of its dims and what each is padded to."""
+
+    layout: str = Field(description="axes, outermost first: `m k`, `k m`, `m k/16`, `scalar`", max_length=40)
+    pad: Annotated[tuple[Size, ...], Field(max_length=2)] = Field(
+        default=(), description="padding multiple of each dim"
+    )
+
+
+class Quantize(_Model):
+    """What one orientation quantizes differently from the rest of the recipe."""
+
+    element: Element | None = Field(default=None, description="in place of the recipe's `element`")
+    scale: Scale | None = Field(default=None, description="in place of the recipe's `scale`")
+
+
+class Orientation(_Model):
+    """One of the two ways in which a GEMM reads the weight."""
+
+    quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation's own")
+    block: Block
+    data: Buffer
+    scale: Buffer
+
+
+class Orientations(_Model):
+    """Rowwise serves the forward pass, columnwise the backward pass."""
+
+    rowwise: Orientation
+    columnwise: Orientation | None = None
+
+
+class GemmScale(_Model):
+    """How a padded scale buffer becomes the bytes that a GEMM wants; sizes of the names stand inline in YAML."""
+
+    swizzle: str = Field(description="einops-style pattern over (free axis, contraction axis)", max_length=200)
+    sizes: dict[str, Size] = Field(default={}, description="size of every name but the first of each group")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_sizes(cls, data: Any) -> Any:
+        """Inline integers are sizes; what else is left is an unknown key."""
+        if not isinstance(data, dict) or "sizes" in data:
+            return data
+        sizes = {key: value for key, value in data.items() if type(value) is int and key != "swizzle"}
+        return {key: value for key, value in data.items() if key not in sizes} | {"sizes": sizes}
+
+
+class Gemm(_Model):
+    """What only a GEMM needs; planes never hold it."""
+
+    scale: GemmScale
+
+
+class Spec(_Model):
+    """One recipe: where every bit of a quantized weight lies."""
+
+    layoutc: Literal[1] = Field(description="version of the spec language")
+    name: str = Field(description="the recipe's name, which is also the file's", max_length=40)
+    summary: str = Field(description="one line: what this recipe is", min_length=1, max_length=100)
+    shape: Shape = Field(default_factory=Shape, description="what the weight's sizes must be multiples of")
+    formats: dict[str, FormatDef] = Field(default={}, description="the spec's own formats, by name")
+    element: Element
+    scale: Scale
+    tensor: TensorLevel | None = Field(default=None, description="a second scale level: one amax of the whole weight")
+    orientations: Orientations
+    gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
+
+
+def quantized_as(spec: Spec, orientation: Orientation) -> tuple[Element, Scale]:
+    """The element and scale of one orientation: its own, or the recipe's."""
+    own = orientation.quantize
+    return own.element or spec.element, own.scale or spec.scale
