@@ -1,7 +1,7 @@
 """Files that earlier versions wrote load: pickles, torch.save, checkpoints, safetensors, optimizer states.
 
-tests/old/interface_4 was written at interface 4 of the runtime, when modules lay elsewhere: for each recipe a model of one
-32 x 64 weight, after one step, and the SHA-256 of its planes.
+tests/old/interface_4 was written at interface 4 of the runtime, when modules lay elsewhere. It has, for each recipe, a
+model of one 32 x 64 weight after one step, and the SHA-256 of its planes.
 """
 
 from __future__ import annotations
