@@ -15,7 +15,7 @@ from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks, wire
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import amax as amaxes
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -191,7 +191,7 @@ def quantize(
 
     Raises ValueError for shapes of fewer than 2 dims, TypeError for other dtypes.
     """
-    return amaxes.quantize(FP8Block1DTensor, x, orientations=orientations, amax=amax, group=group, out=out)
+    return weights.quantize(FP8Block1DTensor, x, orientations=orientations, amax=amax, group=group, out=out)
 
 
 def quantize_buffers(
@@ -206,6 +206,6 @@ def quantize_buffers(
 
     In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
     """
-    return amaxes.quantize_buffers(
+    return weights.quantize_buffers(
         FP8Block1DTensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
     )

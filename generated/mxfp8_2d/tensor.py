@@ -15,7 +15,7 @@ from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks, wire
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import amax as amaxes
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -169,7 +169,7 @@ def quantize(
 
     Raises ValueError for shapes whose m and k are not multiples of 32 and 32, TypeError for other dtypes.
     """
-    return amaxes.quantize(MXFP82DTensor, x, orientations=orientations, amax=amax, group=group, out=out)
+    return weights.quantize(MXFP82DTensor, x, orientations=orientations, amax=amax, group=group, out=out)
 
 
 def quantize_buffers(
@@ -184,6 +184,6 @@ def quantize_buffers(
 
     In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
     """
-    return amaxes.quantize_buffers(
+    return weights.quantize_buffers(
         MXFP82DTensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
     )

@@ -16,7 +16,7 @@ from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks, wire
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.numerics import tensor_amax
-from layoutc.runtime.quantize import amax as amaxes
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
 from .dispatch import HANDLERS, cut, join
@@ -178,7 +178,7 @@ def quantize(
 
     Raises ValueError for shapes whose m and k are not multiples of 16 and 16, TypeError for other dtypes.
     """
-    return amaxes.quantize(NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
+    return weights.quantize(NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
 
 
 def quantize_buffers(
@@ -193,4 +193,6 @@ def quantize_buffers(
 
     In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
     """
-    return amaxes.quantize_buffers(NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled)
+    return weights.quantize_buffers(
+        NVFP4Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
+    )

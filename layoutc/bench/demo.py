@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import amax, weights
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 DEFAULT_RECIPES = ("mxfp8", "nvfp4")
@@ -177,7 +177,7 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
     for name, param in model.named_parameters():
         if isinstance(param.data, QuantizedTensor):
             whole = masters[name].full_tensor()
-            expected = amax.planes_of(type(param.data), whole, deciding[name])
+            expected = weights.planes_of(type(param.data), whole, deciding[name])
             for plane, held in param.data.planes().items():
                 if plane != "amax" and not torch.equal(held, expected[plane]):
                     raise AssertionError(f"{name}: the gathered {plane} differs from quantizing the whole weight")
@@ -252,13 +252,13 @@ def resumes(
         data = batches(text, config, dist.get_rank(), device, start=config.steps)
         return [train_step(model, optimizer, next(data)).item() for _ in range(RESUMED_STEPS)]
 
-    weights, state = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    model_state, state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": state}, checkpoint_id=folder[0])
     went_on = go_on(model, optimizer)
     model, optimizer = build(config, recipe, device)
-    weights, state = get_state_dict(model, optimizer)
-    load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    model_state, state = get_state_dict(model, optimizer)
+    load({"model": model_state, "optimizer": state}, checkpoint_id=folder[0])
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state)
     same = go_on(model, optimizer) == went_on
     dist.barrier()
     if dist.get_rank() == 0:

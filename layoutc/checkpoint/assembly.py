@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_place
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
@@ -46,7 +46,7 @@ class Destination:
         """
         self._check_kind(source)
         if isinstance(self.live, QuantizedTensor) and not isinstance(source, QuantizedTensor):
-            source = source if source.dtype in amax.FLOATS else source.to(torch.float32)
+            source = source if source.dtype in weights.FLOATS else source.to(torch.float32)
         self.missing -= prod(lengths)
         same = self._is_same(source)
         if tuple(lengths) == tuple(self.live.shape) and (same or not isinstance(source, QuantizedTensor)):
@@ -149,7 +149,7 @@ def _check_takes_values(live: QuantizedTensor) -> None:
     if live._transposed:
         raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
     check_place(live, shards.place(live))
-    amax.check_out(live.LAYOUT, live, live, None, alone=not shards.amax_groups(live)[0])
+    weights.check_out(live.LAYOUT, live, live, None, alone=not shards.amax_groups(live)[0])
 
 
 @cache

@@ -24,8 +24,7 @@ from torch import Tensor
 
 import layoutc
 from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import amax as amaxes_of
-from layoutc.runtime.quantize import batches
+from layoutc.runtime.quantize import batches, weights
 from layoutc.runtime.train.master_weights import requantize_batch_
 
 CASES = [
@@ -171,7 +170,7 @@ def requantize(names: Sequence[str], rows: list[Figures]) -> None:
             packed = torch.cat([type(t)._shared_amax(x).reshape(-1) for t, x in sharing])
             found = {id(t): piece for (t, _), piece in zip(sharing, torch.split(packed, 1), strict=True)}
         for target, x in zip(others, values, strict=True):
-            amaxes_of.quantize(type(target), x, out=target, amax=found.get(id(target)))
+            weights.quantize(type(target), x, out=target, amax=found.get(id(target)))
 
     for _ in range(2):
         before()

@@ -26,7 +26,7 @@ from layoutc.runtime import numerics
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import batches
-from layoutc.runtime.quantize.amax import requantize_many_
+from layoutc.runtime.quantize.weights import requantize_many_
 from layoutc.runtime.train.master_weights import requantize_batch_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

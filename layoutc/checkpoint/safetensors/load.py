@@ -18,7 +18,7 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, s
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_place
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.train.master_weights import place_of
@@ -197,7 +197,7 @@ def _check(step: Step, convert: bool) -> None:
     if isinstance(local, QuantizedTensor):
         groups, place = _sharing(name, param, local)
         check_place(local, place)
-        amax.check_out(local.LAYOUT, local, local, None, alone=not groups)
+        weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
 def _holds(param: Tensor) -> bool:
@@ -208,9 +208,9 @@ def _holds(param: Tensor) -> bool:
 def _converts(dtype: str, local: Tensor) -> bool:
     known = DTYPES.get(dtype)
     if isinstance(local, QuantizedTensor):
-        return known in amax.FLOATS
+        return known in weights.FLOATS
     if local.is_floating_point():
-        return known in (*amax.FLOATS, torch.float64)
+        return known in (*weights.FLOATS, torch.float64)
     return known == local.dtype
 
 
@@ -292,7 +292,7 @@ def _write(step: Step, slices: Slices) -> None:
         groups, place = _sharing(name, param, local)
         tag = shards.tag(local) if groups else None
         values = values.to(local.device).contiguous()
-        amax.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=place)
+        weights.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=place)
     elif isinstance(local, CastOnGather):
         local.plain.copy_(values)
         local._agreed.forget()  # a history of amaxes has nothing to do with these values

@@ -21,8 +21,8 @@ from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.quantize.amax import as_matrix
 from layoutc.runtime.quantize.block_edges import extended
+from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import flattening, memory_identity, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.sharding.meshes import with_local
 from layoutc.runtime.weight.pending_writes import Writes
@@ -192,7 +192,7 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
 
 def _as_shard(like: QuantizedTensor, found: Tensor) -> Tensor:
     """Bytes of a part that has its planes for itself; of plain values as well, by quantizing them."""
-    return found.clone() if isinstance(found, QuantizedTensor) else amax.replacement(like, found)
+    return found.clone() if isinstance(found, QuantizedTensor) else weights.replacement(like, found)
 
 
 def _is_broadcast() -> bool:

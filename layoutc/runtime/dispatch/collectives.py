@@ -26,7 +26,7 @@ from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.windows import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
@@ -319,7 +319,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     c10d.broadcast_.default: broadcast_,
     aten.constant_pad_nd.default: pad,
     aten.index_select.default: index_select,
-    torch.Tensor.data: amax.replacement,  # of a tensor, for plain values that are assigned
+    torch.Tensor.data: weights.replacement,  # of a tensor, for plain values that are assigned
     None: fallback,  # every other operator
 }
 if hasattr(_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported

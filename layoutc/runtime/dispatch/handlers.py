@@ -17,7 +17,7 @@ from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch import broadcasts, update_warnings
 from layoutc.runtime.dispatch.windows import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
 from layoutc.runtime.weight.planes import ScatteredPlanes
@@ -202,12 +202,12 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     before = initial_values.held(tensor)
     place = None if tensor.is_meta else shards.place(tensor)
     if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
-        amax.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
+        weights.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
     elif not tensor._common and not tensor._transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
         matrix = zeros.view(tensor._matrix)
         shared = operators.shared_amax(type(tensor), matrix) if tensor.LAYOUT.shares_amax else None
-        amax.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
+        weights.quantize(type(tensor), zeros, out=tensor, amax=shared, restart=True)
     else:
         for name, plane in tensor._planes.items():
             if name not in tensor._common:
@@ -259,7 +259,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if target._transposed:
         raise UnsupportedOperator(f"{func}: {target._label()} is transposed; copy into the weight itself")
     update_warnings.note_average(target)
-    amax.requantize_(target, source.to(target.device))
+    weights.requantize_(target, source.to(target.device))
     return target
 
 

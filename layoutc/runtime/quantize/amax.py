@@ -1,30 +1,18 @@
-"""Quantizing with an amax that all shards share: one collective for one weight, or one for many."""
+"""The amax that decides the scales of a weight: shared over its shards, and picked from a history."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import compress
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import ddp_replicas
-from layoutc.runtime.quantize.block_edges import check_place, extended
-from layoutc.runtime.sharding import shards
-from layoutc.runtime.sharding.shards import Place
-from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators
-from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-Requantized = tuple[QuantizedTensor, Tensor, Tensor | None]  # a target, its new (m, k) values and their amax
-
+from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Groups = Sequence[dist.ProcessGroup]
 
@@ -58,83 +46,7 @@ def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None
     reduce_max(torch.zeros(1, device=device), [group], tag)
 
 
-def quantize(
-    cls: type[QuantizedTensor],
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | Groups | None = None,
-    out: QuantizedTensor | None = None,
-    restart: bool = False,
-    tag: int | None = None,
-    place: Place | None = None,
-) -> QuantizedTensor:
-    """High precision to quantized; the body of every generated `quantize`.
-
-    x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
-    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten; one that trains
-    keeps x for its master. restart: forget its history of amaxes. tag: see reduce_max. place: where `out` lies among
-    the shards of a weight; then all ranks call.
-    Raises ValueError, TypeError.
-    """
-    layout = cls.LAYOUT
-    _check_in(layout, x, amax)
-    chosen = chosen_orientations(layout, orientations)
-    if out is not None:
-        asked = None if orientations is None else chosen
-        check_out(layout, x, out, asked, alone=amax is None and group is None)
-        check_place(out, place)
-        matrix = as_matrix(x, (out._rows, out._matrix[1]))
-        current, before = _current(cls, matrix, amax, group, tag), initial_values.held(out)
-        _overwrite_(cls, [out], extended([layout], [matrix], [place]), [current], restart)
-        initial_values.keep(out, matrix, before)
-        return out
-    m, k = layout.check_shape(x.shape)
-    matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, _current(cls, matrix, amax, group, tag), None)
-    planes = operators.quantize(cls, matrix, shared, chosen) | extra
-    return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
-
-
-def quantize_buffers(
-    cls: type[QuantizedTensor],
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | Groups | None = None,
-    swizzled: bool = False,
-) -> dict[str, Tensor]:
-    """High precision to what a GEMM reads; the body of every generated `quantize_buffers`. Arguments as for `quantize`.
-
-    A recipe with a history takes the amax at hand, as for a weight that has none yet.
-    """
-    layout = cls.LAYOUT
-    _check_in(layout, x, amax)
-    layout.check_swizzled(swizzled)
-    m, k = layout.check_shape(x.shape)
-    chosen = chosen_orientations(layout, orientations)
-    matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, _current(cls, matrix, amax, group, None), None)
-    made: dict[str, Tensor] | None = None
-    if not operators.traced(matrix):
-        made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
-    if made is None:
-        planes = operators.quantize(cls, matrix, shared, chosen) | extra
-        return operators.lay_out(cls, planes, m, k, chosen, swizzled)
-    return made | extra
-
-
-def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
-    if type(x) is Tensor and x.shape == shape and not x.requires_grad:
-        return x
-    values: Tensor = getattr(x, "plain", x)  # of a weight that is cast on gather
-    return values.detach().reshape(shape)
-
-
-def _current(
+def agreed(
     cls: type[QuantizedTensor],
     matrix: Tensor,
     amax: Tensor | None,
@@ -147,157 +59,6 @@ def _current(
     if amax is None:
         return reduce_max(operators.shared_amax(cls, matrix), group, tag)
     return _given(cls.LAYOUT, amax, matrix)
-
-
-def requantize_many_(
-    weights: Sequence[tuple[QuantizedTensor, Tensor]],
-    amaxes: Sequence[Tensor | None],
-    places: Sequence[Place | None] | None = None,
-) -> None:
-    """Each (target, values) as `quantize` with out=target and its amax: checked all first, then in few launches.
-
-    amaxes: fp32, what the shards of each weight have agreed on, in the shape that its recipe shares; None for recipes
-    that share none. places: as for `quantize`. Raises as `quantize` does, before anything is written.
-    """
-    places = places or [None] * len(weights)
-    for (target, x), amax, place in zip(weights, amaxes, places, strict=True):
-        _check_in(target.LAYOUT, x, amax)
-        check_out(target.LAYOUT, x, target, None, alone=amax is None)
-        check_place(target, place)
-    with torch.no_grad():
-        kinds: dict[Any, list[Requantized]] = defaultdict(list)
-        targets = [target for target, _ in weights]
-        own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
-        for target, matrix, amax in zip(
-            targets, extended([target.LAYOUT for target in targets], own, places), amaxes, strict=True
-        ):
-            usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
-            kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
-                (target, matrix, amax)
-            )
-        for alike in kinds.values():
-            for members in _together(alike):
-                outs, matrices, currents = zip(*members, strict=True)
-                _overwrite_(type(outs[0]), outs, matrices, currents)
-
-
-def _together(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
-    """Weights that hold the same planes, of one dtype and device: in as few parts as they can be quantized in."""
-    device = members[0][1].device
-    if not launch.usable(members[0][1]):
-        return [[member] for member in members]
-    if launch.all_writable([target._planes for target, *_ in members], device):
-        return [members]
-    able = [launch.all_writable([target._planes], device) for target, *_ in members]
-    rest = [[member] for member, one in zip(members, able, strict=True) if not one]
-    return [*filter(None, [list(compress(members, able))]), *rest]
-
-
-def _overwrite_(
-    cls: type[QuantizedTensor],
-    outs: Sequence[QuantizedTensor],
-    matrices: Sequence[Tensor],
-    currents: Sequence[Tensor | None],
-    restart: bool = False,
-) -> None:
-    """Quantizes matrices into tensors that hold the same orientations, each with the current amax of its weight."""
-    layout, orientations = cls.LAYOUT, outs[0].orientations
-    shared, extras = _with_histories(layout, outs, currents, restart)
-    amaxes = [amax for amax in shared if amax is not None] or None
-    held = [out._planes for out in outs]
-    made = extras
-    if len(outs) == 1 or not cls._quantize_group(matrices, amaxes, orientations, held):
-        made = [
-            operators.quantize(cls, matrix, amax, orientations, planes) | extra
-            for matrix, amax, planes, extra in zip(matrices, shared, held, extras, strict=True)
-        ]
-    copies = [
-        (into, plane)
-        for planes, new in zip(held, made, strict=True)
-        for name, plane in new.items()
-        if (into := planes[name]) is not plane
-    ]
-    if copies:
-        torch._foreach_copy_([into for into, _ in copies], [plane for _, plane in copies])
-    written(outs)
-
-
-def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None = None) -> None:
-    """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew.
-
-    Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
-    need that cuts go through.
-    """
-    if ddp_replicas.receive(target):
-        return
-    like = target if like is None else like
-    (groups, tag), place = shards.amax_groups(like), shards.place(like)
-    if place is not None and place.joins(like.LAYOUT) and not groups:
-        check_same(shards.tag(like), place.group, x.device)
-    known = {"group": groups or None, "tag": tag if groups else None, "place": place}
-    quantize(type(target), x, out=target, restart=True, **known)  # type: ignore[arg-type]
-
-
-def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
-    """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device.
-
-    An alias where they are what the target dequantizes to: to quantize them again could move scales. Ranks that share
-    scales or blocks would have to agree on that, so a shard of such is always quantized.
-    """
-    if _holds(target, x):
-        return target._alias(dtype=x.dtype)
-    new = target._with_planes(
-        {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
-    )
-    requantize_(new, x if x.dtype in FLOATS else x.float(), target)
-    return new
-
-
-def _holds(target: QuantizedTensor, x: Tensor) -> bool:
-    """True for the values that a whole weight dequantizes to."""
-    if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
-        return False
-    if target._home is not None or target._writes.waiting or not target.orientations:
-        return False
-    if shards.amax_groups(target)[0] or shards.place(target) is not None:
-        return False
-    return torch.equal(target.dequantize(x.dtype), x)
-
-
-def _with_histories(
-    layout: Layout, outs: Sequence[QuantizedTensor], currents: Sequence[Tensor | None], restart: bool
-) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
-    """_with_history for each of the tensors, in as many launches as for one."""
-    if not layout.history:
-        keeps = "amax" in layout.stored
-        return list(currents), [{"amax": one} if keeps and one is not None else {} for one in currents]
-    befores = [None if restart else out._planes.get("amax") for out in outs]
-    current, before = ([one for one in some if one is not None] for some in (currents, befores))
-    if len(outs) == len(current) == len(before) > 1:
-        shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
-        return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
-    found = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
-    return [one for one, _ in found], [extra for _, extra in found]
-
-
-def with_history(
-    layout: Layout, current: Tensor | None, before: Tensor | None
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.
-
-    With a history the scale follows earlier amaxes, and the current one is put in front; an empty one starts with it.
-    """
-    if current is None or not layout.history:
-        return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
-    if before is None:
-        before = current.new_zeros(layout.history)
-    return _picked(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
-
-
-def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
-    """Which amax decides, of the current one (..., 1) and those before it (..., history), latest first."""
-    earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
-    return torch.where(earlier == 0, current, earlier)
 
 
 def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
@@ -314,49 +75,40 @@ def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
     return amax.to(matrix.device, torch.float32).reshape(shape)
 
 
-def chosen_orientations(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
-    """The orientations that a caller asks for, rowwise first; None: all. Raises ValueError."""
-    if orientations is None:
-        return layout.orientations
-    chosen = (orientations,) if isinstance(orientations, str) else tuple(orientations)
-    unknown = [name for name in chosen if name not in layout.orientations]
-    if unknown or not chosen:
-        raise ValueError(
-            f"{layout.name} has orientations {', '.join(layout.orientations)}, not {', '.join(unknown) or 'none'}"
-        )
-    return tuple(name for name in layout.orientations if name in chosen)
+def with_history(
+    layout: Layout, current: Tensor | None, before: Tensor | None
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.
+
+    With a history the scale follows earlier amaxes, and the current one is put in front; an empty one starts with it.
+    """
+    if current is None or not layout.history:
+        return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
+    if before is None:
+        before = current.new_zeros(layout.history)
+    return _picked(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
 
 
-def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{layout.name} quantizes float32, bfloat16 and float16, not {x.dtype}")
-    if amax is not None and not layout.shares_amax:
-        raise ValueError(f"{layout.name} takes no amax: its scales depend on nothing outside their block")
+def with_histories(
+    layout: Layout, outs: Sequence[QuantizedTensor], currents: Sequence[Tensor | None], restart: bool
+) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
+    """_with_history for each of the tensors, in as many launches as for one."""
+    if not layout.history:
+        keeps = "amax" in layout.stored
+        return list(currents), [{"amax": one} if keeps and one is not None else {} for one in currents]
+    befores = [None if restart else out._planes.get("amax") for out in outs]
+    current, before = ([one for one in some if one is not None] for some in (currents, befores))
+    if len(outs) == len(current) == len(before) > 1:
+        shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
+        return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
+    found = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
+    return [one for one, _ in found], [extra for _, extra in found]
 
 
-def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool) -> None:
-    if not isinstance(out, QuantizedTensor):
-        raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
-    if out.shape != x.shape or out._transposed:
-        raise ValueError(f"{layout.name}: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}")
-    if out.LAYOUT.layout_id != layout.layout_id:
-        raise LayoutError(f"{layout.name}: out is a tensor of {out.LAYOUT.name}")
-    check_writable(out)
-    gathered_in_graphs.refuse_write(out)
-    if out._common and (alone or out._common - layout.shared):
-        raise UnsupportedOperator(
-            f"{out._label()} is a part of a weight whose scale covers more than the part: quantizing the part by "
-            "itself would change what the rest means; quantize the whole weight"
-        )
-    if alone and out._peers == () and dist.is_available() and dist.is_initialized():
-        raise UnsupportedOperator(
-            f"{out._label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
-            "the other shards: quantize the whole weight and copy its part, or make a new tensor with quantize()"
-        )
-    if orientations is None:
-        return
-    if lacking := [name for name in orientations if name not in out.orientations]:
-        raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")
+def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
+    """Which amax decides, of the current one (..., 1) and those before it (..., history), latest first."""
+    earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
+    return torch.where(earlier == 0, current, earlier)
 
 
 def deciding(tensor: QuantizedTensor) -> Tensor | None:
@@ -366,9 +118,3 @@ def deciding(tensor: QuantizedTensor) -> Tensor | None:
     if stored is None or not tensor.LAYOUT.history:
         return stored
     return _picked(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
-
-
-def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-    """The planes of all orientations of a whole weight, from a given shared amax; without one, from its own."""
-    matrix = x.detach().reshape(*cls.LAYOUT.check_shape(tuple(x.shape)))
-    return operators.quantize(cls, matrix, amax, cls.LAYOUT.orientations)

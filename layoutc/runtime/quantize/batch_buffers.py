@@ -14,7 +14,7 @@ from layoutc.runtime.errors import MissingOrientation
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import batches
-from layoutc.runtime.quantize.amax import chosen_orientations
+from layoutc.runtime.quantize.weights import chosen_orientations
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -19,7 +19,7 @@ from layoutc.runtime.cast.plain_state_dicts import keep_plain
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import keep_quantized
-from layoutc.runtime.quantize.amax import FLOATS, quantize
+from layoutc.runtime.quantize.weights import FLOATS, quantize
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor

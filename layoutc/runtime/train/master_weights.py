@@ -17,7 +17,7 @@ from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.quantize import amax
+from layoutc.runtime.quantize import amax, weights
 from layoutc.runtime.quantize.batches import shared_amaxes
 from layoutc.runtime.sharding import meshes, registry, shards
 from layoutc.runtime.sharding.shards import Place
@@ -278,8 +278,8 @@ class MasterWeights(torch.optim.Optimizer):
             groups[key] = found
             batches[key].append((target, values, place_of(param, target)))
         for key, batch in batches.items():
-            *weights, places = zip(*batch, strict=True)
-            requantize_batch_(list(zip(*weights, strict=True)), groups[key], places)
+            *pairs, places = zip(*batch, strict=True)
+            requantize_batch_(list(zip(*pairs, strict=True)), groups[key], places)
         self._written = {param: _stamp(param) for param in self._masters}
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
@@ -342,14 +342,14 @@ def requantize_batch_(
     shared: dict[int, Tensor] = {}
     if sharing:
         matrices = [
-            (type(target), amax.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
+            (type(target), weights.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
         ]
         found, shapes = shared_amaxes(matrices)
         found = amax.reduce_max(found, groups)
         pieces = torch.split(found, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
-    amax.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
+    weights.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
 
 
 def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
