@@ -34,8 +34,8 @@ COMPILER = {
     "spec.checks": ("diagnostics spec", "pydantic pydantic_core"),
     "layout": ("ints spec", ""),
     "plan": ("spec layout", ""),
-    "emit": ("ints spec layout plan", "jinja2"),
-    "report": ("ints diagnostics spec layout plan checkpoint checkpoint.common", "rich"),
+    "emit": ("spec layout plan", "jinja2"),
+    "report": ("ints diagnostics layout plan checkpoint checkpoint.common", "rich"),
     "build": ("ints diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {

@@ -18,7 +18,13 @@ from layoutc.cli.app import main
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).parent.parent
 CODE = sorted([*(ROOT / "layoutc").rglob("*.py"), *(ROOT / "generated").rglob("*.py")])
-PAGES = [ROOT / "README.md", ROOT / "specs" / "README.md", ROOT / "layoutc" / "diagnostics" / "catalogue.yaml"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "specs" / "README.md",
+    ROOT / "layoutc" / "diagnostics" / "catalogue.yaml",
+]
 FILE = re.compile(r"[\w./-]+\.(?:py|md|yaml|toml|txt|json)|[\w-]+(?:/[\w-]+)*/")
 OTHERS = {"triton_op", "redistribute", "transformers", "Trainer", "null"}  # torch's, transformers', YAML's
 MADE_UP = {"mxfp8_v2", "_rowwise", "ROWWISE_", "element_power"}  # examples, parts of names, what a page defines
