@@ -36,7 +36,7 @@ COMPILER = {
     "plan": ("spec layout", ""),
     "emit": ("spec layout plan", "jinja2"),
     "report": ("ints diagnostics layout plan checkpoint checkpoint.common", "rich"),
-    "build": ("ints diagnostics spec spec.checks layout plan emit", "click"),
+    "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
     "runtime": ("ints", "torch"),
