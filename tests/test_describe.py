@@ -16,17 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutc.build.pipeline import plan_for
-from layoutc.ints import cuts as sharding
 from layoutc.ints.cuts import Cuts
-from layoutc.ints.nearest import (
-    aligned,
-    cuts_inside,
-    nearest_multiple,
-    nearest_rows,
-    nearest_worlds,
-    ranks_cutting,
-    sent_blocks,
-)
+from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.plan.plan import Plan
 from layoutc.report.describe import Description, as_data, describe, problems, usual_shape
 from layoutc.report.maps import index_map
@@ -260,27 +251,16 @@ SIZES = st.integers(1, 300)
 @given(rows=SIZES, world=st.integers(1, 20), multiple=st.integers(1, 12), accepted=st.integers(1, 6))
 def test_advice_is_the_nearest_there_is(rows: int, world: int, multiple: int, accepted: int) -> None:
     def works(m: int) -> bool:
-        return m % multiple == 0 and m % accepted == 0 and aligned(m, world, multiple)
+        return m % multiple == 0 and m % accepted == 0 and Cuts.of(m, world).aligned(multiple)
 
     below = [m for m in range(1, rows) if works(m)][-1:]
     above = next(m for m in range(rows + 1, rows + 20 * 72 + 1) if works(m))
     assert list(nearest_rows(rows, world, multiple, accepted)) == [*below, above]
-    worlds = [w for w in range(1, 4 * world + 1) if aligned(rows, w, multiple)]
+    worlds = [w for w in range(1, 4 * world + 1) if Cuts.of(rows, w).aligned(multiple)]
     expected = [w for w in worlds if w < world][-1:] + [w for w in worlds if w > world][:1]
     assert list(nearest_worlds(rows, world, multiple)) == expected
     near = nearest_multiple(rows, multiple)
     assert all(m % multiple == 0 and m > 0 and abs(m - rows) <= max(multiple, rows) for m in near)
-
-
-@given(rows=SIZES, world=st.integers(1, 40), block=st.integers(1, 40))
-@settings(max_examples=300)
-def test_cuts_are_those_of_the_runtime(rows: int, world: int, block: int) -> None:
-    per_rank = -(-rows // world)
-    cuts, ends = Cuts(rows, per_rank, world), range(per_rank, rows, per_rank)
-    assert aligned(rows, world, block) == cuts.aligned(block) == all(end % block == 0 for end in ends)
-    assert cuts_inside(rows, world, block) == sum(end % block > 0 for end in ends)
-    assert ranks_cutting(rows, world, block) == sum(cuts.halo(rank, block).rows > 0 for rank in range(world))
-    assert sent_blocks(rows, world, block) == sharding.sent_blocks(cuts, block)
 
 
 def test_large_numbers_of_ranks_take_no_time() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from math import gcd
+from typing import NamedTuple, Self
+
+from layoutc.ints.sizes import cdiv
 
 
 class Halo(NamedTuple):
@@ -44,6 +47,16 @@ class Cuts:
     per_rank: int
     world: int
 
+    @classmethod
+    def of(cls, rows: int, world: int) -> Self:
+        """As FSDP2 cuts: ceil(rows / world) rows each."""
+        return cls(rows, cdiv(rows, world), world)
+
+    @property
+    def last(self) -> int:
+        """The last rank that has rows."""
+        return cdiv(self.rows, self.per_rank) - 1
+
     def bounds(self, rank: int) -> tuple[int, int]:
         """First and last row (exclusive) of a rank."""
         return min(rank * self.per_rank, self.rows), min((rank + 1) * self.per_rank, self.rows)
@@ -55,22 +68,38 @@ class Cuts:
     def touched(self, rank: int, block: int) -> tuple[int, int]:
         """First and last block (exclusive) of `block` rows that a rank has rows of."""
         first, last = self.bounds(rank)
-        return first // block, -(-last // block) if last > first else first // block
+        return first // block, cdiv(last, block) if last > first else first // block
 
     def halo(self, rank: int, block: int) -> Halo:
         """The rest of the blocks that a rank cuts."""
         first, last = self.bounds(rank)
         if first == last:
             return NO_HALO
-        return Halo(first % block, min(-(-last // block) * block, self.rows) - last)
+        return Halo(first % block, min(cdiv(last, block) * block, self.rows) - last)
+
+    def inside(self, block: int) -> int:
+        """How many of the cuts fall inside a block of so many rows."""
+        return self.last - self.last // self._cycle(block)
+
+    def ranks_inside(self, block: int) -> int:
+        """How many ranks hold a part of a block whose other rows other ranks hold."""
+        if self.aligned(block):
+            return 0
+        # Of neighbouring cuts one falls inside a block, so only the last rank, which ends with the rows, may hold none.
+        return self.last + (self.last * self.per_rank % block > 0)
+
+    def _cycle(self, block: int) -> int:
+        """The number of ranks after which cuts fall where they fell in a block before."""
+        return block // gcd(self.per_rank, block)
 
 
 @lru_cache(maxsize=4096)
 def sent_blocks(cuts: Cuts, block: int) -> int:
     """Blocks of `block` rows that a rank sends: as many as the rank that touches the most."""
     if cuts.aligned(block):
-        return -(-cuts.per_rank // block)
-    return max(last - first for first, last in (cuts.touched(rank, block) for rank in range(cuts.world)))
+        return cdiv(cuts.per_rank, block)
+    ranks = [*range(min(cuts._cycle(block), cuts.last)), cuts.last]
+    return max(last - first for first, last in (cuts.touched(rank, block) for rank in ranks))
 
 
 @lru_cache(maxsize=4096)
@@ -82,5 +111,5 @@ def picks(cuts: Cuts, block: int) -> tuple[int, ...] | None:
     if cuts.aligned(block):
         return None
     sent = sent_blocks(cuts, block)
-    owners = ((number, number * block // cuts.per_rank) for number in range(-(-cuts.rows // block)))
+    owners = ((number, number * block // cuts.per_rank) for number in range(cdiv(cuts.rows, block)))
     return tuple(rank * sent + number - cuts.touched(rank, block)[0] for number, rank in owners)

@@ -13,15 +13,8 @@ from math import ceil, lcm, prod
 
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.emit.kernel_view import gap
-from layoutc.ints.nearest import (
-    aligned,
-    cuts_inside,
-    nearest_multiple,
-    nearest_rows,
-    nearest_worlds,
-    ranks_cutting,
-    sent_blocks,
-)
+from layoutc.ints.cuts import Cuts, sent_blocks
+from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
 from layoutc.layout.layout import Buffer, Layout, Plane, codes_per_group
@@ -201,7 +194,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
 
 def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
     per_rank, accepted = cdiv(m, world), plan.layout.multiple_m
-    free = aligned(m, world, plan.shard_rows)
+    free = Cuts.of(m, world).aligned(plan.shard_rows)
     return Alignment(
         rows=plan.shard_rows,
         reason=plan.shard_reason,
@@ -210,7 +203,7 @@ def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
         rows_per_rank=per_rank,
         ranks_with_rows=cdiv(m, per_rank),
         cut_blocks=_cut_blocks(plan, m, k, world),
-        shards_have_buffers=aligned(m, world, lcm(plan.shard_rows, accepted)),
+        shards_have_buffers=Cuts.of(m, world).aligned(lcm(plan.shard_rows, accepted)),
         free_rows=() if free else nearest_rows(m, world, plan.shard_rows, accepted),
         free_worlds=() if free else nearest_worlds(m, world, plan.shard_rows),
     )
@@ -218,13 +211,13 @@ def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
 
 def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
     block = plan.block_rows
-    if aligned(m, world, block):
+    if Cuts.of(m, world).aligned(block):
         return None
     values = 2 if plan.extremes else block  # of each column of a block
     return CutBlocks(
         rows=block,
-        cuts=cuts_inside(m, world, block),
-        ranks=ranks_cutting(m, world, block),
+        cuts=Cuts.of(m, world).inside(block),
+        ranks=Cuts.of(m, world).ranks_inside(block),
         exchanged="extremes" if plan.extremes else "values",
         exchange_bytes_per_rank=2 * values * k * EXCHANGED,
     )
@@ -309,7 +302,7 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     layout = plan.layout
     slots = {one.name: [_sent(plane, m, k, world) for plane in one.planes] for one in (plan.forward, plan.backward)}
     held = sum(_sent(plane, m, k, world) for plane in gather.planes)
-    cut = not aligned(m, world, plan.block_rows)
+    cut = not Cuts.of(m, world).aligned(plan.block_rows)
     shared = gather.name in slots and (plan.slots_differ or (plan.passes_differ and cut))
     per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else held
     share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
@@ -336,7 +329,7 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
 def _sent(plane: Plane, m: int, k: int, world: int) -> int:
     """The bytes of a plane that a rank sends."""
     rows = plane.per_m or 1
-    return plane.nbytes(sent_blocks(m, world, rows) * rows, k)
+    return plane.nbytes(sent_blocks(Cuts.of(m, world), rows) * rows, k)
 
 
 def _either(numbers: tuple[int, ...]) -> str:

@@ -60,6 +60,8 @@ def test_bounds_hand_out_every_row_once_in_rank_order(cuts: Cuts) -> None:
 def test_aligned_is_what_enumerating_the_cuts_finds(cuts: Cuts, block: int) -> None:
     ends = {cuts.bounds(rank)[1] for rank in range(cuts.world)} - {cuts.rows}
     assert cuts.aligned(block) == all(end % block == 0 for end in ends)
+    assert cuts.inside(block) == sum(end % block > 0 for end in ends)
+    assert cuts.ranks_inside(block) == sum(cuts.halo(rank, block).rows > 0 for rank in range(cuts.world))
 
 
 @given(CUTS, BLOCK)

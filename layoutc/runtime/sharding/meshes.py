@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from layoutc.ints.cuts import Cuts
+from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
@@ -138,8 +139,8 @@ def check_alignment(
     if Cuts(rows, per_rank * inner, 1).aligned(multiple):
         return
     world = world or -(-shape[0] // per_rank)
-    sizes = [size for size in (_nearest_size(layout, shape[0], inner, world, step) for step in (-1, 1)) if size]
-    worlds = _worlds(shape[0], inner, multiple, world)
+    unit, accepted = (size // gcd(size, inner) for size in (multiple, layout.multiple_m))  # of dim 0
+    sizes, worlds = nearest_rows(shape[0], world, unit, accepted), nearest_worlds(shape[0], world, unit)
     blocks = ", ".join(f"{block} {orientation}" for orientation, block in layout.blocks.items())
     raise ShardAlignmentError(
         f"{name}: shape {tuple(shape)} does not shard over {world} ranks in {layout.name}: {per_rank * inner} rows a "
@@ -149,22 +150,5 @@ def check_alignment(
     )
 
 
-def _nearest_size(layout: Layout, size: int, inner: int, world: int, step: int) -> int | None:
-    """The nearest size of dim 0 in the direction of `step` that is whole blocks and shards over `world` ranks."""
-    for candidate in range(size + step, max(0, size + step * (world + 1) * layout.shard_rows), step):
-        rows, per_rank = candidate * inner, -(-candidate // world) * inner
-        whole = rows % layout.shard_rows == 0 and rows % layout.multiple_m == 0
-        if whole and per_rank % layout.shard_rows == 0:
-            return candidate
-    return None
-
-
-def _worlds(size: int, inner: int, multiple: int, world: int) -> list[int]:
-    """The nearest world sizes below and above that work."""
-    below = next(w for w in range(world, 0, -1) if Cuts(size * inner, -(-size // w) * inner, w).aligned(multiple))
-    above = next((w for w in range(world, 4 * world + 1) if -(-size // w) * inner % multiple == 0), None)
-    return [below] if above is None else [below, above]
-
-
-def _either(numbers: list[int]) -> str:
+def _either(numbers: tuple[int, ...]) -> str:
     return " or ".join(str(number) for number in numbers) or "no size near it"
