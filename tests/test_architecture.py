@@ -66,7 +66,7 @@ ABOVE = {
         "torch",
     ),
     "checkpoint.safetensors": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train checkpoint.common "
+        "runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train checkpoint.common "
         "checkpoint.untrusted",
         "torch safetensors",
     ),
@@ -76,8 +76,7 @@ ABOVE = {
         "torch",
     ),
     "bench": (
-        "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train "
-        "recipes",
+        "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
         "torch triton rich",
     ),
     "conformance.model": ("spec layout", "numpy yaml"),
@@ -235,6 +234,22 @@ def test_private_names_of_fsdp2_stand_in_one_file() -> None:
     found = {name_of(path) for path in MODULES if private.search(path.read_text(encoding="utf-8"))}
     assert found == {"layoutc.runtime.sharding.registry"}
     assert not [path for path in GENERATED if private.search(path.read_text(encoding="utf-8"))]
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    """And one that torch.distributed.checkpoint writes into files. Call stacks are looked at in `callers` alone."""
+    private = re.compile(
+        r"\btorch\._[a-zA-Z]|from torch[\w.]*\._\w+ import|from torch[\w.]* import (\w+, )*_\w|torch\.ops\._"
+    )
+    stacks = re.compile(r"\bsys\._getframe|\bf_back\b")
+    found = {expression: set[str]() for expression in (private, stacks)}
+    for name, path in NAMES.items():
+        if room_of(name).startswith(("runtime", "checkpoint")) and name != "layoutc.runtime.sharding.registry":
+            text = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#.*', "", path.read_text(encoding="utf-8"))
+            for expression, names in found.items():
+                names |= {name} if expression.search(text) else set()
+    assert found[private] == {"layoutc.checkpoint.untrusted.metadata", "layoutc.runtime.torch_private"}
+    assert found[stacks] == {"layoutc.runtime.callers"}
 
 
 def test_layout_and_plan_are_pure() -> None:

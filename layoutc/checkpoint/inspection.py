@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from layoutc.checkpoint import reading
 from layoutc.checkpoint.common.entries import VALUE, EntryFacts, entry_of
 from layoutc.checkpoint.manifest import check_manifest
+from layoutc.checkpoint.untrusted.metadata import StorageInfo
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.errors import LayoutError as LayoutError
 
@@ -122,7 +122,7 @@ def _tensor(folder: Path, metadata: Metadata, name: str, entry: TensorStorageMet
 
 
 def _header(
-    folder: Path, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, info: _StorageInfo
+    folder: Path, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, info: StorageInfo
 ) -> Mapping[str, Any] | None:
     """What an item says that it is, which has to be what `.metadata` says."""
     header = reading.header_of(folder, info)

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint.reading import is_shape, is_storage, names_of
 from layoutc.checkpoint.untrusted import unpickling, zips
 from layoutc.checkpoint.untrusted.files import open_file
+from layoutc.checkpoint.untrusted.metadata import StorageInfo
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.checksums import crc32
 
 
-def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> Any:
+def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> Any:
     """A stored item, every byte of it checked, as torch.load gives it on the host.
 
     name: of the entry of the state dict, for messages. is_tensor: a tensor is expected; it keeps all bytes of the item
@@ -48,7 +48,7 @@ def read_item(folder: Path, name: str, info: _StorageInfo, is_tensor: bool) -> A
     return _any(data, name, where)
 
 
-def _bytes(path: Path, name: str, info: _StorageInfo, where: str) -> Tensor:
+def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
     """The bytes of an item, in memory that torch has aligned; none is asked for where the file has not as many."""
     try:
         with open_file(path) as file:

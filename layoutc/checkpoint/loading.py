@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -30,6 +29,7 @@ from layoutc.checkpoint.items import read_item
 from layoutc.checkpoint.manifest import check_manifest
 from layoutc.checkpoint.reading import METADATA, read_metadata
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.torch_private import set_element
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 T = TypeVar("T")

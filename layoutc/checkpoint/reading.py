@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from layoutc.checkpoint.untrusted import unpickling, zips
 from layoutc.checkpoint.untrusted.files import DIMS, open_file, read_at, read_whole, short
-from layoutc.checkpoint.untrusted.metadata import metadata_of
+from layoutc.checkpoint.untrusted.metadata import StorageInfo, metadata_of
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.stored_form import FORMAT, wrong_in
 
@@ -81,7 +80,7 @@ def check_files(folder: Path, metadata: dcp.Metadata) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- items
-def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
+def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
     """What an item is, without its data.
 
     The state of a quantized tensor (`stored_form.state_of`; planes as `Plain`), {"dtype", "shape"} of a plain tensor,
@@ -107,7 +106,7 @@ def header_of(folder: Path, info: _StorageInfo) -> dict[str, Any] | None:
     return _header(data, where)
 
 
-def directory_crc_of(folder: Path, info: _StorageInfo) -> int:
+def directory_crc_of(folder: Path, info: StorageInfo) -> int:
     """The CRC-32 of an item's directory, which has the names, sizes and CRC-32 of all its records: its fingerprint.
 
     Only the tail of the item is read. Raises DamagedError where it has none.
@@ -116,7 +115,7 @@ def directory_crc_of(folder: Path, info: _StorageInfo) -> int:
         return zips.directory(read, info.length, where_of(folder, info)).crc32
 
 
-def where_of(folder: Path, info: _StorageInfo) -> str:
+def where_of(folder: Path, info: StorageInfo) -> str:
     """How messages name an item."""
     return f"{folder / info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,}"
 
@@ -124,7 +123,7 @@ def where_of(folder: Path, info: _StorageInfo) -> str:
 class _Window:
     """The bytes of an item, in its file; a context that closes the file and gives a function that reads."""
 
-    def __init__(self, folder: Path, info: _StorageInfo) -> None:
+    def __init__(self, folder: Path, info: StorageInfo) -> None:
         self._info = info
         path = folder / info.relative_path
         try:

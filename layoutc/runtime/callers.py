@@ -12,10 +12,12 @@ from itertools import islice
 from types import FrameType
 
 from torch import nn
-from torch.distributed.utils import _sync_params_and_buffers
+
+from layoutc.runtime.torch_private import ddp_sends_weights
 
 _CONVERTS = nn.Module._apply.__code__  # of Module.to, half, bfloat16, float, and whoever calls it by itself
 _FRAMES = 16  # between nn.Module._apply and a handler: what it was given, and DTensor
+_NEAR = 8  # frames between a stager and a handler: __torch_dispatch__, and modes that are switched on
 _PLUMBING = ("__torch_dispatch__", "__torch_function__", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
 _BETWEEN = ("layoutc.", "torch._ops", "torch._library", "torch.utils.", "contextlib")  # a call and its handler
@@ -29,6 +31,17 @@ def keeps_the_weight() -> bool:
         if not name.startswith("torch.distributed.tensor"):
             return name.startswith(_KEEPERS)
     return False
+
+
+def is_near(*modules: str) -> bool:
+    """True where code of one of these modules, or below, has led here by a few calls."""
+    return any(_module(frame).startswith(modules) for frame in islice(_frames(), 2, 2 + _NEAR))
+
+
+def asking() -> str:
+    """The module that called the function that calls this."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name
 
 
 def converts_a_module() -> bool:
@@ -55,7 +68,7 @@ def is_backward_of_a_model() -> bool:
 def syncing_replicas() -> FrameType | None:
     """The frame of torch that broadcasts a module's parameters for DistributedDataParallel, and knows from whom."""
     first = next(_above(), None)
-    return first if first is not None and first.f_code is _sync_params_and_buffers.__code__ else None
+    return first if first is not None and first.f_code is ddp_sends_weights.__code__ else None
 
 
 def caller() -> FrameType | None:

@@ -17,6 +17,8 @@ from layoutc.checkpoint.untrusted import unpickling
 from layoutc.checkpoint.untrusted.files import DIMS, short
 from layoutc.runtime.errors import DamagedError
 
+StorageInfo = _StorageInfo  # where an item lies in a file; private, and in every .metadata
+
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 # The fields of each class, and whether a file must have them.
 _FIELDS: dict[tuple[str, str], dict[str, bool]] = {
@@ -229,7 +231,7 @@ class _Maker:
             self._fail("an item's index names no entry")
         return _index_of(fqn, None if offset is None else self._shape(offset, fqn), index)
 
-    def _info(self, value: Any, name: str) -> _StorageInfo:
+    def _info(self, value: Any, name: str) -> StorageInfo:
         found = self._fields(value, "_StorageInfo", f"an item of {name}")
         path, transforms = found["relative_path"], found.get("transform_descriptors")
         if type(path) is not str or not path or path in (".", "..") or {*path} & {"/", "\\", "\0", ":"}:
@@ -238,14 +240,14 @@ class _Maker:
             self._fail(f"an item of {name} has no place in its file")
         if transforms is not None and not _texts(transforms):
             self._fail(f"an item of {name} has transforms that are none")
-        info: Any = _StorageInfo(path, found["offset"], found["length"], transforms)
+        info: Any = StorageInfo(path, found["offset"], found["length"], transforms)
         if (crc32 := found.get("crc32")) is not None:
             if type(crc32) is not int:
                 self._fail(f"an item of {name} has the CRC-32 {short(crc32)}")
             info.crc32 = crc32
         return info  # type: ignore[no-any-return]
 
-    def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
+    def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, StorageInfo]) -> None:
         """Every chunk has one item, and every item is of a chunk."""
         wanted = set()
         for name, entry in entries.items():
@@ -261,7 +263,7 @@ class _Maker:
             have = "is stored, and no entry has it" if index in items else "is nowhere stored"
             self._fail(f"{index.fqn}{f' at {tuple(index.offset)}' if index.offset else ''} {have}")
 
-    def _check_places(self, items: dict[dcp.MetadataIndex, _StorageInfo]) -> None:
+    def _check_places(self, items: dict[dcp.MetadataIndex, StorageInfo]) -> None:
         """No byte of a file is in two items."""
         placed = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items.items())
         for (file, at, length, name), (other_file, other_at, _, other) in pairwise(placed):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import callers
 from layoutc.runtime.cast.shared_amax import Agreed
@@ -18,6 +17,7 @@ from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return taken_apart
     targets = _written(func, args, kwargs)
     everything = bool(targets) or _reads_values(func, args, kwargs)
-    in_formula = torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model()
+    in_formula = in_backward() and callers.is_backward_of_a_model()
 
     def seen(value: Any) -> Any:
         if not isinstance(value, CastOnGather):
@@ -151,7 +151,7 @@ def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
         return True
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    if torch._C._current_graph_task_id() != -1 and callers.is_backward_of_a_model():
+    if in_backward() and callers.is_backward_of_a_model():
         return False
     name = func._schema.name.removeprefix("aten::")
     if name == "cat":

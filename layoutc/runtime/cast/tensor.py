@@ -24,6 +24,7 @@ from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.quantize.block_edges import extended
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.torch_private import no_torch_function
 from layoutc.runtime.weight import flattening, memory_identity, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode
 
@@ -280,7 +281,7 @@ class CastOnGather(torch.Tensor):
         """True when the values are in shared memory."""
         return self._plain.is_shared()  # type: ignore[no-untyped-call, no-any-return]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 from torch.nn.functional import pad as functional_pad
 
 from layoutc.runtime.dispatch import broadcasts, rejoining
@@ -27,13 +24,12 @@ from layoutc.runtime.dispatch.windows import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize import weights
+from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
-_functional = torch.ops._c10d_functional
-_dtensor = torch.ops._dtensor
 
 
 # ----------------------------------------------------------------------------------------------- functional collectives
@@ -51,7 +47,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, layout = rejoining.with_zeros(tensor, tensor.shape), tensor.LAYOUT
     names = [name for name in tensor._planes if _travels(layout, name)]
     sent = [_bytes(tensor._planes[name]) for name in names]
-    received = _functional.all_gather_into_tensor_coalesced(sent, world, group)
+    received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
     planes: dict[str, Tensor] = dict(tensor._planes)
     stacked: dict[str, Tensor] = {}
     for name, plane in zip(names, received, strict=True):
@@ -78,7 +74,8 @@ def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 def wrap(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """_wrap_tensor_autograd: what waits when it is used."""
-    return functional.AsyncCollectiveTensor(args[0])
+    waits: Tensor = AsyncCollectiveTensor(args[0])
+    return waits
 
 
 def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
@@ -97,7 +94,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     between columns would split a block.
     """
     tensor, gather_dim, shard_dim, group = args
-    resolved: Any = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+    resolved: Any = process_group(group) if isinstance(group, str) else group
     world = resolved.size()
     gather_dim, shard_dim = dim_of(gather_dim, tensor.dim()), dim_of(shard_dim, tensor.dim())
     if tensor.shape[shard_dim] % world:
@@ -105,7 +102,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     rows = prod(tensor.shape[:-1]) // (1 if shard_dim == tensor.dim() - 1 else world)
     if rows % tensor.LAYOUT.block_rows:
         whole: Any = all_gather(func, (tensor, world, group), {})
-        whole = wait(_functional.wait_tensor.default, (whole,), {})
+        whole = wait(c10d_functional.wait_tensor.default, (whole,), {})
         whole = torch.cat(torch.chunk(whole, world), gather_dim) if gather_dim else whole
         mine: QuantizedTensor = torch.chunk(whole, world, shard_dim)[resolved.rank()].clone()
         return mine
@@ -117,7 +114,7 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
     sizes = [first[name].numel() * first[name].element_size() for name in names]
     sent = torch.cat([_bytes(piece._planes[name]).view(-1) for piece in pieces for name in names])
     each = [sum(sizes)] * world
-    received = _functional.wait_tensor(_functional.all_to_all_single(sent, each, each, group))
+    received = c10d_functional.wait_tensor(c10d_functional.all_to_all_single(sent, each, each, group))
     parts: list[Any] = []
     for chunk in received.view(world, -1):
         planes = dict(first)
@@ -311,10 +308,10 @@ def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    _functional.all_gather_into_tensor.default: all_gather,
-    _functional.wait_tensor.default: wait,
-    _functional.broadcast.default: broadcast,
-    _dtensor.shard_dim_alltoall.default: shard_dim_alltoall,
+    c10d_functional.all_gather_into_tensor.default: all_gather,
+    c10d_functional.wait_tensor.default: wait,
+    c10d_functional.broadcast.default: broadcast,
+    dtensor_ops.shard_dim_alltoall.default: shard_dim_alltoall,
     c10d.scatter_.default: scatter_,
     c10d.broadcast_.default: broadcast_,
     aten.constant_pad_nd.default: pad,
@@ -322,5 +319,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data: weights.replacement,  # of a tensor, for plain values that are assigned
     None: fallback,  # every other operator
 }
-if hasattr(_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
-    HANDLERS[_functional._wrap_tensor_autograd.default] = wrap
+if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
+    HANDLERS[c10d_functional._wrap_tensor_autograd.default] = wrap

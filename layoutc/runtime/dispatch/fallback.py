@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from layoutc.runtime import strict
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.torch_private import tree_leaves, tree_map
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import _functional_collectives as functional
 from torch.nn.functional import pad
 
 from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
@@ -23,11 +21,10 @@ from layoutc.ints.sizes import up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.block_edges import gather_bytes
+from layoutc.runtime.torch_private import c10d_functional, process_group
 from layoutc.runtime.weight import initial_values, operators
 from layoutc.runtime.weight.stored_form import with_halo
 from layoutc.runtime.weight.tensor import QuantizedTensor
-
-_functional = torch.ops._c10d_functional
 
 
 class StackedPlanes(MutableMapping[str, Tensor]):
@@ -115,7 +112,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
             f"fall at multiples of {layout.shard_rows} rows ({layout.shard_reason})"
         )
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
-    resolved: Any = _resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+    resolved: Any = process_group(group) if isinstance(group, str) else group
     held = [(rows, 0, 0)] * world if tensor.is_meta else _where(tensor, resolved)
     if held.count(held[0]) == world and held[0][0]:  # no cuts between rows: DTensor gathers columns
         return _stacked(tensor, shape, world, group, message)
@@ -172,8 +169,8 @@ def taken_apart(tensor: QuantizedTensor) -> list[QuantizedTensor]:
 
 
 def _gathered(sent: list[Tensor], world: int, group: Any) -> list[Tensor]:
-    received = _functional.all_gather_into_tensor_coalesced(sent, world, group)
-    return [functional.wait_tensor(one) for one in received]  # type: ignore[no-untyped-call]
+    received = c10d_functional.all_gather_into_tensor_coalesced(sent, world, group)
+    return [c10d_functional.wait_tensor(one) for one in received]
 
 
 # -------------------------------------------------------------------------------------------------------------- scatter

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from layoutc.runtime import callers
 from layoutc.runtime.weight import initial_values
-from layoutc.runtime.weight.staging import called_from
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _said: set[str] = set()  # what has been said in this process
@@ -51,7 +51,7 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
 
 def note_average(target: QuantizedTensor) -> bool:
     """Warns where torch's AveragedModel writes an average into a quantized weight, and says whether it does."""
-    averages = called_from(_AVERAGES)
+    averages = callers.is_near(_AVERAGES)
     if averages:
         what = f"AveragedModel keeps its averages quantized ({target._label()} first), and {_LOSES}"
         warn_once("average", f"{what}. Instead, {_AVERAGE}")

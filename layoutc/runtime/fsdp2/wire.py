@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Cuts, picks
 from layoutc.runtime.facts import Layout, PassName
+from layoutc.runtime.torch_private import keeping_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -136,7 +137,7 @@ def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
     else:
         plane = _joined(gathering, name, leg, received.device)
         sent = received.view(world, -1)[:, : leg.sent * leg.width]
-        with torch.autograd._unsafe_preserve_version_counter(plane):  # type: ignore[attr-defined]
+        with keeping_version(plane):
             if leg.chosen is not None:
                 torch.index_select(sent.reshape(-1, leg.width), 0, _index(leg.chosen, received.device), out=plane)
             elif leg.runs > 1:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from layoutc.runtime import callers
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.torch_private import tree_map
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 

@@ -19,6 +19,7 @@ from layoutc.runtime.quantize.amax import Groups, agreed, check_same, with_histo
 from layoutc.runtime.quantize.block_edges import check_place, extended
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import Place
+from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
 
@@ -171,7 +172,7 @@ def _overwrite_(
         if (into := planes[name]) is not plane
     ]
     if copies:
-        torch._foreach_copy_([into for into, _ in copies], [plane for _, plane in copies])
+        foreach_copy_([into for into, _ in copies], [plane for _, plane in copies])
     written(outs)
 
 

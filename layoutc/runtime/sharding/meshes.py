@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from layoutc.ints.cuts import Cuts
@@ -16,6 +15,7 @@ from layoutc.ints.nearest import nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError, ShardAlignmentError
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.torch_private import process_group
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -77,8 +77,7 @@ def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[
 
 def resolve(names: Iterable[str]) -> list[dist.ProcessGroup]:
     """Process groups by name."""
-    found: list[Any] = [_resolve_process_group(name) for name in names]  # type: ignore[arg-type]
-    return found
+    return [process_group(name) for name in names]
 
 
 def check_shards(layout: Layout, weight: DTensor, name: str) -> None:

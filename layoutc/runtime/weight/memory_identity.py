@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
+from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding.registry import Shard
 
@@ -27,7 +26,7 @@ def untyped_storage(tensor: Shard) -> torch.UntypedStorage:
     It is not what numel() and element_size() of a quantized weight speak of: those, and `nbytes`, are of a dense copy.
     The bytes held are the sum over `planes()`. Raises as data_ptr.
     """
-    plain = _held(tensor, _caller(), _TRACING)
+    plain = _held(tensor, callers.asking(), _TRACING)
     return torch.Tensor.untyped_storage(tensor) if plain is None else plain.untyped_storage()  # type: ignore[arg-type]
 
 
@@ -38,16 +37,10 @@ def data_ptr(tensor: Shard) -> int:
     Equal for aliases, and for no two weights. An identity: what stands at the address of a quantized weight is codes,
     not numel() elements of its dtype. Raises UnsupportedOperator to a Triton kernel, which would take it for those.
     """
-    plain = _held(tensor, _caller(), (*_TRACING, *_STAGERS))
+    plain = _held(tensor, callers.asking(), (*_TRACING, *_STAGERS))
     if plain is None or plain.is_meta or not plain.untyped_storage().nbytes():
         return 0
     return plain.data_ptr()
-
-
-def _caller() -> str:
-    """The module that asked for a storage or an address."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name
 
 
 def _held(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts, Layout
+from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -47,7 +46,7 @@ def traced(x: Tensor) -> bool:
     """True where calls are recorded, by torch.compile, torch.export, make_fx or another dispatch mode."""
     if torch.compiler.is_compiling():
         return True
-    return is_fake(x) or torch._C._len_torch_dispatch_stack() > 0
+    return is_fake(x) or dispatch_modes() > 0
 
 
 def is_fake(x: Tensor) -> bool:

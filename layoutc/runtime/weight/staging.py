@@ -5,17 +5,17 @@ Optimizers ask for their state by the same operator, and want plain values. So w
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from layoutc.runtime import callers
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others make what they copy into
 _CHECKPOINTS = "torch.distributed.checkpoint"
-_FRAMES = 8  # between a stager and a handler: __torch_dispatch__, and modes that are switched on
 
 
 def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTensor | None:
@@ -23,7 +23,7 @@ def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTe
 
     A plain tensor would take the values: the checkpoint would be dense, and nobody would have said so.
     """
-    if not called_from(_STAGERS):
+    if not callers.is_near(_STAGERS):
         return None
     planes = {name: torch.zeros(p.shape, dtype=p.dtype, device=device) for name, p in tensor._planes.items()}
     return tensor._with_planes(planes)
@@ -31,16 +31,4 @@ def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTe
 
 def copies_state() -> bool:
     """True where a tensor is copied for a checkpoint, or a state dict, by torch's code for that."""
-    return called_from(_STAGERS, _CHECKPOINTS)
-
-
-def called_from(*modules: str) -> bool:
-    """True where code of a module, or of one below it, has led here by a few calls."""
-    frame: Any = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if str(frame.f_globals.get("__name__")).startswith(modules):
-            return True
-        frame = frame.f_back
-    return False
+    return callers.is_near(_STAGERS, _CHECKPOINTS)

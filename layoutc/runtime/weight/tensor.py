@@ -22,6 +22,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
 from layoutc.runtime.facts import Layout, contiguous_strides
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import no_torch_function
 from layoutc.runtime.weight import (
     flattening,
     gathered_in_graphs,
@@ -82,10 +83,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         requires_grad: bool = False,
         halo: Halo = NO_HALO,
     ) -> Self:
-        """Wraps planes without copying. `matrix` is (m, k), taken from a shape of two dims or more when not given.
-
-        It counts the rows of the planes, those of the halo included.
-        """
+        """Wraps planes without copying. `matrix` is their (m, k), halo included; default: that of the shape."""
         shape = tuple(shape)
         matrix = matrix or (prod(shape[:-1]), shape[-1])
         strides = None  # contiguous
@@ -356,7 +354,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         """True when every plane is in shared memory."""
         return all(plane.is_shared() for plane in self._planes.values())  # type: ignore[no-untyped-call]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

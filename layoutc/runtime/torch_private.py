@@ -1,0 +1,73 @@
+"""Private names of torch that layoutc needs, beside FSDP2's: each stands here once, with what is relied on.
+
+tests/unit/test_torch_private.py has a test for each: where a release of torch fails one, it says what has changed. What
+FSDP2 keeps private is read in `layoutc/runtime/sharding/registry.py`, and call stacks in `callers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
+from torch.distributed.utils import _sync_params_and_buffers
+from torch.utils import _pytree
+
+#: As a class's `__torch_function__`: operators reach `__torch_dispatch__` with the tensors as they are.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+#: Values and leaves of nested lists, tuples and dicts.
+tree_map: Callable[..., Any] = _pytree.tree_map
+tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+#: Copies the second list's tensors into the first's, in few launches.
+foreach_copy_: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
+
+#: The operators that functional collectives, and so DTensor, run; group names are strings.
+c10d_functional: Any = torch.ops._c10d_functional
+
+#: DTensor's operators; `shard_dim_alltoall` moves a cut from one dim to another.
+dtensor_ops: Any = torch.ops._dtensor
+
+#: What functional collectives return: waits when it is first used.
+AsyncCollectiveTensor: Any = functional.AsyncCollectiveTensor
+
+#: The code by which DistributedDataParallel sends the first rank's weights when it is made.
+ddp_sends_weights: Callable[..., Any] = _sync_params_and_buffers
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name (`group.group_name`). Raises RuntimeError where there is none."""
+    found: Any = _resolve_process_group(name)  # type: ignore[arg-type]
+    return found  # type: ignore[no-any-return]
+
+
+def dispatch_modes() -> int:
+    """How many dispatch modes are on: tracers, counters, debuggers."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def in_backward() -> bool:
+    """True in what autograd runs, its hooks included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Writes in here are not counted as changes: autograd does not take what it saved for stale."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return kept
+
+
+def set_element(state: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Puts a value into a nested state dict where torch.distributed.checkpoint says that it belongs."""
+    from torch.distributed.checkpoint._traverse import set_element  # it takes a while, and only loads need it
+
+    set_element(state, path, value)

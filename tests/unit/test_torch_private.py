@@ -1,0 +1,192 @@
+"""What layoutc relies on of torch's private names: a test for each, which says what a release of torch has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layoutc.runtime import torch_private as private
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo group of this process."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Seen(TorchDispatchMode):
+    """Notes operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper subclass that says which operators reach it."""
+
+    __torch_function__ = private.no_torch_function
+    reached: list[str]
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, (2, 2))
+        made.reached = []
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args[0].reached.append((str(func), type(args[0])))
+        return torch.zeros(2, 2)
+
+
+def test_no_torch_function_hands_operators_on_with_the_class() -> None:
+    tensor = Wrapper()
+    torch.mul(tensor, 2)
+    assert tensor.reached == [("aten.mul.Tensor", Wrapper)]
+
+
+def test_fake_and_functional_tensors_are_what_tracing_hands_over() -> None:
+    kinds: list[bool] = []
+
+    @torch.library.custom_op("layoutc_tests::look", mutates_args=())
+    def look(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @look.register_fake
+    def _(x: Tensor) -> Tensor:
+        kinds.append(isinstance(x, (private.FakeTensor, private.FunctionalTensor)))
+        return x.clone()
+
+    torch.compile(look, backend="aot_eager")(torch.ones(3))
+    assert kinds
+    assert all(kinds)
+
+
+def test_dispatch_modes_are_counted() -> None:
+    assert private.dispatch_modes() == 0
+    with Seen(), Seen():
+        assert private.dispatch_modes() == 2
+
+
+def test_in_backward_is_true_for_hooks_and_formulas_alone() -> None:
+    found: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: found.append(private.in_backward()))
+    assert not private.in_backward()
+    x.sum().backward()
+    assert found == [True]
+    assert not private.in_backward()
+
+
+def test_writes_that_keep_the_version_leave_saved_tensors_valid() -> None:
+    x, factor = torch.ones(2, requires_grad=True), torch.ones(2)
+    y = x * factor
+    before = factor._version
+    with private.keeping_version(factor):
+        factor.fill_(3)
+    assert factor._version == before
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_process_groups_have_names(alone: None) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert private.process_group(group.group_name) is group
+    with pytest.raises(Exception, match="nobody"):
+        private.process_group("nobody")
+
+
+def test_dtensor_runs_functional_collectives_by_these_names(alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with Seen() as seen:
+        shard = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        whole = shard.redistribute(placements=[Replicate()]).to_local()
+    assert torch.equal(torch.as_tensor(whole), torch.ones(4, 4))
+    for name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "wait_tensor", "all_to_all_single"):
+        assert callable(getattr(private.c10d_functional, name).default), name
+    assert "c10d.scatter_.default" in seen.names
+    sent = private.c10d_functional.all_gather_into_tensor(torch.ones(2), 1, dist.group.WORLD.group_name)
+    assert private.c10d_functional.wait_tensor(sent).tolist() == [1, 1]
+
+
+def test_a_functional_collective_waits_when_it_is_used(alone: None) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    sent = private.c10d_functional.all_gather_into_tensor(torch.ones(2), 1, group.group_name)
+    assert (private.AsyncCollectiveTensor(sent) + 1).tolist() == [2, 2]
+
+
+def test_shards_move_from_dim_to_dim_by_an_operator_of_dtensor(alone: None) -> None:
+    moved = private.dtensor_ops.shard_dim_alltoall(torch.ones(2, 2), 0, 1, dist.group.WORLD.group_name)
+    assert moved.tolist() == [[1, 1], [1, 1]]
+
+
+def test_ddp_sends_weights_from_this_function(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`callers` finds its frame on the stack by its code."""
+    frames: list[Any] = []
+
+    def sends(*args: Any, **kwargs: Any) -> None:
+        import sys
+
+        frame: Any = sys._getframe()
+        while frame is not None:
+            frames.append(frame.f_code)
+            frame = frame.f_back
+
+    monkeypatch.setattr(dist, "_broadcast_coalesced", sends)
+    DistributedDataParallel(nn.Linear(2, 2))
+    assert private.ddp_sends_weights.__code__ in frames
+
+
+def test_set_element_makes_what_a_path_names() -> None:
+    state: dict[str, Any] = {"model": {"a": 1}}
+    private.set_element(state, ("model", "b"), 2)
+    private.set_element(state, ("optimizer", "groups", 0), 3)
+    assert state == {"model": {"a": 1, "b": 2}, "optimizer": {"groups": [3]}}
+
+
+def test_lists_of_tensors_are_copied_one_into_another() -> None:
+    into = [torch.zeros(2), torch.zeros(3)]
+    private.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [tensor.tolist() for tensor in into] == [[1, 1], [2, 2, 2]]
+
+
+def test_trees_are_mapped_and_flattened() -> None:
+    tree = {"a": [1, (2, 3)], "b": None}
+    assert private.tree_leaves(tree) == [1, 2, 3, None]
+    assert private.tree_map(lambda x: x and x + 1, copy.deepcopy(tree)) == {"a": [2, (3, 4)], "b": None}
+
+
+def test_each_name_has_a_test() -> None:
+    """By its name, in the text of a test."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    own = {
+        name
+        for name, value in vars(private).items()
+        if name.isidentifier()
+        and not name.startswith("_")
+        and name not in ("annotations", "torch", "dist", "functional", "Any", "Tensor")
+        if name not in ("Callable", "AbstractContextManager")
+    }
+    assert {name for name in own if f"private.{name}" not in text} == set()
