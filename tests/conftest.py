@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder
 from interpreter import quicken
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"

@@ -1,7 +1,7 @@
 """Private names of torch that layoutc needs, beside FSDP2's: each stands here once, with what is relied on.
 
-tests/unit/test_torch_private.py has a test for each: where a release of torch fails one, it says what has changed. What
-FSDP2 keeps private is read in `layoutc/runtime/sharding/registry.py`, and call stacks in `callers`.
+tests/runtime/test_torch_private.py has a test for each: where a release of torch fails one, it says what has changed.
+What FSDP2 keeps private is read in `layoutc/runtime/sharding/registry.py`, and call stacks in `callers`.
 """
 
 from __future__ import annotations

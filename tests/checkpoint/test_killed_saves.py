@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import HELPERS
 
-PROGRAM = Path(__file__).parent / "killed_saves.py"
+PROGRAM = HELPERS / "killed_saves.py"
 
 
 @pytest.mark.parametrize(("how", "times"), [("apart", 30), ("overwrite", 20)])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from places import ROOT, TESTS
 
 from layoutc.cli.app import main
 from layoutc.diagnostics.diagnostic import catalogue
 from layoutc.spec.rules import RULES
 
-ROOT = Path(__file__).parent.parent
-SPECS, ERRORS = ROOT / "specs", Path(__file__).parent / "errors"
+SPECS, ERRORS = ROOT / "specs", TESTS / "errors"
 COUNT = len(list(SPECS.glob("*.yaml")))
 
 

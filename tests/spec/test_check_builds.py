@@ -21,6 +21,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 from layoutc.build import pipeline
 from layoutc.conformance.model.weights import Model, planes_of
@@ -228,7 +229,7 @@ def test_what_can_not_be_printed_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
     from layoutc.cli.app import main
     from layoutc.emit import emit
 
-    spec = Path(__file__).parent.parent / "specs" / "mxfp8.yaml"
+    spec = ROOT / "specs" / "mxfp8.yaml"
     monkeypatch.setattr(emit, "recipe_view", lambda plan, sha256: 1 // 0)
     for command in (["check"], ["build", "--out", str(tmp_path / "out")]):
         result = CliRunner().invoke(main, [*command, str(spec)])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from layoutc.build import pipeline
 from layoutc.emit import emit
@@ -18,7 +19,6 @@ from layoutc.emit.recipe_view import cast_name, class_name
 from layoutc.spec import formats
 from layoutc.spec.checks import read
 
-ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 LAYOUTC = [sys.executable, "-m", "layoutc"]
 

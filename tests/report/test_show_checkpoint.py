@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from places import ROOT, TESTS
 
 from layoutc.cli.app import main
 from layoutc.report import show_checkpoint, tables
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden" / "show_checkpoint"
+GOLDEN = TESTS / "golden" / "show_checkpoint"
 
 
 def run(*args: object) -> Result:

@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import HELPERS
 
 pytest.importorskip("triton", reason="needs triton, whose wheel carries the assemblers")
 pytestmark = pytest.mark.slow
-PROGRAM = Path(__file__).parent / "compile_kernels.py"
+PROGRAM = HELPERS / "compile_kernels.py"
 
 # Instructions an element on sm_90 that a kernel may take, everything in it counted.
 BUDGETS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from places import ROOT
 
 from layoutc.cli.app import main
 from layoutc.spec.checks.read import read_spec
 
-ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 
 

@@ -11,7 +11,6 @@ import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +19,13 @@ import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
+from places import ROOT
 
 from layoutc.layout.layout import Chain, Layout, resolve
 from layoutc.spec.checks.read import read_spec
 
 Array = NDArray[Any]
-SPECS = Path(__file__).parent.parent.parent / "specs"
+SPECS = ROOT / "specs"
 RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
 F32 = np.float32
 FLT_MAX = np.finfo(np.float32).max

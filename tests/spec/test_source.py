@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
 from layoutc.diagnostics.diagnostic import Label, Span, nearest, quoted
 from layoutc.diagnostics.renderers import render
 from layoutc.spec.source import MAX_CHARACTERS, Source, read
 from layoutc.spec.yaml11 import plain_value
 
-SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 
 
 def good(text: str) -> Source:

@@ -11,11 +11,10 @@ from pathlib import Path, PurePath, PureWindowsPath
 
 import pytest
 from click.testing import CliRunner, Result
+from places import ROOT
 
 from layoutc.build import files
 from layoutc.cli.app import main
-
-ROOT = Path(__file__).parent.parent
 
 
 def run(*args: object) -> Result:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT, TESTS
 from test_describe import NAMES, plan_of, recipe, six_bits
 
 from layoutc.cli.app import main
@@ -23,7 +23,7 @@ from layoutc.report import proofs
 from layoutc.report.proofs import Proof, failures, prove
 from layoutc.spec.checks.read import read_spec
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -272,7 +272,7 @@ def test_a_proof_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_specs_with_errors_are_left_out_of_the_explanation() -> None:
-    bad = Path(__file__).parent / "errors" / "octal.yaml"
+    bad = TESTS / "errors" / "octal.yaml"
     result = CliRunner().invoke(main, ["check", "--explain", str(bad), str(SPECS / "mxfp8.yaml")])
     assert result.exit_code == 1
     assert "octal" not in result.stdout

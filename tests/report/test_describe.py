@@ -6,7 +6,6 @@ import importlib
 import json
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 from layoutc.build.pipeline import plan_for
 from layoutc.ints.cuts import Cuts
@@ -25,7 +25,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import block_edges
 from layoutc.spec.checks.read import read_spec
 
-SPECS = sorted((Path(__file__).parent.parent / "specs").glob("*.yaml"))
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 NAMES = [path.stem for path in SPECS]
 SHAPES = [(128, 128, 1), (256, 64, 2), (512, 384, 4), (384, 160, 3)]
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from places import ROOT
 from test_describe import NAMES, plan_of, recipe
 
 from layoutc.cli.app import main
 from layoutc.plan.plan import Plan
 from layoutc.report.breaking import compare, differences
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 Edit = Callable[[dict[str, Any]], object]
 
 

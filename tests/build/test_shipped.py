@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from places import ROOT
 from torch import nn
 
 import layoutc
 from layoutc.cli.app import main
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 
 
 def run(*args: object) -> Result:

@@ -1,9 +1,9 @@
 """Puts faults into modules, one at a time, runs their tests, and lists the faults that no test noticed.
 
-    python tests/mutate.py layoutc/runtime/weight/pending_writes.py              20 faults, chosen at random
-    python tests/mutate.py layoutc/checkpoint --count 60 --seed 3  60 faults in the modules of a folder
-    python tests/mutate.py layoutc/layout/chain.py --tests tests/unit/test_layout.py
-    python tests/mutate.py layoutc/layout/chain.py --only 3f2a91c         one fault again, once there is a test for it
+    python tests/programs/mutate.py layoutc/runtime/weight/pending_writes.py              20 faults, chosen at random
+    python tests/programs/mutate.py layoutc/checkpoint --count 60 --seed 3  60 faults in the modules of a folder
+    python tests/programs/mutate.py layoutc/layout/chain.py --tests tests/layout/test_layout.py
+    python tests/programs/mutate.py layoutc/layout/chain.py --only 3f2a91c  one fault again, once there is a test
 
 A fault that survives is a test to write, or changes nothing: read its diff. The faults of a seed are the same while the
 module is. Nothing is written into the checkout: tests run in copies of it, each fault in a process of its own.
@@ -37,36 +37,33 @@ from typing import Any
 from mutation.faults import Fault, choose, faults_in, modules
 from mutation.workers import Run, Workers, preload
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layoutc-mutation"
 # Modules and their tests; the first pattern that fits.
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "layoutc/checkpoint/safetensors/*",
-        ("unit/test_safetensors*.py", "unit/test_checkpoint_inspection.py", "distributed/test_safetensors*.py"),
-    ),
-    (
         "layoutc/checkpoint/*",
         (
-            "unit/test_check*.py",
-            "unit/test_safetensors*.py",
-            "unit/test_killed_saves.py",
-            "test_show_checkpoint.py",
-            "distributed/test_checkpoint*.py",
-            "distributed/test_async*.py",
-            "distributed/test_state.py",
+            *(
+                "checkpoint/*",
+                "report/test_show_checkpoint.py",
+                "distributed/test_async*",
+                "distributed/test_checkpoint*",
+            ),
+            *("distributed/test_safetensors*", "distributed/test_state.py"),
         ),
     ),
     (
-        "layoutc/runtime/[kt]*/*",
-        ("unit/test_kernels.py", "unit/test_[dg]*.py", "unit/test_con*.py", "unit/test_four*.py", "unit/test_q*.py"),
+        "layoutc/runtime/[kt]*/*",  # kernels, triton
+        ("runtime/test_kernels.py", "runtime/test_[bd]*", "runtime/test_con*", "runtime/test_four*", "runtime/test_q*"),
     ),
-    ("layoutc/runtime/*", ("unit/test_[!f]*.py", "distributed/test_*.py")),
-    ("layoutc/conformance/*", ("test_conformance.py",)),
-    ("layoutc/*", ("test_[!c]*.py", "test_c[!o]*.py", "unit/test_[filmnp]*.py")),
-    ("*", ("test_*.py", "unit/test_*.py")),
+    ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
+    ("layoutc/conformance/*", ("conformance/*",)),
+    ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
+    ("layoutc/*", ("spec/*", "layout/*", "plan/*", "emit/*", "report/*", "build/*", "cli/*", "runtime/test_[fmn]*")),
+    ("*", ("*",)),
 )
-SLOW = ("unit/test_compiled_kernels.py", "unit/test_torchao_oracle.py", "test_mutate.py")
+SLOW = ("runtime/test_compiled_kernels.py", "runtime/test_torchao_oracle.py", "programs/test_mutate.py")
 CASES = 3  # of those cases of a test that call the same functions of the module, so many run first, or a few more
 FILES = 3  # that are asked first: to collect the tests of all takes longer than to run some
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
@@ -75,8 +72,9 @@ Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[m
 def area_of(module: str, root: Path) -> list[str]:
     """Test files that are asked about a module, as paths below the root."""
     globs = next(globs for pattern, globs in AREAS if fnmatch(module, pattern))
-    found = {path for glob in globs for path in (root / "tests").glob(glob)} - {root / "tests" / slow for slow in SLOW}
-    return sorted(path.relative_to(root).as_posix() for path in found)
+    tests = root / "tests"
+    found = {path for glob in globs for path in tests.glob(glob) if fnmatch(path.name, "test_*.py")}
+    return sorted(path.relative_to(root).as_posix() for path in found - {tests / slow for slow in SLOW})
 
 
 def recorded(workers: Workers, files: Iterable[str]) -> Record:

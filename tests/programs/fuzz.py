@@ -1,7 +1,7 @@
 """Fuzzes `layoutc check`: damaged specs must give findings, never a traceback, and none may take a second.
 
-    python tests/fuzz.py 500000                     half a million, coverage-guided (pip install -e .[fuzz])
-    python tests/fuzz.py 500000 --seed 1 --random   the same mutations at random, without atheris
+    python tests/programs/fuzz.py 500000                     half a million, coverage-guided (pip install -e .[fuzz])
+    python tests/programs/fuzz.py 500000 --seed 1 --random   the same mutations at random, without atheris
 
 Inputs begin as the specs in specs/ and tests/errors. An input that fails is printed and left beside the command, where
 atheris calls it crash-<hash>. What passes must also compile to Python, and every finding must render in every form.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 LIMIT = 1.0  # seconds of processor time for one input
 TOKEN = re.compile(rb"[A-Za-z_][\w-]*|-?\d+|[^\w\s]")
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 SEEDS = [path.read_bytes() for folder in (TESTS.parent / "specs", TESTS / "errors") for path in folder.glob("*.yaml")]
 WORDS = sorted(
     {word for text in SEEDS for word in TOKEN.findall(text)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from layoutc.build import pipeline
 from layoutc.conformance.registry import all_checks
@@ -14,7 +15,6 @@ from layoutc.conformance.runner import run_check
 from layoutc.conformance.subject import Edit, compile_subject
 from layoutc.emit.kernel_view import gap
 
-ROOT = Path(__file__).parent.parent
 CHECKS = {check.name: check for check in all_checks()}
 torch.set_num_threads(1)
 

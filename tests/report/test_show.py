@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from places import ROOT, TESTS
 from test_describe import NAMES, plan_of, recipe
 
 from layoutc.cli.app import main
@@ -23,8 +24,7 @@ from layoutc.report import show, tables
 from layoutc.report.describe import describe
 from layoutc.spec.checks.read import read_spec_bytes
 
-ROOT = Path(__file__).parent.parent
-SPECS, ERRORS, GOLDEN = ROOT / "specs", Path(__file__).parent / "errors", Path(__file__).parent / "golden" / "show"
+SPECS, ERRORS, GOLDEN = ROOT / "specs", TESTS / "errors", TESTS / "golden" / "show"
 
 
 def run(*args: object) -> Result:

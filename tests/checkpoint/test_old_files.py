@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from places import TESTS
 from torch import Tensor, nn
 
 import layoutc
 import layoutc.checkpoint
 import layoutc.recipes
 
-FOLDER = Path(__file__).parents[1] / "old" / "interface_4"
+FOLDER = TESTS / "old" / "interface_4"
 RECIPES = ("fp8_delayed", "mxfp8")
 
 

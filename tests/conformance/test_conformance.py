@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from places import ROOT, TESTS
 
 from layoutc.cli.app import main
 from layoutc.conformance.checks.codecs import search_disagrees
@@ -29,9 +30,8 @@ from layoutc.conformance.runner import Outcome, run_check, run_checks
 from layoutc.conformance.subject import BadSpec, Edit, Subject, compile_subject
 from layoutc.spec.formats import BUILTIN
 
-ROOT = Path(__file__).parent.parent
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
-MADE_UP = sorted((Path(__file__).parent / "conformance").glob("*.yaml"))
+MADE_UP = sorted((TESTS / "conformance").glob("*.yaml"))
 CHECKS = {check.name: check for check in all_checks()}
 torch.set_num_threads(1)
 
@@ -47,7 +47,7 @@ def failures(outcomes: list[Outcome]) -> str:
 # ------------------------------------------------------------------------------------------------------ what is shipped
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_shipped_recipes_pass(path: Path) -> None:
-    """Kernels of all recipes are in tests/unit/test_kernels.py; here the check of them runs for three that differ."""
+    """All kernels are in tests/runtime/test_kernels.py; here the check of them runs for three recipes that differ."""
     subject = compile_subject(path)
     checks_kernels = path.stem in ("fp8_current", "nvfp4", "int4_group32")
     try:

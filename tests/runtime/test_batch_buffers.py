@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy_models import recipe, reference
 from quantized_cases import make, same_bits, same_tensors
-from test_groups import NAMES, off_card, ragged
+from test_batches import NAMES, off_card, ragged
 from test_kernels import weight
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from mutate import area_of
 from mutation.faults import choose, faults_in, is_fault
-
-ROOT = Path(__file__).parent.parent
+from places import ROOT
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,9 @@ def test_an_edit_that_changes_no_instruction_is_no_fault() -> None:
 
 
 def test_a_seed_chooses_the_same_faults_of_all_kinds_and_modules() -> None:
-    sources = {name: (ROOT / "layoutc" / name).read_text(encoding="utf-8") for name in ("chain.py", "plan.py")}
+    sources = {
+        name: (ROOT / "layoutc" / name).read_text(encoding="utf-8") for name in ("layout/chain.py", "plan/plan.py")
+    }
     found = {name: faults_in(source, name) for name, source in sources.items()}
     one, same, other = (choose(found, sources, 20, seed) for seed in (1, 1, 2))
     assert one == same != other
@@ -149,7 +150,7 @@ def test_helper():
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program on the toy, as a user runs it."""
-    command = [sys.executable, str(ROOT / "tests" / "mutate.py"), "--root", str(folder), *arguments]
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "mutate.py"), "--root", str(folder), *arguments]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT, TESTS
 
 from layoutc.build import pipeline
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors
@@ -21,8 +22,8 @@ from layoutc.spec.formats import BUILTIN
 from layoutc.spec.rules import RULES
 from layoutc.spec.schema import COLLECTED, Block, Buffer, Element, FormatDef, Scale, Spec
 
-ERRORS = Path(__file__).parent / "errors"
-SPECS = Path(__file__).parent.parent / "specs"
+ERRORS = TESTS / "errors"
+SPECS = ROOT / "specs"
 CASES = sorted(ERRORS.glob("*.yaml"))
 NOT_OF_A_SPEC = ("LC4", "LC6", "LC9")  # about a weight's shape, a revision or a file, so no spec can show them
 GOOD = {path.stem: path.read_text(encoding="utf-8") for path in sorted(SPECS.glob("*.yaml"))}

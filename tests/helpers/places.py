@@ -1,0 +1,10 @@
+"""Where things are, for tests in any folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HELPERS = Path(__file__).parent
+TESTS = HELPERS.parent
+ROOT = TESTS.parent
+SPECS = ROOT / "specs"
