@@ -250,7 +250,3 @@ def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: b
     if as_json:
         print(json.dumps(found))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -87,9 +87,9 @@ def test_the_module_runs_without_the_command_line() -> None:
     program = (
         "import sys, runpy\n"
         "for name in ('pydantic', 'click', 'jinja2', 'yaml', 'rich'): sys.modules[name] = None\n"
-        "from layoutc import bench_clocks; bench_clocks.CALLS = 3\n"
+        "from layoutc.bench import clocks; clocks.CALLS = 3\n"
         "sys.argv = ['bench', *sys.argv[1:]]\n"
-        "runpy.run_module('layoutc.bench.measure', run_name='__main__')\n"
+        "runpy.run_module('layoutc.bench', run_name='__main__')\n"
     )
 
     def module(*args: str) -> subprocess.CompletedProcess[str]:

@@ -240,7 +240,7 @@ def test_permissions_are_kept_and_nothing_else_is_left_behind(specs: Path, tmp_p
 
 def test_missing_ruff_is_said_in_words(specs: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from layoutc import emit; from pathlib import Path; from layoutc.cli.app import main\n"
+        "import sys; from layoutc.emit import emit; from pathlib import Path; from layoutc.cli.app import main\n"
         "emit.sysconfig.get_path = lambda name: '/nowhere'; emit.shutil.which = emit.find_spec = lambda name: None\n"
         f"main(['build', '--specs', {str(specs)!r}, '--out', {str(tmp_path / 'out')!r}])"
     )

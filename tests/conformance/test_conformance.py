@@ -225,30 +225,30 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a refresh keeps the old scale": (
         "mxfp8",
         "tensor.py",
-        r"        return fsdp\.finish\(",
+        r"        return hooks\.finish\(",
         "        if out is not None:\n"
         '            gathered.update({n: p for n, p in out.planes().items() if "scale" in n})\n'
-        "        return fsdp.finish(",
+        "        return hooks.finish(",
         ("gather-again",),
     ),
     "the gather cuts the wrong rows": (
         "fp8_block",
         "tensor.py",
-        r'(transport\.arrived\(metadata, "rowwise_data", received\[\d\])\)',
+        r'(wire\.arrived\(metadata, "rowwise_data", received\[\d\])\)',
         r"\1.flip(0))",
         ("gather",),
     ),
     "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
-        r'(transport\.wire\(self, gathering, "columnwise_data"\))',
+        r'(wire\.wire\(self, gathering, "columnwise_data"\))',
         r"\1.flip(0)",
         ("gather",),
     ),
     "short shards are not filled up": (
         "fp8_block",
         "tensor.py",
-        r'transport\.wire\(self, gathering, "rowwise_data"\)',
+        r'wire\.wire\(self, gathering, "rowwise_data"\)',
         'self._planes["rowwise_data"]',
         ("gather-sizes",),
     ),
@@ -343,9 +343,9 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "quantizing into a tensor keeps its scale": (
         "mxfp8",
         "tensor.py",
-        r"    return amaxes\.quantize\((.*)\)\n",
+        r"    return weights\.quantize\((.*)\)\n",
         "    kept = None if out is None else out.rowwise_scale.clone()\n"
-        r"    made = amaxes.quantize(\1)" + "\n"
+        r"    made = weights.quantize(\1)" + "\n"
         "    if kept is not None:\n"
         "        out.rowwise_scale.copy_(kept)\n"
         "    return made\n",
@@ -354,8 +354,8 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "the first expert stands for all": (
         "nvfp4",
         "dispatch.py",
-        r"aten\.select\.int: shaping\.select",
-        "aten.select.int: lambda func, args, kwargs: shaping.select(func, (*args[:2], 0), kwargs)",
+        r"aten\.select\.int: cuts_and_joins\.select",
+        "aten.select.int: lambda func, args, kwargs: cuts_and_joins.select(func, (*args[:2], 0), kwargs)",
         ("experts",),
     ),
     "zeros_like has the values": (
@@ -375,15 +375,15 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a gather marks the shard": (
         "mxfp8",
         "tensor.py",
-        r"gathering = fsdp\.begin\(self, mesh\)",
-        "gathering = fsdp.begin(self, mesh)\n        self._is_new = True",
+        r"gathering = hooks\.begin\(self, mesh\)",
+        "gathering = hooks.begin(self, mesh)\n        self._is_new = True",
         ("shards-untouched",),
     ),
     "a refresh clears the shard": (
         "fp8_current",
         "tensor.py",
-        r"        return fsdp\.finish\(",
-        '        if out is not None:\n            self._planes["rowwise_data"].zero_()\n        return fsdp.finish(',
+        r"        return hooks\.finish\(",
+        '        if out is not None:\n            self._planes["rowwise_data"].zero_()\n        return hooks.finish(',
         ("shards-untouched",),
     ),
     "a kernel has another NaN": (
