@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -57,7 +58,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             shard = param.sharded_param._local_tensor
             known = registry.find(shard)
             assert known is not None, name
-            tensors |= {f"joined {plane}": tensor for plane, tensor in known.gathered.joined.items()}
+            tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known).joined.items()}
             own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
             held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
             tensors = {n: t for n, t in tensors.items() if t.untyped_storage().data_ptr() not in held or not t.numel()}

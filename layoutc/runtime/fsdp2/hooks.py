@@ -52,7 +52,8 @@ _gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary(
 _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVar("layoutc_simulated", default=None)
 
 
-def _of(known: Sharding) -> Gathered:
+def gathered_of(known: Sharding) -> Gathered:
+    """What all gathers of the parameter share, whatever shard it holds."""
     return _gathered.setdefault(known.param(), Gathered())
 
 
@@ -83,7 +84,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         needed = {name for orientation in layout.serves[found.which] for name in layout.sources[orientation]}
         gathering.shared = {n: plane.clone() for n, plane in shard._planes.items() if n in needed & layout.shared}
     if known is not None:
-        gathering.joined = _of(known).joined
+        gathering.joined = gathered_of(known).joined
         if known.dim:
             _check_rows_travel(shard, known.dim)
             known.gather_as_rows()
@@ -98,7 +99,7 @@ def _route(known: Sharding, shard: QuantizedTensor, which: PassName | None = Non
             "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
         )
     which = which or _pass(known)
-    if which not in (routes := _of(known).routes):
+    if which not in (routes := gathered_of(known).routes):
         assert known.process_group is not None
         (*padded, k), world = known.padded_shape, known.process_group.size()
         routes[which] = route(shard.LAYOUT, which, world, known.shape, prod(padded), k, known.dim)
@@ -133,7 +134,7 @@ def _pass(known: Sharding) -> PassName:
 
     FSDP2 allocates a parameter's gather outputs once, so the choice between the two modes holds for the shard's life.
     """
-    gathered = _of(known)
+    gathered = gathered_of(known)
     if gathered.keeps is None:
         gathered.keeps = not known.frees_after_forward
     if gathered.keeps:
