@@ -54,7 +54,11 @@ _simulated: ContextVar[tuple[PassName, tuple[int, ...], int] | None] = ContextVa
 
 def gathered_of(known: Sharding) -> Gathered:
     """What all gathers of the parameter share, whatever shard it holds."""
-    return _gathered.setdefault(known.param(), Gathered())
+    param = known.param()
+    found = _gathered.get(param)
+    if found is None:
+        found = _gathered[param] = Gathered()
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- what the hooks call
