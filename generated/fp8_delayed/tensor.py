@@ -120,12 +120,12 @@ class FP8DelayedTensor(QuantizedTensor):
 
     @staticmethod
     def _lay_out_group(
-        weights: Sequence[Mapping[str, Tensor]],
+        planes: Sequence[Mapping[str, Tensor]],
         shapes: Sequence[tuple[int, int]],
         orientations: tuple[str, ...],
         swizzled: bool,
     ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(weights, shapes, orientations)
+        return _kernels().lay_out_group(planes, shapes, orientations)
 
     @classmethod
     def _quantize_buffers(

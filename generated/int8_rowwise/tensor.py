@@ -132,12 +132,12 @@ class INT8RowwiseTensor(QuantizedTensor):
 
     @staticmethod
     def _lay_out_group(
-        weights: Sequence[Mapping[str, Tensor]],
+        planes: Sequence[Mapping[str, Tensor]],
         shapes: Sequence[tuple[int, int]],
         orientations: tuple[str, ...],
         swizzled: bool,
     ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(weights, shapes, orientations)
+        return _kernels().lay_out_group(planes, shapes, orientations)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:

@@ -140,12 +140,12 @@ class MXFP6E3M2Tensor(QuantizedTensor):
 
     @staticmethod
     def _lay_out_group(
-        weights: Sequence[Mapping[str, Tensor]],
+        planes: Sequence[Mapping[str, Tensor]],
         shapes: Sequence[tuple[int, int]],
         orientations: tuple[str, ...],
         swizzled: bool,
     ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(weights, shapes, orientations, swizzled)
+        return _kernels().lay_out_group(planes, shapes, orientations, swizzled)
 
     @staticmethod
     def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:

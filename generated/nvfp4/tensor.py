@@ -124,12 +124,12 @@ class NVFP4Tensor(QuantizedTensor):
 
     @staticmethod
     def _lay_out_group(
-        weights: Sequence[Mapping[str, Tensor]],
+        planes: Sequence[Mapping[str, Tensor]],
         shapes: Sequence[tuple[int, int]],
         orientations: tuple[str, ...],
         swizzled: bool,
     ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(weights, shapes, orientations, swizzled)
+        return _kernels().lay_out_group(planes, shapes, orientations, swizzled)
 
     @classmethod
     def _quantize_buffers(

@@ -96,6 +96,6 @@ HANDLERS = {
     aten.addmm.default: common.product,
     aten.baddbmm.default: common.product,
     aten.addmv.default: common.product,
-    # what DTensor does: bytes travel
+    # what DTensor does: bytes travel; values that are assigned to .data; all other operators
     **collectives.HANDLERS,
 }

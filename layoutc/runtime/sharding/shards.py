@@ -58,7 +58,7 @@ def place(shard: Shard) -> Place | None:
 def check_other_dim(shard: Shard) -> None:
     """Raises LayoutError, on all ranks alike, for a shard of another dim than 0 whose cuts fall inside blocks."""
     known, layout = find(shard), shard.LAYOUT
-    if known is None or (dim := known.dim) == 0:
+    if known is None or known.is_gone or (dim := known.dim) == 0:
         return
     held, is_last = shard.shape, dim == len(known.shape) - 1
     size, multiple = (held[dim], layout.column_multiple) if is_last else (prod(held[dim:-1]), layout.block_rows)
