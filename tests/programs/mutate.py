@@ -63,7 +63,12 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/*", ("spec/*", "layout/*", "plan/*", "emit/*", "report/*", "build/*", "cli/*", "runtime/test_[fmn]*")),
     ("*", ("*",)),
 )
-SLOW = ("runtime/test_compiled_kernels.py", "runtime/test_torchao_oracle.py", "programs/test_mutate.py")
+SLOW = (
+    "runtime/test_compiled_kernels.py",
+    "runtime/test_torchao_oracle.py",
+    "programs/test_mutate.py",
+    *("runtime/test_kernels.py", "runtime/test_batches.py"),  # Triton's interpreter takes minutes under a profiler
+)
 CASES = 3  # of those cases of a test that call the same functions of the module, so many run first, or a few more
 FILES = 3  # that are asked first: to collect the tests of all takes longer than to run some
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
