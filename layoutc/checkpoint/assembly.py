@@ -58,8 +58,7 @@ class Destination:
             raise DamagedError(f"{self.name}: some pieces of it are quantized in another way than others")
         into = self.value
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            if (offset, length) != (0, into.shape[dim]):
-                into = into.narrow(dim, offset, length)
+            into = into.narrow(dim, offset, length)
         into.copy_(source)
 
     def check_complete(self) -> None:
