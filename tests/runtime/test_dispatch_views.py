@@ -107,6 +107,26 @@ def test_transposing_other_dims_is_refused_with_the_shape(recipe: str) -> None:
         q.permute(1, 0, 2)
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (16384,), (2, 64, 128)])
+def test_an_order_of_dims_is_kept_or_the_last_two_are_swapped(recipe: str, shape: tuple[int, ...]) -> None:
+    """32: permute with the order as it is, counted from either end, and with the last two dims swapped."""
+    q, dims = make(recipe, 128, 128).view(shape), list(range(len(shape)))
+    orders = [dims, [dim - len(shape) for dim in dims], [*dims[:-2], *reversed(dims[-2:])]]
+    for order in orders:
+        view, expected = q.permute(order), q.dequantize().permute(order)
+        assert (view.shape, view.stride()) == (expected.shape, expected.stride()), order
+        assert same_bits(view.dequantize(), expected), order
+
+
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
+def test_a_view_has_the_orientations_that_the_weight_was_made_with(recipe: str, orientation: str) -> None:
+    """32: also where what is stored would do for both."""
+    q = make(recipe, 128, 128, orientations=(orientation,))
+    for view in (q.detach(), q.data, q.view(2, 64, 128), torch.nn.Parameter(q)):
+        assert view.orientations == q.orientations == (orientation,)
+        assert list(view.buffers()) == list(q.buffers())
+
+
 OUT_OF_RANGE: dict[str, Operation] = {
     "transpose": lambda x: x.transpose(0, 2),
     "transpose_flat": lambda x: x.view(-1).transpose(-1, -2),
