@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -236,6 +237,20 @@ def test_a_history_of_zeros_starts_anew() -> None:
     quantize(torch.full((2, 2), 3.0), out=q)
     assert same_bits(q.planes()["rowwise_scale"], quantize(torch.full((2, 2), 3.0)).planes()["rowwise_scale"])
     assert same_bits(q.planes()["amax"], delayed(3.0))
+
+
+def test_the_most_recent_amax_decides_where_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8_delayed with `pick: most-recent`: the amax of the step before, whatever is larger in the history."""
+    package = module("fp8_delayed")
+    monkeypatch.setattr(package.Tensor, "LAYOUT", dataclasses.replace(package.LAYOUT, pick="most-recent"))
+    amaxes = [8.0, 2.0, 4.0, 1.0]
+    q = package.quantize(torch.full((4, 4), amaxes[0]))
+    for step in range(1, len(amaxes)):
+        x = torch.full((4, 4), amaxes[step])
+        package.quantize(x, out=q)
+        assert same_bits(q.planes()["amax"], delayed(*reversed(amaxes[: step + 1])))
+        expected = package.quantize_reference(x, amax=torch.tensor([amaxes[step - 1]]))
+        assert all(same_bits(plane, q.planes()[name]) for name, plane in expected.items())
 
 
 # -------------------------------------------------------------------------------------------- quantize_, quantized_init
