@@ -282,3 +282,17 @@ def test_a_batch_is_checked_before_any_of_it_is_written(on_card: list[int]) -> N
             requantize_many_([(targets[1], weight(32, 32, 8)), (cut[rows], values)], [torch.ones(1), None])
     assert same(cut, expected)
     assert same_bits(before[1], targets[1].planes()["rowwise_data"])
+
+
+@pytest.mark.parametrize("name", ["rowwise_data", "rowwise_scale"])
+def test_a_group_is_not_written_into_strided_planes(name: str) -> None:
+    """Kernels see where a plane begins, and would write its rows over what lies between them."""
+    xs = [weight(64, 64, seed) for seed in range(2)]
+    outs = [poisoned("mxfp8", x, ("rowwise",)) for x in xs]
+    plane = outs[1][name]
+    wide = plane.repeat(1, 2)
+    outs[1][name] = wide[:, : plane.shape[1]]
+    before = wide.clone()
+    with pytest.raises(ValueError, match=f"{name} must be contiguous"):
+        kernels("mxfp8").quantize_group(xs, None, ("rowwise",), outs)
+    assert torch.equal(bits(wide), bits(before))
