@@ -403,3 +403,34 @@ def test_a_history_can_not_be_traced() -> None:
     layoutc.cast_on_gather_(model, "fp8_delayed")
     with pytest.raises(Exception, match="follows a history of amaxes, which a traced graph would never advance"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 64))
+
+
+COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "fp8_delayed"])
+def test_what_is_written_into_a_copy_is_quantized_by_its_own_amax(recipe: str, copied: str) -> None:
+    """Not by the one that was found for the values that were copied; the first write counts, also below the class."""
+    for write in (lambda one: one.weight.mul_(3), lambda one: one.state_dict()["weight"].mul_(3)):
+        model = nn.Linear(64, 64, bias=False)
+        layoutc.cast_on_gather_(model, recipe)
+        layoutc.precompute_amaxes(model)
+        found = []
+        for one in (model, COPIES[copied](model)):
+            with torch.no_grad():
+                write(one)
+            found.append(one.weight.data.quantize().planes())
+        assert all(torch.equal(raw(plane), raw(found[1][name])) for name, plane in found[0].items())
+
+
+def test_a_deep_copy_takes_what_users_have_set_on_the_weight() -> None:
+    """Copies of it, and one of what is on several weights."""
+    weights = [nn.Parameter(module_of("mxfp8").CastTensor(torch.ones(32, 32))) for _ in range(2)]
+    note = ["decay"]
+    for weight in weights:
+        weight.note = note  # type: ignore[attr-defined]
+    one, other = copy.deepcopy(weights)
+    assert one.note == note  # type: ignore[attr-defined]
+    assert one.note is not note  # type: ignore[attr-defined]
+    assert one.note is other.note  # type: ignore[attr-defined]
