@@ -213,6 +213,21 @@ def test_columnwise_is_derived_exactly_when_the_blocks_are_the_same(
     assert (derivation(plan, "columnwise") == "rowwise") == (blocks[0] == blocks[1])
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_derivation_says_how_often_a_buffer_has_what_is_stored_once(rows: int) -> None:
+    """`layoutc show` prints it; once is not worth a word."""
+
+    def scale_of_each_row(data: dict[str, Any]) -> None:
+        del data["gemm"]
+        data["shape"]["m"] = rows
+        for orientation in data["orientations"].values():
+            orientation |= {"block": {"m": rows, "k": 32}, "scale": {"layout": "m k/32"}}
+
+    of_columns = next(d for d in derive(variant("mxfp8", scale_of_each_row)).derivations if d.orientation != d.source)
+    how = f"stored {rows} times along m" if rows > 1 else "as it is"
+    assert of_columns.reason == f"same codes and scales as rowwise; data as it is; scale {how}"
+
+
 # ------------------------------------------------------------------------------------------------------------ layout id
 def set_(*path: str, to: Any) -> Edit:
     """An edit that sets a key."""
