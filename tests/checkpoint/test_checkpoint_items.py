@@ -146,6 +146,23 @@ def test_tensors_beyond_their_storage_are_refused(
         items.read_item(tmp_path, "name", info, True)
 
 
+def test_a_storage_that_is_not_there_is_not_the_whole_item(tmp_path: Path) -> None:
+    """Even where it is said to be as long."""
+    torch.save(torch.arange(4.0), tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as there:
+        records = {name: there.read(name) for name in there.namelist()}
+    name, length = next(name for name in records if name.endswith("data.pkl")), 1000
+    for _ in range(2):  # the length is in the pickle, in as many bytes both times
+        pid = ("storage", torch.ByteStorage, "1", "cpu", length)
+        with zipfile.ZipFile(tmp_path / "made", "w", zipfile.ZIP_STORED) as made:
+            for record, data in (records | {name: pickled(pid, 0, (4,), (1,))}).items():
+                made.writestr(zipfile.ZipInfo(record), data)
+        length = (tmp_path / "made").stat().st_size
+    assert pid[-1] == length
+    with pytest.raises(DamagedError):
+        items.read_item(tmp_path, "name", _StorageInfo("made", 0, length), True)
+
+
 @pytest.mark.parametrize("elements", [40, 1 << 30])
 def test_a_tensor_can_not_be_given_other_memory(elements: int, tmp_path: Path) -> None:
     """BUILD would call Tensor.__setstate__, for other bytes of the item, or more than it has."""
