@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks
 from models import (
     RECIPES,
+    SHARED,
     Model,
     adam,
     assert_equal_on_all_ranks,
@@ -19,6 +20,7 @@ from models import (
     assert_same_tensors,
     batch,
     build,
+    counted,
     local,
     my_share,
     recipe_module,
@@ -272,3 +274,20 @@ def is_gathered_whole(recipe: str) -> None:
 def test_full_tensor_is_the_whole_weight(two: Ranks, recipe: str) -> None:
     """48: quantized or plain, its values are those of the whole."""
     two.run(is_gathered_whole, recipe)
+
+
+def is_zeroed(recipe: str) -> None:
+    """All shards, without a word to other ranks; what is gathered then is a whole weight of zeros."""
+    width = width_for(recipe, dist.get_world_size())
+    model, reference = shard(build(recipe, width)), build(recipe, width)
+    with torch.no_grad(), counted("all_reduce", lambda *_, **__: 1) as reductions:
+        for param in (*model.parameters(), *reference.parameters()):
+            param.zero_()
+    assert not reductions
+    assert_gathers_as(model, reference)
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_shards_are_zeroed_by_each_rank_for_itself(two: Ranks, recipe: str) -> None:
+    """Zeros share an amax already, so a rank that zeroes its shards waits for none."""
+    two.run(is_zeroed, recipe)
