@@ -163,6 +163,13 @@ def test_zero_in_place_needs_no_values(recipe: str) -> None:
     assert same_bits(alias.dequantize(), torch.zeros(65536))
 
 
+def test_zero_in_place_is_quantizing_zeros(recipe: str) -> None:
+    """36: every byte, of a history too, which does not go on from the values before."""
+    q = make(recipe, 128, 128)
+    q.zero_()
+    assert same(q, module(recipe).quantize(torch.zeros(128, 128)))
+
+
 def test_an_operator_that_fails_leaves_the_weight_intact(recipe: str) -> None:
     """39: an error in the middle changes nothing."""
     q = make(recipe)

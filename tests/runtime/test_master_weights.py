@@ -214,6 +214,14 @@ def test_an_optimizer_that_is_no_torch_optimizer_is_told_as_well() -> None:
     assert "layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), ...)" in message
 
 
+def test_an_update_of_a_list_is_told_of_the_weight_in_it() -> None:
+    """Plain parameters may come first."""
+    model, bias = model_of("mxfp8", keep_values=False), torch.zeros(64)
+    with torch.no_grad():
+        (message,) = warned(lambda: torch._foreach_add_([bias, model[0].weight], [torch.ones(64), values_of()]))
+    assert "updates 0.weight of shape (64, 64) in mxfp8 in place" in message
+
+
 def test_initializers_and_master_weights_are_told_nothing() -> None:
     """With and without values, frozen weights included."""
     model = model_of("mxfp8")
