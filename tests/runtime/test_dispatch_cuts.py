@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_cases import BLOCKED, RECIPES, SHARED, each_recipe, make, module, same_bits, snapshot, weight
+from quantized_cases import BLOCKED, RECIPES, SHARED, each_recipe, is_plain, make, module, same_bits, snapshot, weight
 from torch import Tensor
 
 import layoutc
@@ -430,3 +430,22 @@ def test_rows_of_each_entry_are_joined_as_bytes(recipe: str) -> None:
     assert type(joined) is type(whole)
     assert joined.shape == whole.shape
     assert all(same_bits(plane, joined.planes()[name]) for name, plane in whole.planes().items())
+
+
+@pytest.mark.parametrize("recipe", BLOCKED)
+def test_rows_of_entries_that_share_a_block_are_joined_as_values(recipe: str) -> None:
+    """On a dim between, where a block covers rows of two entries: no copy of its scale fits what is joined."""
+    whole = make(recipe, 2, module(recipe).LAYOUT.block_rows // 2, 128)
+    joined = torch.cat([whole, whole], 1)
+    assert is_plain(joined)
+    assert same_bits(joined, torch.cat([whole.dequantize()] * 2, 1))
+
+
+@each_recipe
+def test_weights_travel_neither_transposed_nor_flattened(recipe: str) -> None:
+    """A rank that receives planes takes them for rows, so this is said before anything is sent; square ones too."""
+    functional = torch.ops._c10d_functional
+    for tensor in (make(recipe).t(), make(recipe, 256, 128).t(), make(recipe).view(-1)):
+        for send in (lambda t: functional.all_gather_into_tensor(t, 2, ""), lambda t: functional.broadcast(t, 0, "")):
+            with pytest.raises(LayoutError, match=r"travels as rows of .* columns, not transposed or flattened"):
+                send(tensor)
