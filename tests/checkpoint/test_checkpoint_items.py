@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from layoutc.checkpoint import items, loading, reading
 from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BASE = torch.arange(60.0).view(6, 10)
@@ -214,3 +215,12 @@ def test_items_are_read_ahead_but_not_all() -> None:
         assert next(found) == (taken, taken * taken)
         assert len(begun) <= taken + 1 + 2 * loading.READERS
     assert next(found, None) is None
+
+
+def test_a_limit_of_one_load_ends_with_it() -> None:
+    """What is restored later in the process is not counted with what was refused."""
+    made = recipe("nvfp4").quantize(torch.ones(64, 64))
+    data = pickle.dumps(made)
+    with stored_form.at_most(0), pytest.raises(DamagedError, match="more tensors than bytes"):
+        pickle.loads(data)
+    assert torch.equal(pickle.loads(data).dequantize(), made.dequantize())

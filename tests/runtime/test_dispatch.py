@@ -297,6 +297,8 @@ def test_storage_is_safe_to_ask_for(recipe: str) -> None:
     q = make(recipe)
     assert q.untyped_storage() is not None
     assert (q.numel(), q.element_size(), q.nbytes) == (65536, 4, 4 * 65536)
+    next(iter(q.planes().values())).share_memory_()
+    assert not q.is_shared()
     assert q.share_memory_() is q
     assert q.is_shared()
 
