@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations, product
 from math import prod
 from typing import Any
@@ -23,14 +24,25 @@ KINDS = ("plain", "zeros", "huge", "tiny", "nan", "inf", "coarse")
 
 def generator(subject: Subject, *what: object) -> np.random.Generator:
     """Random numbers that depend on the seed and on what they are for, and on nothing else."""
-    return np.random.default_rng([subject.seed, zlib.crc32(repr(what).encode())])
+    return random_for(subject.seed, *what)
+
+
+def random_for(seed: int, *what: object) -> np.random.Generator:
+    """The same, by the seed."""
+    return np.random.default_rng([seed, zlib.crc32(repr(what).encode())])
 
 
 def weight(
     subject: Subject, shape: tuple[int, ...], kind: str = "plain", dtype: torch.dtype = torch.float32, salt: int = 0
 ) -> Tensor:
     """A weight whose blocks have scales that differ; `kind` says what is strange about it."""
-    rng = generator(subject, shape, kind, salt)
+    return torch.from_numpy(_values(subject.seed, shape, kind, salt).copy()).reshape(shape).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _values(seed: int, shape: tuple[int, ...], kind: str, salt: int) -> Array:
+    """The fp32 values of a weight as a matrix. Checks ask for the same ones over and over."""
+    rng = random_for(seed, shape, kind, salt)
     m, k = prod(shape[:-1]), shape[-1]
     x = rng.standard_normal((m, k)) * np.exp2(rng.integers(-4, 5, (m, 1))) * np.exp2(rng.integers(-3, 4, (1, k)))
     if kind == "zeros":
@@ -49,7 +61,7 @@ def weight(
         x[rng.integers(m), rng.integers(k)] = special
         if kind == "inf":
             x[rng.integers(m), rng.integers(k)] = -special
-    return torch.from_numpy(x).reshape(shape).to(dtype)
+    return x
 
 
 def every_pair(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

@@ -82,7 +82,7 @@ class Codes:
             return self.format.nan[0]
         return max(self.finite, key=lambda code: self.finite[code])
 
-    @property
+    @cached_property
     def largest(self) -> Fraction:
         """The largest finite value."""
         return max(self.finite.values())
@@ -105,6 +105,11 @@ class Codes:
         """Every value is a whole number of 1 / _unit."""
         return lcm(*(value.denominator for value in self.finite.values()))
 
+    @cached_property
+    def _in_units(self) -> list[list[tuple[int, int]]]:
+        """The candidates, each value as a whole number of 1 / _unit."""
+        return [[(int(value * self._unit), code) for value, code in found] for found in self._candidates]
+
     def search(self, x: float, rounding: str) -> int:
         """fp32 -> code, by the plain definition: of all codes, the nearest, ties to the even one; saturating."""
         if isnan(x):
@@ -114,18 +119,15 @@ class Codes:
         size = x if self.format.integer else abs(x)
         if isinf(size):
             return found[-1][1] if size > 0 else found[0][1]
+        # In whole numbers of one unit that all values have, since fractions take ten times as long.
         exact = Fraction(size)
+        whole, by = exact.numerator * self._unit, exact.denominator
+        units = [(steps * by, code) for steps, code in self._in_units[negative]]
         if rounding == "up":
-            return next((code for value, code in found if value >= exact), found[-1][1])
+            return next((code for value, code in units if value >= whole), found[-1][1])
         if rounding == "down":
-            return next((code for value, code in reversed(found) if value <= exact), found[0][1])
-        # Distances in whole numbers of one unit that all of them have, since fractions take ten times as long.
-        whole, by = exact.numerator * self._unit, exact.denominator * self._unit
-
-        def distance(value: Fraction) -> int:
-            return abs(value.numerator * (by // value.denominator) - whole)
-
-        return min(found, key=lambda pair: (distance(pair[0]), pair[1] % 2))[1]
+            return next((code for value, code in reversed(units) if value <= whole), found[0][1])
+        return min(units, key=lambda pair: (abs(pair[0] - whole), pair[1] % 2))[1]
 
     def encode(self, x: Array, rounding: str) -> Array:
         """fp32 -> codes, many at once; `search` is what it must equal. Exact in fp64."""
@@ -140,8 +142,7 @@ class Codes:
         return codes
 
     def _encode(self, size: Array, negative: bool, rounding: str) -> Array:
-        pairs = self.candidates(negative)
-        values, codes = np.array([float(v) for v, _ in pairs]), np.array([c for _, c in pairs], np.uint8)
+        values, codes = self._sorted[negative]
         low = np.clip(np.searchsorted(values, size, side="right") - 1, 0, len(values) - 1)
         high = np.minimum(low + 1, len(values) - 1)
         past = size > values[low]
@@ -150,6 +151,14 @@ class Codes:
                 twice, middle = 2 * size, values[low] + values[high]
             past &= (twice > middle) | ((twice == middle) & (codes[low] % 2 == 1))
         return codes[np.where(past, high, low) if rounding != "down" else low]
+
+    @cached_property
+    def _sorted(self) -> list[tuple[Array, Array]]:
+        """The candidates' values and codes as arrays."""
+        return [
+            (np.array([float(value) for value, _ in pairs]), np.array([code for _, code in pairs], np.uint8))
+            for pairs in self._candidates
+        ]
 
     def decode(self, codes: Array) -> Array:
         """Codes -> fp32, which holds every value exactly."""

@@ -86,6 +86,18 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
 }
 
 
+@cache
+def constant(name: str, quantization: Quantization) -> np.float32:
+    """A constant of the rules' language, as an fp32 operation takes it."""
+    return rounded(CONSTANTS[name](quantization))
+
+
+@cache
+def parsed(text: str) -> ast.expr:
+    """An expression of the rules' language."""
+    return ast.parse(text, mode="eval").body
+
+
 def _floor_power_of_two(x: Array) -> Array:
     """2^floor(log2 x); zero where that is not a normal number; NaN and inf as they are."""
     _, exponent = np.frexp(np.where(np.isfinite(x) & (x > 0), x, F32(1)))
@@ -130,7 +142,7 @@ class Evaluator:
     def value(self, text: str) -> Array:
         """The value of an expression."""
         with np.errstate(all="ignore"):
-            found: Array = self._value(ast.parse(str(text), mode="eval").body)
+            found: Array = self._value(parsed(str(text)))
         return found
 
     def _value(self, node: ast.expr) -> Any:
@@ -154,7 +166,7 @@ class Evaluator:
         if name in self.names:
             return self.names[name]
         if name in CONSTANTS:
-            return rounded(CONSTANTS[name](self.quantization))
+            return constant(name, self.quantization)
         given = parameters.get(name, parameters.get(name.replace("_", "-")))
         if name == "input_max" or given == "input-max":
             return F32(self.input_max)
