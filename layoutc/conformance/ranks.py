@@ -6,13 +6,14 @@ fails or is late ends the group, and the next job starts another.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     timeout = timedelta(seconds=SECONDS / 2)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     pipe.send((True, None))
+    gc.collect()
+    gc.freeze()  # modules, which are most objects: each collection would look at them again
     while True:
         try:
             job, arguments = pipe.recv()
@@ -49,24 +52,28 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         try:
             answer = (True, job(*arguments))
         except BaseException as error:
-            answer = (False, getattr(error, "told", None) or traceback.format_exc(limit=-4))
+            answer = (False, getattr(error, "told", None) or traceback.format_exc(limit=-8))
         pipe.send(answer)
 
 
-def _context() -> Any:
-    """How processes start: as copies of one that has imported what all need, where the system can copy processes."""
+def _context(preloaded: Sequence[str]) -> Any:
+    """How processes start: as copies of one that has imported what all need, where the system can copy processes.
+
+    There is one such process: it has imported what the first group to start asked for.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(list(preloaded))
     return context
 
 
 class Ranks:
     """A group of `world` processes, started when first used. Use as a context, or call stop()."""
 
-    def __init__(self, world: int = 2) -> None:
+    def __init__(self, world: int = 2, preloaded: Sequence[str] = PRELOADED) -> None:
         self.world = world
+        self._preloaded = preloaded
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -77,13 +84,16 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Every rank's result. Raises RankError with what failing ranks said, and names late ones."""
+    def run(self, job: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
+        """Every rank's result. Raises RankError with what failing ranks said, and names late ones.
+
+        seconds: what the job may take, without collectives that wait for more than half of SECONDS.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((job, arguments))
-        return self._answers()
+        return self._answers(seconds)
 
     def stop(self) -> None:
         """Ends the processes that this object has started."""
@@ -98,7 +108,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = _context()
+        context = _context(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="layoutc-ranks-", ignore_cleanup_errors=True)
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):
@@ -108,11 +118,11 @@ class Ranks:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        self._answers()
+        self._answers(SECONDS)
 
-    def _answers(self) -> list[Any]:
+    def _answers(self, seconds: float) -> list[Any]:
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while len(answers) < self.world:
             left = max(deadline - time.monotonic(), 0.0)
             if any(not fine for fine, _ in answers.values()):  # the others wait for it in a collective

@@ -86,19 +86,18 @@ class Recorder:
 
     def _follow_ranks(self) -> None:
         """Processes that tests start and send functions to: there, too, calls are noted."""
-        for module in ("harness", "layoutc.conformance.ranks"):
-            ranks: Any = getattr(sys.modules.get(module), "Ranks", None)
-            if ranks is None or hasattr(ranks.run, "followed"):
-                continue
+        ranks: Any = getattr(sys.modules.get("layoutc.conformance.ranks"), "Ranks", None)
+        if ranks is None or hasattr(ranks.run, "followed"):
+            return
 
-            def run(here: Any, check: Any, *arguments: Any, _run: Any = ranks.run) -> list[Any]:
-                answers = _run(here, traced, self.root, check, *arguments)
-                for _, calls in answers:
-                    self._ranks |= calls
-                return [result for result, _ in answers]
+        def run(here: Any, check: Any, *arguments: Any, _run: Any = ranks.run, **options: float) -> list[Any]:
+            answers = _run(here, traced, self.root, check, *arguments, **options)
+            for _, calls in answers:
+                self._ranks |= calls
+            return [result for result, _ in answers]
 
-            run.followed = True  # type: ignore[attr-defined]
-            ranks.run = run
+        run.followed = True  # type: ignore[attr-defined]
+        ranks.run = run
 
 
 class Late(Exception):
