@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -24,15 +25,21 @@ def pytest_configure() -> None:
     quicken()
 
 
+def pytest_collection_finish() -> None:
+    """Puts aside what lives as long as the session, modules and tests: each collection would look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what reads a checkout where there is none.
 
-    Ends processes that only tests/distributed runs in, when something else begins: they are never quite idle.
+    Ends groups of processes when a test begins that runs in none: they are never quite idle.
     """
     if item.get_closest_marker("checkout") and not PROJECT.is_file():
         pytest.skip("needs a checkout: reads files that are not installed")
     harness = sys.modules.get("harness")
-    if harness is not None and "distributed" not in item.path.parts:
+    if harness is not None and not {"two", "four"}.intersection(getattr(item, "fixturenames", ())):
         for ranks in harness.STARTED:
             ranks.stop()
 

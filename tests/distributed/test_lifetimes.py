@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from models import adam, assert_gathers_as, batch, build, local, shard, train_step, width_for
-from storages import live_bytes
+from storages import live_bytes, look_at_what_comes
 from test_memory import built
 from torch.distributed.tensor import Shard
 
@@ -69,6 +69,7 @@ def leaves_nothing(recipe: str, form: str) -> None:
         return len(registry._shardings), len(hooks._gathered)
 
     before, held = known(), []
+    look_at_what_comes()
     for _ in range(4):
         trained()
         gc.collect()

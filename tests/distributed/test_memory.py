@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from models import RECIPES, Model, adam, batch, build, make_uneven, my_share, recipe_module, width_for
-from storages import assert_freed, gathered, live_bytes
+from storages import assert_freed, gathered, live_bytes, look_at_what_comes
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -38,6 +38,7 @@ def built(recipe: str, form: str, width: int) -> tuple[Model, torch.optim.Optimi
 
 def frees_what_it_gathers(recipe: str, form: str, width: int) -> None:
     """Storages after forward, after backward, and over steps."""
+    look_at_what_comes()
     model, optimizer = built(recipe, form, width)
     seen = []
     for step in range(STEPS):
