@@ -50,6 +50,17 @@ def process_group(name: str) -> dist.ProcessGroup:
     return found  # type: ignore[no-any-return]
 
 
+def store_of_all() -> Any:
+    """The key-value store by which all ranks of the default group found one another."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def collectives_so_far(group: dist.ProcessGroup) -> int:
+    """How many collectives a group has begun: before one, the same number on all ranks that will take part."""
+    count: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return count
+
+
 def dispatch_modes() -> int:
     """How many dispatch modes are on: tracers, counters, debuggers."""
     return torch._C._len_torch_dispatch_stack()

@@ -61,8 +61,17 @@ def from_first(recipe: str, how: str) -> None:
         assert_gathers(model, expected)
 
 
-@pytest.mark.parametrize("how", ["sharded", "hsdp", "meta", "unsharded"])
-@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+# Every recipe sharded and in one more arrangement; each arrangement with a scale, or an amax, that all rows share, and
+# with blocks that cuts go through or elements across bytes.
+HOW = {
+    "sharded": (*RECIPES, *ODD),
+    "hsdp": ("fp8_delayed", "mxfp8", "fp8_rowwise"),
+    "meta": ("nvfp4", "fp8_block", "mxfp6_e2m3"),
+    "unsharded": ("fp8_current", "nvfp4", "fp8_block_1d"),
+}
+
+
+@pytest.mark.parametrize(("recipe", "how"), [(recipe, how) for how, recipes in HOW.items() for recipe in recipes])
 def test_a_full_state_dict_on_the_first_rank_loads_byte_for_byte(four: Ranks, recipe: str, how: str) -> None:
     four.run(from_first, recipe, how)
 
@@ -128,7 +137,7 @@ def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str)
 
 
 def broadcasts(recipe: str) -> str:
-    """To a plain buffer, its values; to a quantized one, which would not get its bytes, nothing."""
+    """To a plain buffer, its values; among quantized ones, which would not get its bytes, nothing."""
     one, rank = whole(recipe, [(256, 256)], 0)[0], dist.get_rank()
     buffer: Any = one if rank == 0 else torch.empty(one.shape, dtype=one.dtype)
     dist.broadcast(buffer, 0)
@@ -149,11 +158,14 @@ def broadcasts(recipe: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
-def test_a_plain_buffer_gets_values_and_a_quantized_one_says_what_to_write(four: Ranks, recipe: str) -> None:
-    said = four.run(broadcasts, recipe)
-    assert said[0] == "sent"
-    assert len(set(said[1:])) == 1
-    assert "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[1]
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_plain_buffer_gets_values_and_quantized_ones_say_what_to_write(
+    two: Ranks, four: Ranks, recipe: str, world: int
+) -> None:
+    """The rank that sends says it, too."""
+    said = (two if world == 2 else four).run(broadcasts, recipe)
+    assert len(set(said)) == 1, said
+    assert "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[0]
 
 
 def assigns(recipe: str) -> None:

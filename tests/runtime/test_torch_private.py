@@ -190,3 +190,15 @@ def test_each_name_has_a_test() -> None:
         if name not in ("Callable", "AbstractContextManager")
     }
     assert {name for name in own if f"private.{name}" not in text} == set()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_count_the_collectives_of_a_group_and_share_a_store() -> None:
+    group: Any = dist.group.WORLD
+    before = private.collectives_so_far(group)
+    dist.broadcast(torch.zeros(1), 0)
+    assert private.collectives_so_far(group) == before + 1
+    store = private.store_of_all()
+    assert not store.check(["layoutc/a word"])
+    store.set("layoutc/a word", "")
+    assert store.check(["layoutc/a word"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.runtime import callers
+from layoutc.runtime import callers, torch_private
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
@@ -42,17 +42,31 @@ def among_quantized() -> bool:
 def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
     """c10d's broadcast_ of a quantized tensor to plain ones: its values, in its shape and dtype. Returns the work.
 
-    Raises LayoutError on ranks that receive into a quantized tensor, once they have taken part.
+    Raises LayoutError on ranks that receive into a quantized tensor, once they have taken part; and on the rank that
+    sends to them, where the call is none of torch's or accelerate's. Plain ranks can't be asked, so those that are not
+    leave a word in the ranks' store before they take part; gloo has sent only when its next ranks receive. On a card
+    that word may come too late.
     """
     group, root = dist.ProcessGroup.unbox(rest[0]), rest[1]
+    refused = f"layoutc/quantized/{group.group_name}/{torch_private.collectives_so_far(group)}"
     if group.rank() == root:
         work = func([tensor.dequantize().contiguous()], *rest, **kwargs)[1]
+        by_hand = not (callers.of_collective() or "").startswith(("torch.", "accelerate."))
+        if by_hand and waits:
+            work.wait()
+        if by_hand and torch_private.store_of_all().check([refused]):
+            raise LayoutError(_refusal(tensor))
         _remember(tensor)
         return work
+    torch_private.store_of_all().set(refused, "")
     work = func([torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)], *rest, **kwargs)[1]
     if waits:
         work.wait()
-    raise LayoutError(
+    raise LayoutError(_refusal(tensor))
+
+
+def _refusal(tensor: QuantizedTensor) -> str:
+    return (
         f"{tensor._label()}: a broadcast sends values, to tensors that are plain on all other ranks; for its bytes, "
         "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks"
     )
