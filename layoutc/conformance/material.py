@@ -61,7 +61,8 @@ def _values(seed: int, shape: tuple[int, ...], kind: str, salt: int) -> Array:
         x[rng.integers(m), rng.integers(k)] = special
         if kind == "inf":
             x[rng.integers(m), rng.integers(k)] = -special
-    return x
+    found: Array = x
+    return found
 
 
 def every_pair(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

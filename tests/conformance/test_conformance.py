@@ -393,6 +393,13 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "ELEMENT_NAN = tl.constexpr(0x7E)",
         ("kernels",),
     ),
+    "a kernel's constant is off": (
+        "nvfp4",
+        "kernels.py",
+        r"INVERSE_ELEMENT_MAX = tl\.constexpr\([\d.]+\)",
+        "INVERSE_ELEMENT_MAX = tl.constexpr(0.17)",
+        ("kernels",),
+    ),
     "a shape that fits no block is taken": (
         "mxfp8",
         "layout.py",

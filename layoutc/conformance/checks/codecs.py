@@ -207,13 +207,7 @@ def scales(subject: Subject) -> None:
     for source in subject.layout.sources:
         q = source.quantization
         largest = float(codes_of(q.element).largest)
-        if q.scale.is_f32:
-            points = [float(p) for p in np.exp2(np.linspace(-140, 120, 131))]
-        else:
-            points = [abs(p) for p in around(q.scale)]
-        with np.errstate(over="ignore"):
-            amaxes = np.array([p * largest for p in points] + [p * largest * 1.0000002 for p in points], F32)
-        amaxes = np.concatenate([amaxes[np.isfinite(amaxes)], np.array([0.0, FLT_MAX], F32)])
+        amaxes = np.concatenate([scale_amaxes(source), np.array([0.0, FLT_MAX], F32)])
         tensor_amax = np.array([largest * float(codes_of(q.scale).largest) if not q.scale.is_f32 else 1.0], F32)
         tensor_amax = np.minimum(np.where(np.isfinite(tensor_amax), tensor_amax, F32(1)), F32(1e30))
         if source.scale.per_m is None:
@@ -222,15 +216,35 @@ def scales(subject: Subject) -> None:
             for amax in amaxes[:: max(1, len(amaxes) // 200)]:
                 _quantizes_as_the_model(subject, source, x, np.array([amax], F32), weight_amax=float(amax))
             continue
-        (um, uk), bm, bk = subject.units, q.block.m or 1, q.block.k or subject.units[1]
-        count = max(8, min(len(amaxes), MOST // (bm * bk)))
-        chosen = amaxes[:: cdiv(len(amaxes), count)]
-        k = up(8 * bk if q.block.k else bk, uk)
-        m = up(cdiv(len(chosen), cdiv(k, bk)) * bm, um)
-        x = np.zeros((m, k), F32)
-        places = x[::bm, ::bk]
-        places[...] = np.resize(chosen, places.shape)
-        _quantizes_as_the_model(subject, source, x, tensor_amax)
+        _quantizes_as_the_model(subject, source, with_amaxes(subject, source, amaxes, MOST), tensor_amax)
+
+
+def scale_amaxes(source: Source) -> Array:
+    """Amaxes of blocks, at, beside and between all codes of a source's scale, where its weight's amax changes none."""
+    q = source.quantization
+    largest = float(codes_of(q.element).largest)
+    if q.scale.is_f32:
+        points = [float(p) for p in np.exp2(np.linspace(-140, 120, 131))]
+    else:
+        points = [abs(p) for p in around(q.scale)]
+    with np.errstate(over="ignore"):
+        amaxes = np.array([p * largest for p in points] + [p * largest * 1.0000002 for p in points], F32)
+    found: Array = amaxes[np.isfinite(amaxes)]
+    return found
+
+
+def with_amaxes(subject: Subject, source: Source, amaxes: Array, most: int) -> Array:
+    """A weight of blocks with one non-zero element, of amaxes one after the other; as many as `most` elements hold."""
+    block, (um, uk) = source.quantization.block, subject.units
+    bm, bk = block.m or 1, block.k or uk
+    count = max(8, min(len(amaxes), most // (bm * bk)))
+    chosen = amaxes[:: cdiv(len(amaxes), count)]
+    k = up(8 * bk if block.k else bk, uk)
+    m = up(cdiv(len(chosen), cdiv(k, bk)) * bm, um)
+    x = np.zeros((m, k), F32)
+    places = x[::bm, ::bk]
+    places[...] = np.resize(chosen, places.shape)
+    return x
 
 
 @check("all-bf16", "all 65,536 bf16 inputs quantize as the model says, NaN and infinities included")

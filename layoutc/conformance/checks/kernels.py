@@ -8,18 +8,25 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from layoutc.conformance.checks.codecs import scale_amaxes, with_amaxes
 from layoutc.conformance.material import every_pair, expect_same, weight
+from layoutc.conformance.model.codes import codes_of
 from layoutc.conformance.model.placing import swizzled_buffers
 from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
+from layoutc.layout.layout import Source
+
+FEW = 40_000  # elements of a weight whose blocks are looked at one by one
 
 
 @check("kernels", "kernels give the bytes of the reference: quantize, to planes and to buffers, dequantize, lay out")
 def kernels(subject: Subject) -> None:
-    """All orientations at once and each by itself. The interpreter is slow: two shapes, and every pair of choices."""
+    """All orientations at once and each by itself; weights with blocks that a scale that is a little off would round
+    another way. The interpreter is slow: two shapes, and every pair of choices."""
     name = f"{subject.package.__name__}.kernels"
     if find_spec(name) is None:
         raise Skipped("the recipe has no kernels: the reference serves it on every device")
@@ -37,6 +44,21 @@ def kernels(subject: Subject) -> None:
     for shape, kind, dtype, asked in product(*choices) if device == "cuda" else every_pair(*choices):
         x = weight(subject, shape, kind, dtype).reshape(subject.matrix(shape))
         _compare(subject, module, x, device, asked, shape=shape, kind=kind, dtype=str(dtype))
+    for source in subject.layout.sources:
+        if source.scale.per_m is not None:
+            asked = tuple(o for o, name in subject.layout.source_of if name == source.name)
+            _compare(subject, module, _near_other_scales(subject, source), device, asked, kind="amaxes")
+
+
+def _near_other_scales(subject: Subject, source: Source) -> Tensor:
+    """Blocks whose amaxes lie at and beside numbers between two scales, and one with the amax for which a scale under
+    the weight's amax is its block's own."""
+    q = source.quantization
+    amaxes = scale_amaxes(source)
+    if not q.scale.is_f32:
+        top = np.float32(float(codes_of(q.element).largest * codes_of(q.scale).largest))
+        amaxes = np.concatenate([[top], amaxes[amaxes < top]]).astype(np.float32)
+    return torch.from_numpy(with_amaxes(subject, source, amaxes, FEW))
 
 
 def _interpreting() -> bool:

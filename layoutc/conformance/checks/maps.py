@@ -92,24 +92,29 @@ def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool =
 
 def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix: tuple[int, int]) -> Array:
     """The buffer's bytes as the chain writes them. Fails where two values meet, or the inverse goes elsewhere."""
-    values = plane_values(buffer, planes).reshape(chain.start)
-    taken = np.zeros(chain.nbytes * 8, bool)
-    bits = np.zeros(chain.nbytes * 8, np.uint8)
     place = {"shape": matrix, "plane": buffer.name, "seed": subject.seed}
-    for index in itertools.product(*map(range, chain.start)):
-        pattern = np.unpackbits(np.array([values[index]]).view(np.uint8), bitorder="little")[: chain.bits]
-        pattern = pattern if chain.low_first or chain.bits >= 8 else pattern[::-1]
+    indices = list(itertools.product(*map(range, chain.start)))
+    starts, owners = list[int](), list[int]()
+    for number, index in enumerate(indices):
         positions = chain.positions(index)
         if not positions:
             raise Failure("a value is stored nowhere", index=index, **place)
         for byte, bit in positions:
-            span = slice(byte * 8 + bit, byte * 8 + bit + chain.bits)
-            if taken[span].any():
-                raise Failure("two values share bits", index=index, byte=byte, **place)
-            taken[span] = True
-            bits[span] = pattern
             if (back := chain.value_at(byte, bit)) != index:
                 raise Failure(f"the inverse map finds {back} here", index=index, byte=byte, **place)
+            starts.append(byte * 8 + bit)
+            owners.append(number)
+    spans = np.array(starts, int)[:, None] + np.arange(chain.bits)
+    writers = np.bincount(spans.ravel(), minlength=chain.nbytes * 8)
+    if len(shared := np.flatnonzero((writers > 1)[spans].any(axis=1))):
+        start = starts[shared[-1]]
+        raise Failure("two values share bits", index=indices[owners[shared[-1]]], byte=start // 8, **place)
+    taken = writers > 0
+    values = np.ascontiguousarray(plane_values(buffer, planes)).reshape(-1, 1)
+    patterns = np.unpackbits(values.view(np.uint8), axis=1, bitorder="little")[:, : chain.bits]
+    patterns = patterns if chain.low_first or chain.bits >= 8 else patterns[:, ::-1]
+    bits = np.zeros(chain.nbytes * 8, np.uint8)
+    bits[spans] = patterns[owners]
     for start in np.flatnonzero(~taken)[:: max(chain.bits, 1)]:
         byte, bit = divmod(int(start), 8)
         if chain.bits <= 8 and start % chain.bits == 0 and chain.value_at(byte, bit) is not None:
