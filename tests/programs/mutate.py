@@ -34,7 +34,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mutation.faults import Fault, choose, faults_in, modules
+from mutation.choosing import choose, modules
+from mutation.fault import Fault
+from mutation.finding import faults_in
 from mutation.workers import Run, Workers, preload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from mutate import area_of
-from mutation.faults import choose, faults_in, is_fault
+from mutation.choosing import choose
+from mutation.fault import is_fault
+from mutation.finding import faults_in
 from places import ROOT
 
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mutation.faults import Fault
+from mutation.fault import Fault
 
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "build", "dist")
 MEMORY = 8 << 30  # bytes that one process may take: a fault can ask for any amount

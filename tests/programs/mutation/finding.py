@@ -1,21 +1,16 @@
 """Faults that can be put into a module: small edits of its text, each of which a test should notice.
 
-Nothing is changed that only people read: messages, docstrings, annotations, f-strings; nor an edit that compiles to the
-same bytecode.
+Nothing is changed that only people read: messages, docstrings, annotations, f-strings.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import hashlib
-import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mutation.fault import Fault
 
 Spans = Sequence[tuple[int, int]]
 COMPARISONS = {
@@ -51,88 +46,12 @@ TYPES = {"tuple", "list", "dict", "set", "type", "Callable", "Literal", "Union",
 TOLD = {"warn", "warning", "debug", "info", "error", "cast", "TypeVar", "NewType", "getLogger", "echo", "print"}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One edit: bytes `start` to `end` of a module become `new`. `scope` is the function it is in; "" for none."""
-
-    module: str
-    kind: str
-    line: int
-    scope: str
-    start: int
-    end: int
-    new: str
-
-    @property
-    def key(self) -> str:
-        """A short name, the same while the module is."""
-        return hashlib.sha256(repr((self.module, self.start, self.end, self.new)).encode()).hexdigest()[:7]
-
-    def apply(self, source: str) -> str:
-        """The module's text with the fault in it."""
-        data = source.encode()
-        return (data[: self.start] + self.new.encode() + data[self.end :]).decode()
-
-    def diff(self, source: str) -> str:
-        """What changed, with a line of context."""
-        before, after = source.splitlines(), self.apply(source).splitlines()
-        lines = list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
-        return "\n".join(lines)
-
-
 def faults_in(source: str, module: str) -> list[Fault]:
     """All faults that could be put into a module, in the order of its text; some may not compile, or change nothing."""
     finder = _Finder(source, module)
     finder.visit(finder.tree)
     found = {(fault.start, fault.end, fault.new): fault for fault in reversed(finder.found)}
     return [found[place] for place in sorted(found)]
-
-
-def is_fault(fault: Fault, source: str) -> bool:
-    """True when the module compiles with it, and to other instructions."""
-    try:
-        return not _same_code(_compiled(source), _compiled(fault.apply(source)))
-    except (SyntaxError, ValueError):
-        return False
-
-
-@lru_cache(maxsize=4)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "module", "exec", dont_inherit=True)
-
-
-def choose(faults: dict[str, list[Fault]], sources: dict[str, str], count: int, seed: int) -> list[Fault]:
-    """So many faults of all modules: each time of any module, and there of all kinds in turn. The same for a seed."""
-    rng, queues = random.Random(seed), dict[str, list[Fault]]()
-    for module in sorted(faults):
-        kinds: dict[str, list[Fault]] = {}
-        for fault in faults[module]:
-            kinds.setdefault(fault.kind, []).append(fault)
-        piles = [kinds[kind] for kind in sorted(kinds)]
-        rng.shuffle(piles)
-        for pile in piles:
-            rng.shuffle(pile)
-        queues[module] = [pile[turn] for turn in range(len(faults[module])) for pile in piles if turn < len(pile)]
-    chosen: list[Fault] = []
-    while len(chosen) < count and (left := [module for module in queues if queues[module]]):
-        fault = queues[rng.choice(left)].pop(0)
-        if is_fault(fault, sources[fault.module]):
-            chosen.append(fault)
-    return chosen
-
-
-def _same_code(a: CodeType, b: CodeType) -> bool:
-    """The same instructions, wherever they stand in the text."""
-    parts = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable", "co_flags")
-    if any(getattr(a, part) != getattr(b, part) for part in parts) or len(a.co_consts) != len(b.co_consts):
-        return False
-    pairs = zip(a.co_consts, b.co_consts, strict=True)
-    return all(
-        _same_code(x, y)
-        if isinstance(x, CodeType) and isinstance(y, CodeType)
-        else (type(x), repr(x)) == (type(y), repr(y))
-        for x, y in pairs
-    )
 
 
 def _called(node: ast.expr) -> str:
@@ -453,11 +372,3 @@ class _Finder(ast.NodeVisitor):
             spans = [(self._start(key), self._end(value)) for key, value in pairs]
             self._each_dropped("element dropped", spans, range(len(spans)))
         self.generic_visit(node)
-
-
-def modules(places: Iterable[str], root: Any) -> Iterator[str]:
-    """Modules under a root, as paths relative to it, of files and folders."""
-    for place in places:
-        path = root / place
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            yield file.relative_to(root).as_posix()
