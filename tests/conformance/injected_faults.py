@@ -1,0 +1,319 @@
+"""Faults put into what `layoutc test` runs on, and the checks that must notice each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layoutc.conformance.subject import Edit
+
+
+def edit(file: str, pattern: str, replacement: str) -> Edit:
+    """Replaces the first match in a generated file; the fault must be there to be found."""
+
+    def apply(package: Path) -> None:
+        path = package / file
+        text, count = re.subn(pattern, replacement, path.read_text(encoding="utf-8"), count=1)
+        assert count == 1, f"{file} has no {pattern}"
+        path.write_text(text, encoding="utf-8")
+
+    return apply
+
+
+# name: recipe, file, what is replaced, by what, the checks of which each must catch it
+MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
+    "a tie goes to the odd code": ("nvfp4", "reference.py", r"\b0\.75,", "0.7500000596046448,", ("encode",)),
+    "a threshold is one code late": ("nvfp4", "reference.py", r"\b3\.5,", "3.6,", ("encode", "quantize")),
+    "a code means another number": ("nvfp4", "reference.py", r"-3\.0,", "-2.5,", ("decode",)),
+    "nibbles swapped in the plane": (
+        "nvfp4",
+        "reference.py",
+        r"(m, k\)\), 4, low_first=)True",
+        r"\1False",
+        ("encode", "quantize"),
+    ),
+    "nibbles swapped in a buffer": (
+        "nvfp4",
+        "reference.py",
+        r"(\.t\(\), 4, low_first=)True",
+        r"\1False",
+        ("index-maps", "buffers"),
+    ),
+    "a scale rounds up too late": ("mxfp8", "reference.py", r"\(1 \+ 2\*\*-23\)", "(1 + 2**-20)", ("scales",)),
+    "a constant is off": (
+        "nvfp4",
+        "reference.py",
+        r"INVERSE_ELEMENT_MAX = [\d.]+",
+        "INVERSE_ELEMENT_MAX = 0.17",
+        ("scales", "quantize"),
+    ),
+    "NaN becomes a number": (
+        "fp8_block",
+        "reference.py",
+        r"ELEMENT_NAN = 0x7F",
+        "ELEMENT_NAN = 0x7E",
+        ("nan", "all-bf16"),
+    ),
+    "dequantize forgets the scale": (
+        "fp8_block",
+        "reference.py",
+        r" \* per_element\(factor, 128, 128, m, k\)",
+        "",
+        ("decode", "dequantize"),
+    ),
+    "padding is not zero": (
+        "mxfp8",
+        "reference.py",
+        r'pad_to\((planes\["rowwise_scale"\][^\n]*)\)\n',
+        r"pad_to(\1).clamp(min=1)" + "\n",
+        ("index-maps", "buffers"),
+    ),
+    "padding to another multiple": (
+        "nvfp4",
+        "reference.py",
+        r"up\(m, 128\), up\(k // 16, 4\)",
+        "up(m, 128), up(k // 16, 8)",
+        ("shapes", "buffers"),
+    ),
+    "a repeat is one too long": ("nvfp4", "reference.py", r", 0, 16, m\)", ", 0, 17, m)", ("index-maps", "buffers")),
+    "a buffer is not transposed": (
+        "fp8_block",
+        "reference.py",
+        r'planes\["rowwise_data"\]\.t\(\)\.contiguous\(\)',
+        'planes["rowwise_data"].reshape(k, m).contiguous()',
+        ("index-maps", "buffers"),
+    ),
+    "the swizzle swaps two sizes": (
+        "mxfp8",
+        "reference.py",
+        r"permute\(0, 3, 2, 1, 4\)\.flatten",
+        "permute(0, 3, 1, 2, 4).flatten",
+        ("swizzle",),
+    ),
+    "products read one orientation": (
+        "mxfp8",
+        "tensor.py",
+        r"(dequantize_reference\([^\n]*), orientation\)",
+        r'\1, "rowwise")',
+        ("products", "layer"),
+    ),
+    "the amax of shards is another": (
+        "nvfp4",
+        "tensor.py",
+        r"return tensor_amax\(x\)",
+        "return tensor_amax(x) * 2",
+        ("quantize",),
+    ),
+    "a refresh keeps the old scale": (
+        "mxfp8",
+        "tensor.py",
+        r"        return hooks\.finish\(",
+        "        if out is not None:\n"
+        '            gathered.update({n: p for n, p in out.planes().items() if "scale" in n})\n'
+        "        return hooks.finish(",
+        ("gather-again",),
+    ),
+    "the gather cuts the wrong rows": (
+        "fp8_block",
+        "tensor.py",
+        r'(wire\.arrived\(metadata, "rowwise_data", received\[\d\])\)',
+        r"\1.flip(0))",
+        ("gather",),
+    ),
+    "backward sends its codes in reverse": (
+        "mxfp8",
+        "tensor.py",
+        r'(wire\.wire\(self, gathering, "columnwise_data"\))',
+        r"\1.flip(0)",
+        ("gather",),
+    ),
+    "short shards are not filled up": (
+        "fp8_block",
+        "tensor.py",
+        r'wire\.wire\(self, gathering, "rowwise_data"\)',
+        'self._planes["rowwise_data"]',
+        ("gather-sizes",),
+    ),
+    "a scale has fewer rows": (
+        "nvfp4",
+        "layout.py",
+        r'("rowwise_scale": Plane\()16',
+        r"\g<1>8",
+        ("refused-views", "cut-blocks"),
+    ),
+    "columns may be cut anywhere": (
+        "mxfp8",
+        "layout.py",
+        r"column_multiple=32",
+        "column_multiple=1",
+        ("refused-views",),
+    ),
+    "LAYOUT announces another shape": (
+        "mxfp8",
+        "layout.py",
+        r'("columnwise_scale": Facts\(\(up\(m // 32, )4',
+        r"\g<1>8",
+        ("shapes",),
+    ),
+    "a cut starts at the wrong scale": (
+        "nvfp4",
+        "dispatch.py",
+        r"r0 // 16\b",
+        "r0 // 32",
+        ("views", "writes"),
+    ),
+    "cat joins scales in reverse": (
+        "fp8_block",
+        "dispatch.py",
+        r'torch\.cat\(\[piece\["rowwise_scale"\] for piece in pieces\]\)',
+        'torch.cat([piece["rowwise_scale"] for piece in pieces[::-1]])',
+        ("cat",),
+    ),
+    "a clone is an alias": (
+        "fp8_current",
+        "dispatch.py",
+        r"aten\.clone\.default: common\.clone",
+        "aten.clone.default: common.alias",
+        ("copies",),
+    ),
+    "pinning is forgotten": (
+        "nvfp4",
+        "dispatch.py",
+        r"aten\._pin_memory\.default: common\.pin_memory",
+        "aten._pin_memory.default: common.alias",
+        ("storage",),
+    ),
+    "the history picks another amax": (
+        "fp8_delayed",
+        "layout.py",
+        r'pick="max"',
+        'pick="most-recent"',
+        ("history",),
+    ),
+    "a loaded tensor is not checked": (
+        "mxfp8",
+        "tensor.py",
+        r"    LAYOUT = LAYOUT\n",
+        "    LAYOUT = LAYOUT\n\n    def __reduce_ex__(self, protocol):\n"
+        "        return type(self), (self._planes, tuple(self.shape), self.dtype)\n\n",
+        ("pickle",),
+    ),
+    "one orientation stores both": (
+        "mxfp8",
+        "tensor.py",
+        r"quantize_reference\(x, amax=amax, orientations=tuple\(orientations\)\)",
+        "quantize_reference(x, amax=amax)",
+        ("one-orientation",),
+    ),
+    "another layout id is taken": (
+        "mxfp8",
+        "tensor.py",
+        r"    LAYOUT = LAYOUT\n",
+        "    LAYOUT = LAYOUT\n\n    @classmethod\n"
+        "    def __tensor_unflatten__(cls, inner, context, *outer):\n"
+        "        return super().__tensor_unflatten__(inner, context._replace(layout_id=LAYOUT.layout_id), *outer)\n\n",
+        ("flatten",),
+    ),
+    "bytes are not copied": (
+        "nvfp4",
+        "dispatch.py",
+        r"aten\.copy_\.default: common\.copy_",
+        "aten.copy_.default: lambda func, args, kwargs: "
+        "args[0] if type(args[0]) is type(args[1]) else common.copy_(func, args, kwargs)",
+        ("checkpoint", "copies", "writes"),
+    ),
+    "quantizing into a tensor keeps its scale": (
+        "mxfp8",
+        "tensor.py",
+        r"    return weights\.quantize\((.*)\)\n",
+        "    kept = None if out is None else out.rowwise_scale.clone()\n"
+        r"    made = weights.quantize(\1)" + "\n"
+        "    if kept is not None:\n"
+        "        out.rowwise_scale.copy_(kept)\n"
+        "    return made\n",
+        ("out",),
+    ),
+    "the first expert stands for all": (
+        "nvfp4",
+        "dispatch.py",
+        r"aten\.select\.int: cuts_and_joins\.select",
+        "aten.select.int: lambda func, args, kwargs: cuts_and_joins.select(func, (*args[:2], 0), kwargs)",
+        ("experts",),
+    ),
+    "zeros_like has the values": (
+        "fp8_current",
+        "dispatch.py",
+        r"aten\.zeros_like\.default: common\.like_plain",
+        "aten.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()",
+        ("new-tensors",),
+    ),
+    "a sum is not counted": (
+        "fp8_current",
+        "dispatch.py",
+        r"HANDLERS = \{\n",
+        "HANDLERS = {\n    aten.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1],\n",
+        ("strict",),
+    ),
+    "a gather marks the shard": (
+        "mxfp8",
+        "tensor.py",
+        r"gathering = hooks\.begin\(self, mesh\)",
+        "gathering = hooks.begin(self, mesh)\n        self._is_new = True",
+        ("shards-untouched",),
+    ),
+    "a refresh clears the shard": (
+        "fp8_current",
+        "tensor.py",
+        r"        return hooks\.finish\(",
+        '        if out is not None:\n            self._planes["rowwise_data"].zero_()\n        return hooks.finish(',
+        ("shards-untouched",),
+    ),
+    "a kernel has another NaN": (
+        "fp8_current",
+        "kernels.py",
+        r"ELEMENT_NAN = tl\.constexpr\(0x7F\)",
+        "ELEMENT_NAN = tl.constexpr(0x7E)",
+        ("kernels",),
+    ),
+    "a kernel's constant is off": (
+        "nvfp4",
+        "kernels.py",
+        r"INVERSE_ELEMENT_MAX = tl\.constexpr\([\d.]+\)",
+        "INVERSE_ELEMENT_MAX = tl.constexpr(0.17)",
+        ("kernels",),
+    ),
+    "a shape that fits no block is taken": (
+        "mxfp8",
+        "layout.py",
+        r"multiple_m=32",
+        "multiple_m=1",
+        ("refused",),
+    ),
+}
+
+# Faults of what generated code stands on, and of the suite's own model: what is replaced, by what makes it of the
+# original, a recipe, the checks of which each must catch it.
+PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
+    "a step is taken twice": (
+        "layoutc.MasterWeights.step",
+        lambda step: lambda self: [step(self), step(self)][0],
+        "mxfp8",
+        ("master-weights",),
+    ),
+    "the model rounds ties up": (
+        "layoutc.conformance.model.codes.Codes.encode",
+        lambda encode: lambda self, x, how: encode(self, np.nextafter(x, np.float32(np.inf)), how),
+        "mxfp8",
+        ("rounding",),
+    ),
+}
+
+# Faults that processes must find, as MUTANTS.
+IN_PROCESSES: dict[str, tuple[str, ...]] = {
+    "backward sends its codes in reverse": ("fsdp2",),
+    "bytes are not copied": ("reshard", "fsdp2-checkpoint"),
+}

@@ -1,0 +1,99 @@
+"""Each fault that is put into generated code, or into what it stands on, is caught by its checks, which say where."""
+
+from __future__ import annotations
+
+import re
+from pkgutil import resolve_name
+from typing import Literal
+
+import pytest
+import torch
+from injected_faults import IN_PROCESSES, MUTANTS, PATCHES, edit
+from places import ROOT
+
+from layoutc.conformance.checks.codecs import search_disagrees
+from layoutc.conformance.material import expect, expect_same
+from layoutc.conformance.registry import Check, all_checks
+from layoutc.conformance.report import explanation
+from layoutc.conformance.runner import Outcome, run_check
+from layoutc.conformance.subject import Subject, compile_subject
+
+CHECKS = {check.name: check for check in all_checks()}
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_is_caught(name: str) -> None:
+    recipe, file, pattern, replacement, catching = MUTANTS[name]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", edit=edit(file, pattern, replacement))
+    try:
+        found = [run_check(subject, CHECKS[check]) for check in catching]
+    finally:
+        subject.close()
+    missed = [outcome.check for outcome in found if outcome.status != "fail"]
+    assert not missed, f"{name}: {missed} did not see it"
+    assert not any("it compared no" in outcome.message for outcome in found)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_fault_outside_of_generated_code_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, fault, recipe, catching = PATCHES[name]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", seed=71)
+    try:
+        assert [run_check(subject, CHECKS[check]).status for check in catching] == ["pass"] * len(catching)
+        search_disagrees.cache_clear()
+        monkeypatch.setattr(place, fault(resolve_name(place)))
+        found = [run_check(subject, CHECKS[check]) for check in catching]
+    finally:
+        search_disagrees.cache_clear()
+        subject.close()
+    assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
+
+
+def test_each_check_catches_a_fault_that_is_put_there_for_it() -> None:
+    """A check that nothing has ever made fail may compare nothing."""
+    named = [*(fault[-1] for fault in (*MUTANTS.values(), *PATCHES.values())), *IN_PROCESSES.values()]
+    assert {name for names in named for name in names} == set(CHECKS)
+    assert set(IN_PROCESSES) <= set(MUTANTS)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "facts"])
+def test_a_check_that_compares_nothing_fails(kind: Literal["bytes", "facts"]) -> None:
+    """Also one that compares arrays without entries, and expects something besides."""
+    subject = compile_subject(ROOT / "specs" / "fp8_current.yaml")
+
+    def compares(_: Subject, entries: int, facts: int) -> None:
+        expect_same(subject, "a plane", torch.zeros(0), torch.zeros(0))
+        if entries:
+            expect_same(subject, "a plane", torch.zeros(entries), torch.zeros(entries))
+        for _ in range(facts):
+            expect(True, "a fact")
+
+    def outcome_of(entries: int, facts: int) -> Outcome:
+        return run_check(subject, Check("mine", "", lambda s: compares(s, entries, facts), compares=kind))
+
+    outcomes = [outcome_of(0, 0), outcome_of(0, 1), outcome_of(3, 0), outcome_of(3, 1)]
+    subject.close()
+    wanted = ["fail", "fail", "pass", "pass"] if kind == "bytes" else ["fail", "pass", "fail", "pass"]
+    assert [outcome.status for outcome in outcomes] == wanted
+    assert outcomes[3].compared == (12 if kind == "bytes" else 1)
+    assert f"compared no {kind}" in outcomes[0].message
+
+
+def test_a_failure_says_where() -> None:
+    """Plane, shape, seed, the first differing byte, the element that it holds, what is there and what should be."""
+    recipe, file, pattern, replacement, _ = MUTANTS["padding is not zero"]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", seed=5, edit=edit(file, pattern, replacement))
+    outcome = run_check(subject, CHECKS["index-maps"])
+    subject.close()
+    assert outcome.details["plane"] == "rowwise_scale"
+    assert outcome.details["seed"] == 5
+    assert outcome.details["shape"] == (32, 32)
+    text = explanation(outcome)
+    assert re.search(r"byte 1\b", text), text
+    assert "found 0x01, expected 0x00" in text
+    recipe, file, pattern, replacement, _ = MUTANTS["nibbles swapped in a buffer"]
+    subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", edit=edit(file, pattern, replacement))
+    outcome = run_check(subject, CHECKS["buffers"])
+    subject.close()
+    assert re.search(r"plane columnwise_data, .*\(i, j\) \(0, 0\)", explanation(outcome)), explanation(outcome)

@@ -1,0 +1,107 @@
+"""The suite passes for all recipes, those that are shipped and those that nobody ships, and in two processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from injected_faults import IN_PROCESSES, MUTANTS, edit
+from places import ROOT, TESTS
+
+from layoutc.conformance.ranks import PRELOADED, RankError, Ranks
+from layoutc.conformance.registry import all_checks
+from layoutc.conformance.report import line
+from layoutc.conformance.runner import Outcome, run_check, run_checks
+from layoutc.conformance.subject import compile_subject
+
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+MADE_UP = sorted((TESTS / "conformance").glob("*.yaml"))
+CHECKS = {check.name: check for check in all_checks()}
+torch.set_num_threads(1)
+
+
+def failures(outcomes: list[Outcome]) -> str:
+    return "\n".join(line(outcome) for outcome in outcomes if outcome.status == "fail")
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_shipped_recipes_pass(path: Path) -> None:
+    """All kernels are in tests/runtime/test_kernels.py; here the check of them runs for three recipes that differ."""
+    subject = compile_subject(path)
+    checks_kernels = path.stem in ("fp8_current", "nvfp4", "int4_group32")
+    try:
+        wanted = run_checks(subject, lambda c: not c.needs_processes and (c.name != "kernels" or checks_kernels))
+        outcomes = list(wanted)
+    finally:
+        subject.close()
+    assert not failures(outcomes), failures(outcomes)
+    assert sum(outcome.status == "pass" for outcome in outcomes) >= 30
+    assert {outcome.message for outcome in outcomes if outcome.status == "skip"} <= {
+        "the spec has no swizzle",
+        "no rows share values",
+        "the scale follows the current amax",
+        "the recipe has no kernels: the reference serves it on every device",
+        "no GPU on this machine; TRITON_INTERPRET=1 runs them without one",
+    }
+
+
+@pytest.mark.parametrize("path", MADE_UP, ids=lambda path: path.stem)
+def test_recipes_that_nobody_ships_pass(path: Path) -> None:
+    """Zero points, codes of six bits, odd and large blocks, scales of rows and of columns, two formats at once."""
+    subject = compile_subject(path)
+    try:
+        outcomes = list(run_checks(subject, lambda check: not check.needs_processes))
+    finally:
+        subject.close()
+    assert not failures(outcomes), failures(outcomes)
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_restore_as_one_and_faults_are_caught_there_too() -> None:
+    """One group of processes serves both; a rank that raises ends it, and it starts again."""
+    path = ROOT / "specs" / "mxfp8.yaml"
+    wanted = [check for check in CHECKS.values() if check.needs_processes]
+    assert len(wanted) == 3
+    with Ranks() as ranks:
+        subject = compile_subject(path, ranks=ranks)
+        outcomes = [run_check(subject, check) for check in wanted]
+        subject.close()
+        assert [outcome.status for outcome in outcomes] == ["pass"] * 3, failures(outcomes)
+        assert all(outcome.compared for outcome in outcomes)
+        for name, catching in IN_PROCESSES.items():
+            recipe, file, pattern, replacement, _ = MUTANTS[name]
+            broken = compile_subject(
+                ROOT / "specs" / f"{recipe}.yaml", ranks=ranks, edit=edit(file, pattern, replacement)
+            )
+            found = [run_check(broken, CHECKS[check]) for check in catching]
+            broken.close()
+            assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
+            assert all("differs" in outcome.message or "loss" in outcome.message for outcome in found), failures(found)
+        with pytest.raises(RankError, match=r"(?s)rank 1: .*KeyError"):
+            ranks.run(fails_on_one_rank)
+        assert ranks.run(int, "7") == [7, 7]
+
+
+def test_what_processes_are_copied_with_asks_cuda_nothing_and_starts_no_thread() -> None:
+    """A copy of a process that has asked can't ask again, and has none of its threads."""
+    program = (
+        "import importlib, sys, threading, torch\n"
+        "def asked(*_): sys.exit('CUDA was asked')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert not [name for name in sys.modules if name.startswith('layoutc')]"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *PRELOADED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def fails_on_one_rank() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise KeyError("on purpose")
+    dist.barrier()
