@@ -13,7 +13,7 @@ from places import HELPERS
 PROGRAM = HELPERS / "killed_saves.py"
 
 
-@pytest.mark.parametrize(("how", "times"), [("apart", 30), ("overwrite", 20)])
+@pytest.mark.parametrize(("how", "times"), [("apart", 20), ("overwrite", 14)])
 def test_a_killed_save_loses_nothing(tmp_path: Path, how: str, times: int) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path), str(times), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from functools import partial
 from typing import Any
@@ -109,66 +110,66 @@ def compiles(recipe: str, make: Any, modes: tuple[str, ...], compile_first: bool
         assert 0 < counts[0] == counts[-1], (mode, counts)
 
 
-# Each recipe in two modes, and every mode with several recipes; fp8_delayed, whose state moves on, in all of them.
+# Every mode with several recipes; fp8_delayed, whose state moves on, in all of them. fp8_current is in the tests below.
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
         ("fp8_delayed", ("resharded", "kept", "accumulating", "outside")),
-        ("fp8_current", ("resharded", "accumulating")),
-        ("fp8_block", ("kept", "outside")),
+        ("fp8_block", ("kept",)),
         ("mxfp8", ("resharded", "outside")),
-        ("nvfp4", ("resharded", "accumulating")),
-        ("fp8_rowwise", ("accumulating", "outside")),
+        ("nvfp4", ("accumulating",)),
+        ("fp8_rowwise", ("outside",)),
         ("nvfp4_1d", ("kept", "accumulating")),
     ],
 )
 def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
     """51: a graph for each block, no break, nothing compiled again after the first step."""
-    two.run(compiles, recipe, Block, modes, timeout=COLD)
+    two.run(compiles, recipe, Block, modes, seconds=COLD)
 
 
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
         ("fp8_current", ("kept",)),
-        ("mxfp8", ("kept", "accumulating")),
-        ("fp8_rowwise", ("resharded", "accumulating")),
-        ("nvfp4_1d", ("resharded", "kept")),
+        ("mxfp8", ("accumulating",)),
+        ("fp8_rowwise", ("resharded",)),
+        ("nvfp4_1d", ("kept",)),
     ],
 )
 def test_checkpoints_inside_of_a_graph_recompute_what_forward_had(
     two: Ranks, recipe: str, modes: tuple[str, ...]
 ) -> None:
     """Backward holds other codes in the memory where forward's stood, and the graph reads forward's again."""
-    two.run(compiles, recipe, partial(Block, inside=True), modes, timeout=COLD)
+    two.run(compiles, recipe, partial(Block, inside=True), modes, seconds=COLD)
 
 
 @pytest.mark.parametrize(
     ("recipe", "modes"),
     [
         ("fp8_current", ("outside",)),
-        ("mxfp8", ("resharded", "accumulating")),
-        ("fp8_rowwise", ("kept", "accumulating")),
-        ("nvfp4_1d", ("resharded", "outside")),
+        ("mxfp8", ("resharded",)),
+        ("fp8_rowwise", ("kept",)),
+        ("nvfp4_1d", ("accumulating",)),
     ],
 )
 def test_pieces_of_weights_in_a_graph(two: Ranks, recipe: str, modes: tuple[str, ...]) -> None:
-    two.run(compiles, recipe, Pieces, modes, timeout=COLD)
+    two.run(compiles, recipe, Pieces, modes, seconds=COLD)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_blocks_compiled_after_fully_shard_and_whole_models(two: Ranks, recipe: str) -> None:
     """A whole model is taken apart at FSDP2's hooks."""
-    two.run(compiles, recipe, Block, ("resharded", "whole"), False, timeout=COLD)
+    two.run(compiles, recipe, Block, ("resharded", "whole"), False, seconds=COLD)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_blocks_with_casts_compile(two: Ranks, recipe: str) -> None:
     """What is gathered is the quantized weight, whatever the parameter is."""
-    two.run(compiles, recipe, Block, ("resharded", "kept"), True, True, timeout=COLD)
+    two.run(compiles, recipe, Block, ("resharded", "kept"), True, True, seconds=COLD)
 
 
 def inductor_agrees(recipe: str) -> None:
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # here, not in processes that import torch
     expected, _ = train(recipe, Block, sharded=False)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
@@ -181,7 +182,7 @@ def inductor_agrees(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_inductor(two: Ranks, recipe: str) -> None:
     """Its partitioner decides what backward recomputes; products and sums of so few terms are those of eager calls."""
-    two.run(inductor_agrees, recipe, timeout=COLD)
+    two.run(inductor_agrees, recipe, seconds=COLD)
 
 
 class Handed(nn.Module):

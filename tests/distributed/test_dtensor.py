@@ -254,7 +254,7 @@ def trains_in_two_dims(recipe: str, order: str, sharded: bool) -> None:
     dp = mesh["dp"]
     share = (float(dp.size()) if dp.get_local_rank() == 0 else 0.0) if sharded else 1.0
     with layoutc.strict():
-        for step in range(6):
+        for step in range(3):
             expected = train_step(reference, expected_optimizer, step, width)
             loss = train_step(model, optimizer, step, width, share)
             assert loss == expected, f"step {step}: {loss} is not {expected}"
@@ -399,7 +399,7 @@ def sharded_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
-    """20 steps; losses and bytes of one process, and each gather sends what LAYOUT.gather says, and no more."""
+    """Losses and bytes of one process, and each gather sends what LAYOUT.gather says, and no more."""
     world = dist.get_world_size()
     mesh, width = mesh_of(world), width_for(recipe, world)
     reference, model = build(recipe, width), build(recipe, width)
@@ -412,7 +412,7 @@ def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     before = layoutc.implicit_dequantizes()
     with layoutc.strict():
-        for step in range(3 if compiled else 20):
+        for step in range(3 if compiled else 4):
             expected = train_step(reference, expected_optimizer, step, width)
             if compiled or step:
                 loss = train_step(run, optimizer, step, width, share)

@@ -37,7 +37,7 @@ import layoutc
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
-STEPS, FEW = 20, 6  # on two ranks with the plain options; with others
+STEPS, FEW = 20, 4  # of one recipe whose history of amaxes goes on; of all others, and with other options
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 
 
@@ -113,8 +113,9 @@ def trains_as_one_process(
     ],
 )
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str, keeps: bool, nested: bool) -> None:
-    """21, 22, 25, 26, 30a, 38, 41: 20 steps of AdamW; gather bytes as planned, one amax all-reduce a step."""
-    two.run(trains_as_one_process, recipe, keeps, nested, None, None, FEW if keeps else STEPS)
+    """21, 22, 25, 26, 30a, 38, 41: steps of AdamW; gather bytes as planned, one amax all-reduce a step."""
+    steps = STEPS if recipe == "fp8_delayed" and nested and not keeps else FEW
+    two.run(trains_as_one_process, recipe, keeps, nested, None, None, steps)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -319,7 +320,7 @@ def trains_with(recipe: str, extra: str) -> None:
     optimizer, expected_optimizer = adam(model), adam(reference)
     if extra == "tied":
         assert len(list(model.parameters())) == len(list(reference.parameters())) == 4
-    for step in range(4):
+    for step in range(3):
         if extra == "no_sync":  # gradients stay whole and unreduced until the second micro-batch
             model.set_requires_gradient_sync(False)  # type: ignore[operator]
             for one, share in ((reference, 1.0), (model, my_share())):
@@ -335,7 +336,7 @@ def trains_with(recipe: str, extra: str) -> None:
         assert_gathers_as(model, reference)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "fp8_current"])  # fp8_delayed does more
 @pytest.mark.parametrize(
     "extra", ["clip", "offload", "policy", "keep_backward", "checkpoint", "prefetch", "no_sync", "tied"]
 )

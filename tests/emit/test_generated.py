@@ -167,12 +167,19 @@ def process_time(arguments: list[str]) -> float:
 
 
 @pytest.mark.parametrize(("arguments", "limit"), [(["build", "--check", "-q"], 1.0), (["check"], 1.5)])
-def test_commands_are_quick(arguments: list[str], limit: float) -> None:
-    """The best of several runs; where the imports alone take longer than on a quiet machine, so may the command."""
+def test_commands_are_quick(
+    arguments: list[str], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of several runs; where the imports alone take longer than on a quiet machine, so may the command.
+
+    With bytecode, as users have it.
+    """
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     spent, imports = [], []
     for _ in range(8):
         spent.append(process_time(["-m", "layoutc", *arguments]))
         imports.append(process_time(["-c", "import click, jinja2, yaml, pydantic; pydantic.BaseModel"]))
-        if min(spent) < limit:
+        if min(spent) < limit * max(1, min(imports) / QUIET):
             return
-    assert min(spent) < limit * max(1, min(imports) / QUIET), (spent, imports)
+    raise AssertionError((spent, imports))
