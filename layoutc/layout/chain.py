@@ -6,10 +6,11 @@ Every step can be asked both ways: where does this value go, and which value is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import ge
 
 from layoutc.ints.sizes import up
 
@@ -27,9 +28,9 @@ class Permute:
         """The shape after the step."""
         return tuple(shape[d] for d in self.order)
 
-    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
         """Where the value at `index` of an array of `shape` goes."""
-        yield tuple(index[d] for d in self.order)
+        return (tuple([index[d] for d in self.order]),)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
         """Which value of an array of `shape` is at `index` of the result; None for padding."""
@@ -51,11 +52,11 @@ class Repeat:
         """The shape after the step."""
         return (*shape[: self.dim], min(shape[self.dim] * self.times, self.limit), *shape[self.dim + 1 :])
 
-    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
         """Where the value at `index` of an array of `shape` goes."""
         first = index[self.dim] * self.times
-        for i in range(first, min(first + self.times, self.limit)):
-            yield (*index[: self.dim], i, *index[self.dim + 1 :])
+        before, after = index[: self.dim], index[self.dim + 1 :]
+        return [(*before, i, *after) for i in range(first, min(first + self.times, self.limit))]
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
         """Which value of an array of `shape` is at `index` of the result; None for padding."""
@@ -72,13 +73,13 @@ class Pad:
         """The shape after the step."""
         return tuple(up(size, multiple) for size, multiple in zip(shape, self.multiples, strict=True))
 
-    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
         """Where the value at `index` of an array of `shape` goes."""
-        yield index
+        return (index,)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
         """Which value of an array of `shape` is at `index` of the result; None for padding."""
-        return index if all(i < size for i, size in zip(index, shape, strict=True)) else None
+        return None if any(map(ge, index, shape)) else index
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class Split:
             raise ValueError(f"a dim of {shape[self.dim]} does not split into pieces of {inner}")
         return (*shape[: self.dim], shape[self.dim] // inner, *self.sizes, *shape[self.dim + 1 :])
 
-    def images(self, index: Index, shape: Shape) -> Iterator[Index]:
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
         """Where the value at `index` of an array of `shape` goes."""
         rest, parts = index[self.dim], []
         for size in reversed(self.sizes):
             rest, part = divmod(rest, size)
             parts.append(part)
-        yield (*index[: self.dim], rest, *reversed(parts), *index[self.dim + 1 :])
+        return ((*index[: self.dim], rest, *reversed(parts), *index[self.dim + 1 :]),)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
         """Which value of an array of `shape` is at `index` of the result; None for padding."""
@@ -132,6 +133,15 @@ class Chain:
         """The shape before each step, and after the last."""
         return tuple(itertools.accumulate(self.steps, lambda shape, step: step.shape(shape), initial=self.start))
 
+    @cached_property
+    def _forward(self) -> list[tuple[Step, Shape]]:
+        """Each step, and the shape before it."""
+        return list(zip(self.steps, self.shapes, strict=False))
+
+    @cached_property
+    def _backward(self) -> list[tuple[Step, Shape]]:
+        return self._forward[::-1]
+
     @property
     def nbytes(self) -> int:
         """Bytes in all; each row of the last dim is whole bytes."""
@@ -140,10 +150,13 @@ class Chain:
 
     def positions(self, index: Index) -> tuple[tuple[int, int], ...]:
         """Every (byte, bit) where the value at `index` of the start array is stored."""
-        found: list[Index] = [index]
-        for step, shape in zip(self.steps, self.shapes, strict=False):
-            found = [image for i in found for image in step.images(i, shape)]
-        return tuple(self._pack(i) for i in found)
+        found: Sequence[Index] = (index,)
+        for step, shape in self._forward:
+            if len(found) == 1:
+                found = step.images(found[0], shape)
+            else:
+                found = [image for i in found for image in step.images(i, shape)]
+        return tuple([self._pack(i) for i in found])
 
     def value_at(self, byte: int, bit: int) -> Index | None:
         """The index in the start array of the value that begins at (byte, bit); None for padding.
@@ -160,7 +173,7 @@ class Chain:
             row, part = divmod(row, size)
             parts.append(part)
         index: Index = (*reversed(parts), column)
-        for step, shape in zip(reversed(self.steps), reversed(self.shapes[:-1]), strict=True):
+        for step, shape in self._backward:
             origin = step.origin(index, shape)
             if origin is None:
                 return None

@@ -202,7 +202,7 @@ Damage = Callable[[pytest.MonkeyPatch], None]
 
 
 def _clash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain.Repeat, "images", lambda step, index, shape: iter([index]))
+    monkeypatch.setattr(chain.Repeat, "images", lambda step, index, shape: (index,))
 
 
 def _swapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def _unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain.Pad, "images", lambda step, index, shape: iter(()))
+    monkeypatch.setattr(chain.Pad, "images", lambda step, index, shape: ())
 
 
 @pytest.mark.parametrize("damage", [_clash, _swapped, _unpadded, _nowhere], ids=lambda damage: damage.__name__)
