@@ -56,7 +56,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def _context(preloaded: Sequence[str]) -> Any:
+def process_context(preloaded: Sequence[str]) -> Any:
     """How processes start: as copies of one that has imported what all need, where the system can copy processes.
 
     There is one such process: it has imported what the first group to start asked for.
@@ -108,7 +108,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = _context(self._preloaded)
+        context = process_context(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="layoutc-ranks-", ignore_cleanup_errors=True)
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -90,11 +91,14 @@ def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_newcomers_path_takes_under_a_minute(tmp_path: Path) -> None:
-    """new, edit block and format, check, build, test: as commands, in a project of its own."""
+    """new, edit block and format, check, build, test: as commands, in a project of its own, without an interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
 
     def layoutc(*args: str) -> str:
         command = [sys.executable, "-m", "layoutc", *args]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=environment
+        )
         assert done.returncode == 0, (args, done.stdout, done.stderr)
         return done.stdout
 

@@ -90,7 +90,7 @@ def params(model: nn.Module) -> list[DTensor]:
 
 def are_whole(recipe: str, world: int, given: list[Shape], placement: Any, mesh: DeviceMesh) -> None:
     """Everything that torch gathers or distributes; with no implicit dequantize."""
-    expected, others = whole(recipe, given, 0), whole(recipe, given, 50)
+    expected = whole(recipe, given, 0)
     model = Weights(recipe, given, 0)
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: placement)
     with layoutc.strict():
@@ -108,8 +108,6 @@ def are_whole(recipe: str, world: int, given: list[Shape], placement: Any, mesh:
             assert len(told) == (len(expected) if dist.get_rank() == 0 else 0)
         other = Weights(recipe, given, 50)
         fully_shard(other, mesh=mesh, shard_placement_fn=lambda _: placement)
-        for param, one in zip(params(other), others, strict=True):
-            assert_same(param.full_tensor().detach(), one)
         set_model_state_dict(other, dict(full), options=FULL)
         for param, source, one in zip(params(other), params(model), expected, strict=True):
             assert_same_shard(param._local_tensor, source._local_tensor)
@@ -144,17 +142,18 @@ def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: 
 
 
 def on_other_dims(recipe: str) -> None:
-    """Columns, of rows that do not end with a block either, and rows of each expert; two replicas."""
+    """Columns, of rows that do not end with a block either, and rows of each expert; two replicas, of recipes that
+    differ in their cuts."""
     layout, world = recipe_module(recipe).LAYOUT, 4
     mesh, rows = mesh_of(world), layout.block_rows + layout.multiple_m
     if not layout.shared_along_rows - layout.shared and layout.amax_columns is None:
         are_whole(recipe, world, [(rows, world * layout.column_multiple)], Shard(1), mesh)
         experts = (3, world * layout.block_rows, layout.column_multiple)
         are_whole(recipe, world, [experts], Shard(1), mesh)
-    copies = mesh_of(2, 2, names=("replicate", "shard"))
-    are_whole(
-        recipe, 2, [(layout.multiple_m, layout.column_multiple), (rows, layout.column_multiple)], Shard(0), copies
-    )
+    if recipe in (*RECIPES, *ODD):
+        copies = mesh_of(2, 2, names=("replicate", "shard"))
+        given = [(layout.multiple_m, layout.column_multiple), (rows, layout.column_multiple)]
+        are_whole(recipe, 2, given, Shard(0), copies)
 
 
 @pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
