@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from layoutc.conformance.material import (
     shared_amax,
     weight,
 )
+from layoutc.conformance.model.codes import Array
 from layoutc.conformance.model.placing import buffers
+from layoutc.conformance.model.weights import Planes
 from layoutc.conformance.registry import Failure, Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.ints.sizes import cdiv, up
@@ -110,20 +112,26 @@ def gather(subject: Subject) -> None:
         for number, shape in enumerate(weights(subject, world)):
             x = weight(subject, shape, ("plain", "zeros", "coarse")[number % 3])
             whole = subject.package.quantize(x, **shared_amax(subject, x))
-            expected = subject.model.quantize(as_fp32(x))
+            planes = subject.model.quantize(as_fp32(x))
+            expected = Expected(
+                planes,
+                buffers(subject.layout, planes, *subject.matrix(shape)),
+                {name: whole._dequantize(name, torch.float32) for name in subject.layout.orientations},
+            )
             shards = shards_of(subject, x, world)
             for which in PASSES:
-                _gathers(subject, shards, whole, expected, which, shape)
+                _gathers(subject, shards, expected, which, shape)
 
 
-def _gathers(
-    subject: Subject,
-    shards: list[Any],
-    whole: Any,
-    expected: Any,
-    which: PassName,
-    shape: tuple[int, ...],
-) -> None:
+class Expected(NamedTuple):
+    """What a gathered weight must have, of both passes."""
+
+    planes: Planes
+    buffers: dict[str, Array]
+    values: dict[str, Tensor]
+
+
+def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: PassName, shape: tuple[int, ...]) -> None:
     world = len(shards)
     details: dict[str, Any] = {"world": world, "pass": which, "shape": shape}
     inputs, metadata = send(shards, which, shape)
@@ -138,20 +146,13 @@ def _gathers(
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
         held = held_of(subject, tensor, which)
         matrix = subject.matrix(shape)
-        expect_same_all(subject, held, {name: expected[name] for name in held}, matrix, rank=rank, **details)
-        laid = buffers(subject.layout, {n: expected[n] for n in held}, *matrix)
-        named = {n: b for n, b in tensor.buffers().items() if n in laid and n.startswith(tuple(serves))}
-        expect_same_all(
-            subject,
-            named,
-            {n: b for n, b in laid.items() if n.startswith(tuple(serves))},
-            matrix,
-            rank=rank,
-            **details,
-        )
+        expect_same_all(subject, held, {name: expected.planes[name] for name in held}, matrix, rank=rank, **details)
+        laid = {n: b for n, b in expected.buffers.items() if n.startswith(tuple(serves))}
+        named = {n: b for n, b in tensor.buffers().items() if n.startswith(tuple(serves))}
+        expect_same_all(subject, named, laid, matrix, rank=rank, **details)
         for orientation in serves:
-            value, wanted = (q._dequantize(orientation, torch.float32) for q in (tensor, whole))
-            expect_same(subject, f"{orientation} values", value, wanted, **details)
+            value = tensor._dequantize(orientation, torch.float32)
+            expect_same(subject, f"{orientation} values", value, expected.values[orientation], **details)
 
 
 @check("gather-again", "a gathered weight is refreshed in place: every plane is the new weight's, also for old views")
