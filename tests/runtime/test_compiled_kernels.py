@@ -72,10 +72,8 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     cards conversions are looked at as well, so that they are compiled once."""
     budgets = BUDGETS if capability == 90 else BUDGETS_100
     every = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))
-    spilling = {recipe for recipe, kernel in SPILLS[90] if "bf16" in kernel}
-    recipes = (
-        ["all"] if every else ["amaxes", *sorted({*CONVERSIONS, *LIKE_OLDER, *(spilling if capability == 90 else ())})]
-    )
+    named = {*LIKE_OLDER, *({recipe for recipe, _ in BUDGETS if recipe} | OLDER if capability == 90 else CONVERSIONS)}
+    recipes = ["all"] if every else ["amaxes", *sorted(named)]
     found = compiled(capability, *recipes, *(["checks"] if capability >= 100 else []), count=budgets)
     if capability >= 100:
         check_conversions(found, CONVERSIONS)
@@ -157,6 +155,7 @@ INSTRUCTIONS = {
 
 
 STACKS_100 = {("nvfp4", "quantize all fp32")}  # 8 bytes with Triton 3.7, none with 3.6
+OLDER = {"mxfp6_e2m3", "nvfp4_4over6"}  # codes across bytes, and a choice of scales, where arithmetic converts
 LIKE_OLDER = ("fp8_block", "fp8_block_1d", "fp8_current", "int4_group32", "int8_block")  # a kind of code and block each
 CONVERSIONS = {
     "mxfp4": {"e2m1x2", "ue8m0x2"},

@@ -20,7 +20,7 @@ from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.layout.layout import Source
 
-FEW = 40_000  # elements of a weight whose blocks are looked at one by one
+FEW = 10_000  # elements of a weight whose blocks are looked at one by one
 
 
 @check("kernels", "kernels give the bytes of the reference: quantize, to planes and to buffers, dequantize, lay out")
