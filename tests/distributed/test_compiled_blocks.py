@@ -131,9 +131,9 @@ def test_compiled_blocks_train_as_one_process(two: Ranks, recipe: str, modes: tu
     ("recipe", "modes"),
     [
         ("fp8_current", ("kept",)),
-        ("mxfp8", ("accumulating",)),
+        ("mxfp8", ("kept", "accumulating")),
         ("fp8_rowwise", ("resharded",)),
-        ("nvfp4_1d", ("kept",)),
+        ("nvfp4_1d", ("resharded",)),
     ],
 )
 def test_checkpoints_inside_of_a_graph_recompute_what_forward_had(
