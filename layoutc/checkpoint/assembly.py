@@ -16,6 +16,7 @@ from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_place
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
+from layoutc.runtime.weight.padding import NOT_PADDED
 from layoutc.runtime.weight.pending_writes import check_whole
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -86,7 +87,7 @@ class Destination:
         if same and isinstance(live, QuantizedTensor):
             planes = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in live._planes.items()}
             value = live._with_planes(planes)
-            value._is_new = False
+            value._padding = NOT_PADDED
             return value
         if isinstance(source, QuantizedTensor):
             dtype = torch.float32 if isinstance(live, QuantizedTensor) else live.dtype

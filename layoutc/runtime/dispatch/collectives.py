@@ -26,6 +26,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, c10d_functional, dtensor_ops, process_group
 from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.weight.padding import ENDS_WHERE_CUT, NOT_PADDED
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         into[name] = plane.view(tensor._planes[name].dtype)
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
     whole = tensor._with_planes(planes, shape, matrix=(tensor._matrix[0] * world, tensor._matrix[1]))
-    whole._ends = True  # DTensor cuts off the filling of short shards before it waits: what is left is whole
+    whole._padding = ENDS_WHERE_CUT  # DTensor cuts the padding of short shards off before it waits
     whole._stacked = stacked
     return whole
 
@@ -65,7 +66,8 @@ def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor: QuantizedTensor = args[0]
     if isinstance(tensor._planes, rejoining.StackedPlanes):  # that has been waited for
         return tensor
-    tensor._ends = False
+    if tensor._padding.ends_where_cut:
+        tensor._padding = NOT_PADDED
     waited = tensor._with_planes(tensor._map(func))
     waited._common = tensor._common
     waited._stacked = {name: func(plane) for name, plane in tensor._stacked.items()}

@@ -18,6 +18,7 @@ from layoutc.runtime.dispatch.rejoining import StackedPlanes, taken_apart
 from layoutc.runtime.dispatch.windows import Window, bounds, dim_of, matrix_for, window
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
+from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import part_of
 from layoutc.runtime.weight.planes import CutPlanes, ScatteredPlanes
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -25,7 +26,8 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
     """Entries start..stop of an outer dim, as views of the planes."""
-    if (start, stop) == (0, tensor.shape[dim] if tensor._held is None else tensor._held):
+    rows = tensor._padding.rows
+    if (start, stop) == (0, tensor.shape[dim] if rows is None else rows):
         return _first_rows(tensor, dim, stop)
     if not tensor._transposed:
         return _cut(tensor, window(tensor, dim, start, stop, operator))
@@ -36,18 +38,16 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 
 
 def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor:
-    """All that a tensor holds, which is less than it was made for where it took over the planes of a short shard."""
-    if tensor._held is None:
-        piece = tensor._alias()
-        piece._made_in, piece._is_new = weakref.ref(tensor) if tensor._is_new else None, False
-        return piece
-    piece = tensor._alias((*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
-    piece._held, piece._is_new = None, False
+    """All that a tensor holds, which is less than its shape says where that is padded."""
+    padding = tensor._padding
+    piece = tensor._alias(None if padding.rows is None else (*tensor.shape[:dim], stop, *tensor.shape[dim + 1 :]))
+    if not padding.ends_where_cut:
+        piece._padding = Padding(first_rows_of=weakref.ref(tensor)) if padding.is_new else NOT_PADDED
     return piece
 
 
 def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
-    is_first = tensor._ends and found.r0 == 0
+    is_first = tensor._padding.ends_where_cut and found.r0 == 0
     if is_first and found.halo.after:
         found = found._replace(r1=found.r1 - found.halo.after, halo=NO_HALO)
     window = (found.r0, found.r1, found.c0, found.c1)
@@ -64,15 +64,17 @@ def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
     piece._home, piece._writes = tensor._home, tensor._writes
     piece._part = None if is_first else part_of(tensor, found.r0, found.c0)
     # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
-    tensor._is_new = tensor._is_new and found.r0 + found.halo.before == tensor._halo.before
-    if tensor._is_new:
-        piece._made_in, piece._halo, piece._part = weakref.ref(tensor), Halo(*found.halo[:2]), None
-    if found.rows != tensor._rows and not (tensor._is_new or is_first):
+    if tensor._padding.is_new and found.r0 + found.halo.before != tensor._halo.before:
+        tensor._padding = NOT_PADDED
+    piece._padding = tensor._padding.of_piece()
+    if tensor._padding.is_new:
+        piece._padding = Padding(first_rows_of=weakref.ref(tensor))
+        piece._halo, piece._part = Halo(*found.halo[:2]), None
+    if found.rows != tensor._rows and not (tensor._padding.is_new or is_first):
         piece._common |= tensor.LAYOUT.shared
     if found.matrix[1] != tensor._matrix[1]:
         piece._common |= tensor.LAYOUT.shared_along_rows
     piece._common |= tensor._common
-    piece._is_new = False
     return piece
 
 
@@ -159,7 +161,7 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
     whole = tensor._alias()
-    whole._is_new = False
+    whole._padding = whole._padding.of_piece()
 
     def runs() -> list[QuantizedTensor]:
         matrix, starts = whole._alias(tensor._matrix), range(0, lead * total, total)
@@ -170,7 +172,8 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
 
     planes = ScatteredPlanes(tensor._planes, layout.stored, (lead, total, first, last), runs, columns)
     piece = tensor._with_planes(planes, shape, matrix=(lead * (last - first), tensor._matrix[1]))
-    piece._home, piece._writes, piece._common, piece._is_new = tensor._home, tensor._writes, layout.shared, False
+    piece._home, piece._writes, piece._common = tensor._home, tensor._writes, layout.shared
+    piece._padding = tensor._padding.of_piece()
     return piece
 
 
@@ -215,7 +218,7 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
     if others.count(others[0]) < len(pieces) or any(p._planes.keys() != first._planes.keys() for p in pieces):
         return False
     halo = first._halo[:2] if dim == first.dim() - 1 > 0 else (0, 0)
-    if any(p._halo[:2] != halo or p._held is not None or (dim and p.shape[-1] != p._matrix[1]) for p in pieces):
+    if any(p._halo[:2] != halo or p._padding.rows is not None or (dim and p.shape[-1] != p._matrix[1]) for p in pieces):
         return False
     if 0 < dim < first.dim() - 1:
         if any(prod(p.shape[dim:-1]) % layout.block_rows for p in pieces):
@@ -288,7 +291,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
     new: QuantizedTensor = type(tensor)(
         planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
     )
-    new._name, new._is_new = tensor._name, True
+    new._name, new._padding = tensor._name, NEW
     new._writes.trains = tensor._writes.trains
     return new
 

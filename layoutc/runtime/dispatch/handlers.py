@@ -20,6 +20,7 @@ from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
+from layoutc.runtime.weight.padding import Padding
 from layoutc.runtime.weight.planes import ScatteredPlanes
 from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
 
@@ -247,7 +248,8 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         same = source.LAYOUT.layout_id == target.LAYOUT.layout_id
         if same and isinstance(target._planes, ScatteredPlanes):
             return _copy_runs(func, target, source, target._planes.runs())
-        new = target._made_in() if target._made_in is not None and target._writes.count == 0 else None
+        padded = target._padding.first_rows_of
+        new = padded() if padded is not None and target._writes.count == 0 else None
         if same and new is not None and (source._halo.rows or target._halo.rows):
             return _take_over(target, new, source)
         if same and source._halo[:2] != target._halo[:2]:
@@ -328,7 +330,7 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
         tensor._planes.clear()
         tensor._planes.update(planes)
         tensor._matrix, tensor._halo = source._matrix, Halo(*source._halo[:2])
-    new._held = target.shape[0]
+    new._padding = Padding(rows=target.shape[0])
     written([target])
     initial_values.carry(target, source)
     return target

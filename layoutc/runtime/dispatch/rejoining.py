@@ -1,8 +1,8 @@
 """DTensor's collectives on shards whose cuts fall inside blocks, where ranks on both sides of a cut hold its scales.
 
-DTensor fills short shards up, gathers or scatters, and cuts the filling off again. Such a shard has no bytes for the
-filling: filled up, it is an alias of the greater size, and `_held` says what of that is there. Which rows each rank
-has, and where in a block they begin, travels first, as numbers: all ranks agree on them before a plane is on its way.
+DTensor pads short shards, gathers or scatters, and cuts the padding off again. Such a shard has no bytes for padding:
+when padded, it is an alias under the larger shape, and `Padding.rows` says how much of that is there. First the ranks
+exchange how many rows each has and where in a block they begin, so that all agree before any plane is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.torch_private import c10d_functional, process_group
 from layoutc.runtime.weight import initial_values, operators
+from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.stored_form import with_halo
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -71,7 +72,7 @@ def cuts_blocks(tensor: QuantizedTensor, world: int) -> bool:
 def filled(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     """A short shard under the shape of a full one, with the planes that it has."""
     full = tensor._alias(shape)
-    full._held = tensor.shape[0]
+    full._padding = Padding(rows=tensor.shape[0])
     return full
 
 
@@ -87,7 +88,7 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
                 planes[name] = plane.new_zeros(facts.shape)
                 planes[name][: plane.shape[0], : plane.shape[1]] = plane
     full = tensor._with_planes(planes, shape, matrix=matrix)
-    full._held = None
+    full._padding = NOT_PADDED
     if (values := initial_values.own(tensor)) is not None:
         initial_values.keep(full, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
     return full
@@ -134,7 +135,7 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
             entries = received.index_select(0, torch.tensor(chosen, device=received.device))
         planes[name] = entries.reshape(-1).view(facts[name].dtype).view(facts[name].shape)
     whole = tensor._with_planes(planes, shape, matrix=(cuts.rows, k), halo=NO_HALO)
-    whole._held = None if cuts.rows == rows * world else cuts.rows // prod(shape[1:-1])
+    whole._padding = NOT_PADDED if cuts.rows == rows * world else Padding(rows=cuts.rows // prod(shape[1:-1]))
     return whole
 
 
@@ -208,8 +209,8 @@ def scatter_(
     entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in found.items()}
     output._planes.clear()
     output._planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
-    output._matrix, output._halo, output._is_new = matrix, halo, False
-    output._held = None if own == rows else own // prod(output.shape[1:-1])
+    output._matrix, output._halo = matrix, halo
+    output._padding = NOT_PADDED if own == rows else Padding(rows=own // prod(output.shape[1:-1]))
     return works[-1]
 
 

@@ -19,6 +19,7 @@ from layoutc.ints.cuts import Halo
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight import gathered_in_graphs
+from layoutc.runtime.weight.padding import NOT_PADDED
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.initial_values import Initial
@@ -233,7 +234,7 @@ def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
             return tensor
         first: Any = tensor.new_zeros(size)
         first._planes.update({name: tensor._planes[name] for name in tensor.LAYOUT.shared & tensor._planes.keys()})
-        first._halo, first._is_new, first._writes = Halo(0, first._halo.after), False, tensor._writes
+        first._halo, first._padding, first._writes = Halo(0, first._halo.after), NOT_PADDED, tensor._writes
         return first  # type: ignore[no-any-return]
 
     return {"__create_chunk_list__": chunks, "__get_tensor_shard__": shard}[name]

@@ -32,6 +32,7 @@ from layoutc.runtime.weight import (
     stored_form,
 )
 from layoutc.runtime.weight.flattening import place
+from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
 from layoutc.runtime.weight.planes import CutPlanes, Home, ScatteredPlanes
 from layoutc.runtime.weight.recipe_methods import Generated
@@ -62,10 +63,7 @@ class QuantizedTensor(Generated, torch.Tensor):
     _part: Part | None  # of a piece: where it lies in the tensor that it is a piece of
     _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
     _halo: Halo  # rows of the planes that are not the tensor's own
-    _made_in: Callable[[], QuantizedTensor | None] | None  # gives the new tensor of which this is the first rows
-    _held: int | None  # of a new tensor that has taken over the planes of another: its size in dim 0
-    _is_new: bool  # from new_zeros or new_empty: its first rows are cut to be the whole of something, as FSDP2 does
-    _ends: bool  # gathered or scattered by DTensor: what is cut off its end is filling, so that the weight ends there
+    _padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
     _sent: QuantizedTensor | None  # of what has been broadcast as values, and its parts: the whole weight
     _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
@@ -105,8 +103,8 @@ class QuantizedTensor(Generated, torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes, self._part = Writes(planes=planes), None
-        self._common, self._is_new, self._ends, self._peers = frozenset(), False, False, None
-        self._halo, self._made_in, self._held, self._sent = halo, None, None, None
+        self._common, self._peers = frozenset(), None
+        self._halo, self._padding, self._sent = halo, NOT_PADDED, None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -128,9 +126,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             halo=self._halo,
         )
         other._name, other._home, other._writes, other._part = self._name, self._home, self._writes, self._part
-        other._common, other._is_new, other._ends = self._common, self._is_new, self._ends
-        other._peers = self._peers
-        other._made_in, other._held, other._sent = self._made_in, self._held, self._sent
+        other._common, other._peers, other._padding, other._sent = self._common, self._peers, self._padding, self._sent
         return other
 
     def _with_planes(
@@ -152,7 +148,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             transposed=self._transposed,
             halo=self._halo if halo is None else halo,
         )
-        other._name, other._is_new, other._held, other._sent = self._name, self._is_new, self._held, self._sent
+        other._name, other._padding, other._sent = self._name, self._padding.of_copy(), self._sent
         other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
         other._writes.trains = self._writes.trains
         return other
