@@ -488,7 +488,7 @@ def test_states_that_no_tensor_has(tmp_path: Path, saved: Any) -> None:
                 header(bad)
     with pytest.raises(LayoutError, match="in form 9"):
         header(state | {"format": 9})
-    with pytest.raises(DamagedError, match="other numbers of elements"):
+    with pytest.raises(DamagedError, match="different numbers of elements"):
         header(state | {"shape": (1, 1)})
     with pytest.raises(DamagedError, match="without a state"):
         header([state])

@@ -262,7 +262,7 @@ def test_two_builds_of_a_recipe_answer_for_themselves(tmp_path: Path, monkeypatc
 
 
 def test_a_recipe_that_is_not_there() -> None:
-    with pytest.raises(LayoutError, match="no recipe nowhere 123 in this process: import its package"):
+    with pytest.raises(LayoutError, match="this process has no recipe nowhere 123: import its package"):
         OPERATORS.quantize(torch.zeros(32, 32), None, "nowhere 123", ["rowwise"])
 
 

@@ -26,6 +26,7 @@ from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import no_torch_function
 from layoutc.runtime.weight import flattening, memory_identity, operators
+from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode
 
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -256,21 +257,14 @@ class CastOnGather(torch.Tensor):
         return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Values of its own; what users have set on the tensor is deep-copied as well."""
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        with torch.no_grad():
-            other: Any = self._fresh(self._plain.clone())
-        other._agreed = Agreed.restored(copy.deepcopy(self._agreed.snapshot(self), memo), other)
-        other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
-        other.requires_grad_(self.requires_grad)
-        memo[id(self)] = other
-        for name, value in self.__dict__.items():
-            if name not in other.__dict__:
-                setattr(other, name, copy.deepcopy(value, memo))
-        if self.grad is not None:
-            other.grad = copy.deepcopy(self.grad, memo)
-        return other  # type: ignore[no-any-return]
+        """A copy with values of its own. Attributes that users have set on the tensor are deep-copied too."""
+
+        def make() -> CastOnGather:
+            other = self._fresh(self._plain.clone())
+            other._agreed = Agreed.restored(copy.deepcopy(self._agreed.snapshot(self), memo), other)
+            return other
+
+        return deep_copied(self, memo, make)  # type: ignore[no-any-return]
 
     def share_memory_(self) -> Self:
         """Moves the values to shared memory."""

@@ -126,9 +126,7 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """clone: every plane copied, compact, scales and amax included."""
     tensor: QuantizedTensor = args[0]
-    copy = tensor._with_planes(tensor._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
-    initial_values.carry(copy, tensor)
-    return copy
+    return tensor._compact_copy()
 
 
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:

@@ -1,4 +1,4 @@
-"""CRC-32 of tensors, as zlib computes it, by several threads: a checkpoint should not wait for one."""
+"""CRC-32 of tensors, as zlib computes it, on several threads: one thread would hold up a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache, reduce
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # bytes that a thread takes at once
+CHUNK = 2**24  # bytes that a thread takes at a time
 THREADS = min(8, os.cpu_count() or 1)
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, reflected: the highest bit is the coefficient of x^0
 _ONE, _X8 = 1 << 31, 1 << 23
@@ -22,13 +22,13 @@ def crc32(tensor: Tensor) -> int:
     if data.numel() <= CHUNK:
         return _crc32(data)
     chunks = data.split(CHUNK)  # type: ignore[no-untyped-call]
-    with ThreadPoolExecutor(THREADS) as pool:  # of this call alone: threads do not survive a fork
-        found = list(pool.map(_crc32, chunks))
-    return reduce(lambda so_far, one: combine(so_far, *one), zip(found, map(len, chunks), strict=True), 0)
+    with ThreadPoolExecutor(THREADS) as pool:  # made for each call, since threads do not survive a fork
+        checksums = list(pool.map(_crc32, chunks))
+    return reduce(lambda so_far, one: combine(so_far, *one), zip(checksums, map(len, chunks), strict=True), 0)
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of bytes, given that of their first part, and that of the rest, which has `length` bytes."""
+    """The CRC-32 of two parts joined: `first` is that of the first part, `second` that of the next `length` bytes."""
     return _times(_power(length), first) ^ second
 
 
@@ -39,19 +39,19 @@ def _crc32(data: Tensor) -> int:
 @lru_cache(maxsize=64)
 def _power(length: int) -> int:
     """x to the power of 8 * length, modulo the polynomial."""
-    found, square = _ONE, _X8
+    power, square = _ONE, _X8
     while length:
         if length & 1:
-            found = _times(found, square)
+            power = _times(power, square)
         square, length = _times(square, square), length >> 1
-    return found
+    return power
 
 
 def _times(a: int, b: int) -> int:
     """The product of two polynomials over GF(2), modulo that of CRC-32."""
-    found = 0
+    product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
-            found ^= b
+            product ^= b
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found
+    return product

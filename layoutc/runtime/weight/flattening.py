@@ -1,4 +1,4 @@
-"""What torch.compile asks of a wrapper: its plain tensors under names, and the rest as a value that can be compared."""
+"""Flattening for torch.compile: a wrapper's plain tensors by name, and all the rest as one comparable value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """All that is not a tensor. Graphs are guarded by its equality and cached by its repr."""
+    """Everything that is not a tensor. Graphs are guarded by its equality and cached by its repr."""
 
     layout_id: str
     names: tuple[str, ...]
@@ -27,16 +27,16 @@ class Context(NamedTuple):
     transposed: bool
     dtype: torch.dtype
     halo: Halo
-    whole: tuple[int, int] | None  # (m, k) of a weight that each pass gathers anew, and which part of it this is
-    window: Window | None
+    whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
+    window: Window | None  # the part of it that this tensor is
 
 
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
-    """Names of the planes, or of the handle that stands for them in graphs, and the context."""
+    """The names of the planes, or of the handle that stands for them in graphs; and the context."""
     planes, whole, window = tensor._planes, None, None
     names = tuple(f"plane_{name}" for name in planes)
     if getattr(planes, "handle", None) is not None:
-        names, (whole, window) = ("handle",), place(tensor)
+        names, (whole, window) = ("handle",), whole_and_window(tensor)
     of = tensor._matrix, tensor._orientations, tensor._transposed, tensor.dtype, tensor._halo
     return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window)
 
@@ -44,7 +44,7 @@ def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
 def unflatten(
     cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Context, shape: Iterable[int]
 ) -> QuantizedTensor:
-    """Inverse of flatten. Raises ValueError for another layout id."""
+    """The inverse of flatten. Raises ValueError for another layout id."""
     if context.layout_id != cls.LAYOUT.layout_id:
         raise ValueError(f"{cls.__name__} has layout {cls.LAYOUT.layout_id}, but the tensor has {context.layout_id}")
     matrix, home, planes = context.matrix, None, _planes(cls, inner, context)
@@ -68,26 +68,27 @@ def unflatten(
 
 
 def _planes(cls: type[QuantizedTensor], inner: Mapping[str, Tensor], context: Context) -> MutableMapping[str, Tensor]:
-    """What a tensor holds, or the weight that it is a piece of.
+    """The planes of a tensor, or of the weight that it was cut from.
 
-    What a graph returns is an alias of the gathered weight again; while a graph is traced, the weight is asked.
+    A handle that a graph returns leads back to the gathered weight; while the graph is traced, to planes that it
+    records.
     """
     if context.whole is None:
         return {name.removeprefix("plane_"): inner[name] for name in context.names}
-    if (held := owner(inner["handle"])) is not None:
-        return held
+    if (gathered := owner(inner["handle"])) is not None:
+        return gathered
     return gathered_in_graphs.planes(cls, inner["handle"], context.whole, context.orientations)
 
 
 def inner(planes: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """What flatten names: a plane, or the handle."""
+    """An inner tensor by the name that flatten gave it: a plane, or the handle; None for any other name."""
     if name.startswith("plane_"):
         return planes.get(name[6:])
     return getattr(planes, "handle", None) if name == "handle" else None
 
 
-def place(tensor: QuantizedTensor) -> tuple[tuple[int, int], Window]:
-    """(m, k) of the weight that a tensor is a piece of, or is, and the rows and columns that it covers."""
+def whole_and_window(tensor: QuantizedTensor) -> tuple[tuple[int, int], Window]:
+    """(m, k) of the weight that a tensor was cut from, or is, and the window of it that the tensor covers."""
     planes = tensor._planes
     if isinstance(planes, CutPlanes):
         return planes.matrix, planes.window
@@ -95,19 +96,19 @@ def place(tensor: QuantizedTensor) -> tuple[tuple[int, int], Window]:
 
 
 def _nothing(*_: Any) -> None:
-    """In place of a weak reference to the shard, and of a gather: a graph finds both when it runs."""
+    """Stands for the weak reference to the shard and for the gather while tracing: a graph finds both when it runs."""
 
 
 _UNKNOWN = Home(_nothing, _nothing)  # type: ignore[arg-type]
 
 
 def stable_hash(tensor: QuantizedTensor) -> str:
-    """The same in every process for what compiles to the same code; anything that differs changes it."""
+    """A hash for compile caches: equal in all processes for tensors that compile to the same code, else different."""
     return digest(tensor.KEY, tensor)
 
 
 def digest(key: str, tensor: torch.Tensor) -> str:
-    """A hash of what a wrapper is, `key` says which, and of all that its graph could depend on but values."""
+    """A hash of `key`, which says what kind of wrapper it is, and of all that a graph can depend on except values."""
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(tensor, name) for name in names]
     facts = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in inner]
@@ -116,9 +117,9 @@ def digest(key: str, tensor: torch.Tensor) -> str:
 
 
 def for_cache(tensor: torch.Tensor) -> tuple[type[str], tuple[str]] | None:
-    """How a tensor without values is reduced: to its hash. None for one with values.
+    """How a fake tensor is pickled: as its hash. None for a tensor with values.
 
-    Such tensors are pickled to make the keys of compiled graphs, before torch 2.13 by that alone.
+    Fake tensors are pickled to make the cache keys of compiled graphs; before torch 2.13, keys are made of that alone.
     """
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     if not any(operators.is_fake(getattr(tensor, name)) for name in names):

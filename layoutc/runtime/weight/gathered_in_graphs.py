@@ -1,8 +1,9 @@
-"""Weights that FSDP2 gathers for each pass anew, as a compiled graph sees them.
+"""Weights whose planes each pass replaces, as a compiled graph sees them.
 
-Where forward and backward gather other planes, a graph can't hold planes: what forward saves, backward finds replaced.
-It holds the weight's handle, and these operators read what the weight holds when they run. What it does not hold in
-that pass they gather, by all ranks alike, as eager calls do; so recomputed activations have what forward had.
+If forward and backward gather different planes, a graph can't hold planes: what forward saves is replaced by backward.
+So it holds the weight's handle, and these operators read the planes that the weight holds when they run. An orientation
+that it does not hold in that pass is gathered by all ranks, as in eager mode, so recomputed activations have what
+forward had.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------- what the runtime calls
 def handle(planes: Mapping[str, Tensor]) -> Tensor | None:
-    """While calls are traced, what stands for a weight whose planes each pass replaces; else None."""
-    found: Tensor | None = getattr(planes, "handle", None)
-    return found if found is not None and operators.traced(found) else None
+    """The handle of a weight whose planes each pass replaces, while calls are traced; else None."""
+    own: Tensor | None = getattr(planes, "handle", None)
+    return own if own is not None and operators.traced(own) else None
 
 
 def check_held(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError where FSDP2 has freed what a gathered weight held: to read that would end the process."""
+    """Raises LayoutError if FSDP2 has freed a gathered weight's planes: reading freed memory would crash the
+    process."""
     if tensor._home is None:
         return
     planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)  # of a piece: the whole weight's
@@ -43,7 +45,7 @@ def check_held(tensor: QuantizedTensor) -> None:
 
 
 def refuse_write(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError for a gathered weight, which lives as long as the pass: what is written would be lost."""
+    """Raises LayoutError for a gathered weight, which lives only as long as the pass: a write would be lost."""
     if handle(tensor._planes) is None and tensor._shard() is not None:
         raise LayoutError(
             f"{tensor._label()} is gathered, and the next gather would undo what is written into it; write into the "
@@ -59,32 +61,32 @@ def refuse_write(tensor: QuantizedTensor) -> None:
 def dequantize(
     cls: type[QuantizedTensor], handle: Tensor, window: Window, orientation: str, dtype: torch.dtype
 ) -> Tensor:
-    """The values of a window of the weight in an orientation."""
+    """The (m, k) values of a window of the weight in an orientation, as one node of the graph."""
     return _dequantize(handle, list(window), cls.KEY, orientation, dtype)
 
 
 def lay_out(
     cls: type[QuantizedTensor], handle: Tensor, window: Window, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
-    """The buffers of orientations of a window of the weight, all of them new.
+    """The buffers of orientations of a window of the weight; none aliases a plane.
 
-    One call for each orientation, so that a graph drops those that it does not read, and nothing is gathered for them.
+    One node for each orientation, so that the graph drops those that it does not read and nothing is gathered for them.
     """
     cls.LAYOUT.check_swizzled(swizzled)
     m, k = _sizes(window)
     buffers: dict[str, Tensor] = {}
     for orientation in orientations:
-        found = _lay_out(handle, list(window), cls.KEY, orientation, swizzled)
-        buffers |= dict(zip(_names(cls.LAYOUT, m, k, orientation, swizzled), found, strict=True))
+        outputs = _lay_out(handle, list(window), cls.KEY, orientation, swizzled)
+        buffers |= dict(zip(_names(cls.LAYOUT, m, k, orientation, swizzled), outputs, strict=True))
     return {name: buffers[name] for name in cls.LAYOUT.buffers(m, k) if name in buffers}
 
 
 def planes(
     cls: type[QuantizedTensor], handle: Tensor, matrix: tuple[int, int], orientations: Sequence[str]
 ) -> TracedPlanes:
-    """All planes of the weight, for what is neither dequantized nor laid out."""
-    held = {name for orientation in orientations for name in cls.LAYOUT.sources[orientation]}
-    names = [name for name in cls.LAYOUT.stored if name in held]
+    """All planes of the weight, for operators that neither dequantize nor lay it out."""
+    needed = {name for orientation in orientations for name in cls.LAYOUT.sources[orientation]}
+    names = [name for name in cls.LAYOUT.stored if name in needed]
     return TracedPlanes(handle, names, lambda name: _plane(handle, *matrix, cls.KEY, name))
 
 
@@ -102,15 +104,15 @@ def _names(layout: Layout, m: int, k: int, orientation: str, swizzled: bool) -> 
 # --------------------------------------------------------------------------------------------------- what operators run
 def _run_dequantize(handle: Tensor, window: list[int], recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
-    held = _now(cls, handle, orientation)
-    return operators.own(cls._matrix_values(cls._cut(held, *window), m, k, orientation, dtype), *held.values())
+    whole = _now(cls, handle, orientation)
+    return operators.own(cls._matrix_values(cls._cut(whole, *window), m, k, orientation, dtype), *whole.values())
 
 
 def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: str, swizzled: bool) -> list[Tensor]:
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
-    held = _now(cls, handle, orientation)
-    buffers = cls._lay_out(cls._cut(held, *window), m, k, (orientation,), swizzled)
-    return [operators.own(buffers[name], *held.values()) for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
+    whole = _now(cls, handle, orientation)
+    buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
+    return [operators.own(buffers[name], *whole.values()) for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:
@@ -120,27 +122,27 @@ def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor
 
 
 def _now(cls: type[QuantizedTensor], handle: Tensor, orientation: str) -> Mapping[str, Tensor]:
-    """The planes of an orientation of the whole weight, as it is now: those that it holds, or gathered for the caller.
+    """The planes of an orientation of the whole weight: those that it holds now, else gathered for this call.
 
-    Raises MissingOrientation where the weight is gone, LayoutError where FSDP2 has freed what it held.
+    Raises MissingOrientation if the weight is gone, LayoutError if FSDP2 has freed its planes.
     """
     sources = cls.LAYOUT.sources[orientation]
-    held = owner(handle)
-    if held is not None and all(name in held for name in sources):
+    gathered = owner(handle)
+    if gathered is not None and all(name in gathered for name in sources):
         for name in sources:
-            if held[name].numel() and not held[name].untyped_storage().nbytes():
+            if gathered[name].numel() and not gathered[name].untyped_storage().nbytes():
                 raise LayoutError(
                     f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a weight that FSDP2 has resharded; "
                     "call the module that fully_shard was given, or unshard() it first"
                 )
-        return {name: held[name] for name in sources}
-    shard = held.home() if held is not None else None
-    if held is None or shard is None or orientation not in shard.orientations:
+        return {name: gathered[name] for name in sources}
+    shard = gathered.home() if gathered is not None else None
+    if gathered is None or shard is None or orientation not in shard.orientations:
         raise MissingOrientation(
             f"{cls.LAYOUT.name}: a compiled graph reads {orientation} of a gathered weight, but "
             + (f"its shard holds no {orientation}" if shard is not None else "FSDP2 does not hold that weight any more")
         )
-    return held.home.fetch(orientation, handle.device)
+    return gathered.home.fetch(orientation, handle.device)
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
@@ -161,7 +163,7 @@ def _fake_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tenso
     return _like(operators.recipe_of(recipe).LAYOUT.planes(m, k)[name], handle)
 
 
-# A recorded CUDA graph would read for ever where the weight lay when it was recorded.
+# A recorded CUDA graph would always read the memory that the weight had when it was recorded.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 operators.define(
     "dequantize_gathered(Tensor handle, SymInt[] window, str recipe, str orientation, ScalarType dtype) -> Tensor",

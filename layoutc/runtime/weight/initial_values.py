@@ -2,11 +2,11 @@
 
 A master that starts as the dequantized weight starts on the grid of the codes, and at a small learning rate needs many
 steps before the first code changes. So plain values that are written into a weight that trains are kept beside its
-bytes: as they came, in their own dtype, on its device. A shard keeps those of its own rows. They belong to the bytes
-that they were quantized to: whoever writes other bytes drops them, and a copy of the bytes takes a copy of them along.
-`MasterWeights` takes them, and then they are gone. No file, graph or `planes()` has them.
+bytes, unchanged, in their own dtype, on its device. A shard keeps those of its own rows. They belong to the bytes that
+they were quantized to: writing other bytes drops them, and a copy of the bytes gets a copy of them. `MasterWeights`
+takes them and frees them. They appear in no file, no graph and not in `planes()`.
 
-This module also tells bytes apart: `mark` stays the same for as long as a weight holds the same ones.
+This module also tells bytes apart: `mark` stays equal for as long as a weight holds the same bytes.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 
 class Seal(NamedTuple):
-    """Planes, and the version counters that they had when values were kept."""
+    """Planes and the version counters that they had when the values were kept: writes since then change those."""
 
     planes: Mapping[str, Tensor]
     versions: tuple[int, ...]
 
 
 class Initial(NamedTuple):
-    """What a tensor was quantized from: (its own rows, k), plain, in memory of its own."""
+    """The values that a tensor was quantized from: a plain tensor of (its own rows, k) in memory of its own."""
 
     values: Tensor
-    is_whole: bool  # False where parts alone were written: NaN stands for the rest, which is what it dequantizes to
+    is_whole: bool  # False if only parts were written: the rest is NaN, and stands for what the weight dequantizes to
     seals: tuple[Seal, ...]
 
 
 # --------------------------------------------------------------------------------------------------- which bytes it has
 def mark(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    """Equal for as long as a tensor holds the same bytes, and for what FSDP2 makes of a shard when it copies it."""
+    """A value that stays equal for as long as a tensor holds the same bytes, also through FSDP2's copies of a shard."""
     return tensor._writes.content, _versions(_base(tensor))
 
 
 def rewritten(tensor: QuantizedTensor) -> None:
-    """Says that bytes of a tensor, or of what it is a piece of, have been written: nothing is known of them."""
+    """Records that a tensor, or the tensor that it was cut from, has new bytes: their initial values are unknown."""
     tensor._writes.content, tensor._writes.initial = object(), None
 
 
 def _base(tensor: QuantizedTensor) -> Mapping[str, Tensor]:
-    """The planes that a tensor has, or is cut from at each use."""
+    """A tensor's planes, or those that it is cut from at each use."""
     planes: Mapping[str, Tensor] = getattr(tensor._planes, "base", tensor._planes)
     return planes
 
 
 def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Version counters: of all writes outside of this package, which `rewritten` is not told of."""
+    """Version counters: they also count writes from outside of this package, which don't call `rewritten`."""
     if getattr(planes, "handle", None) is not None:
         return ()
     return tuple(0 if plane.is_inference() else plane._version for plane in planes.values())
@@ -67,11 +67,11 @@ def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 # ------------------------------------------------------------------------------------------------ what it was made from
 def held(tensor: QuantizedTensor) -> Initial | None:
-    """What is kept of the tensor that this one is, or is a piece of; None where its bytes have been written since."""
+    """The values kept for this tensor, or for the tensor that it was cut from; None if its bytes were written since."""
     kept, own = tensor._writes.initial, _base(tensor)
     if kept is None:
         return None
-    # Views that are made below autograd have counters of their own, which begin at 0.
+    # Views made below autograd have version counters of their own, which start at 0.
     is_other = all(own is not seal.planes for seal in kept.seals) and any(_versions(own))
     if is_other or any(_versions(seal.planes) != seal.versions for seal in kept.seals):
         tensor._writes.initial = None
@@ -79,9 +79,10 @@ def held(tensor: QuantizedTensor) -> Initial | None:
 
 
 def keep(tensor: QuantizedTensor, values: Tensor, before: Initial | None = None, is_whole: bool = True) -> None:
-    """Keeps a copy of values, of as many elements as the tensor, that it has just been quantized from, if it trains.
+    """Keeps a copy of the values that a tensor has just been quantized from, if it trains.
 
-    before: of a piece, what was `held` until then, which stays for the rest; without it the rest has none.
+    values: as many elements as the tensor has. before: for a piece, what was `held` before the write, which is kept for
+    the rest of the tensor; without it the rest has no initial values.
     """
     writes = tensor._writes
     if not writes.trains or values.is_meta or torch.is_inference_mode_enabled() or operators.traced(values):
@@ -109,16 +110,16 @@ def _with_part(tensor: QuantizedTensor, matrix: Tensor, before: Initial | None, 
 
 
 def zeroed(tensor: QuantizedTensor, before: Initial | None) -> None:
-    """Says that a tensor has just been made zero, which needs nothing to be kept: it dequantizes to exact zeros."""
+    """Records that a tensor has just been zeroed. No values are kept, since it dequantizes to exact zeros."""
     free(tensor)
     if before is not None and not _is_all(tensor):
         keep(tensor, before.values.new_zeros(tensor._rows, tensor._matrix[1]), before)
 
 
 def carry(copy: QuantizedTensor, source: QuantizedTensor, before: Initial | None = None) -> None:
-    """Says that a tensor has just been given the bytes of another one: it has the same marks and initial values.
+    """Records that a tensor has just been given another one's bytes, and so has the same mark and initial values.
 
-    before: as for `keep`. Copies that checkpoints are made of take none along.
+    before: as for `keep`. Copies made for checkpoints get no initial values.
     """
     part = _own(source)
     if _is_all(copy) and _is_all(source):
@@ -128,49 +129,49 @@ def carry(copy: QuantizedTensor, source: QuantizedTensor, before: Initial | None
 
 
 def values(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
-    """A new plain tensor of the tensor's shape with its initial values, in a dtype; None where none are kept."""
+    """The initial values as a new plain tensor of the tensor's shape, in a dtype; None if none are kept."""
     if (part := _own(tensor)) is None:
         return None
     shape = tuple(tensor.shape)
     straight = (*shape[:-2], shape[-1], shape[-2]) if tensor._transposed else shape
-    found = part.values.to(dtype, copy=True).reshape(straight)
-    found = found.transpose(-2, -1) if tensor._transposed else found
-    return found if part.is_whole else torch.where(found.isnan(), tensor.dequantize(dtype), found)
+    result = part.values.to(dtype, copy=True).reshape(straight)
+    result = result.transpose(-2, -1) if tensor._transposed else result
+    return result if part.is_whole else torch.where(result.isnan(), tensor.dequantize(dtype), result)
 
 
 def own(tensor: QuantizedTensor) -> Tensor | None:
-    """All initial values of a tensor's own rows, (rows, k), as they are kept; None where some are not."""
+    """The initial values of all of a tensor's own rows, (rows, k), in the dtype they are kept in; None if any lack."""
     part = _own(tensor)
     return part.values if part is not None and part.is_whole else None
 
 
 def free(tensor: QuantizedTensor) -> None:
-    """Drops what is kept of a tensor."""
+    """Drops a tensor's initial values."""
     tensor._writes.initial = None
 
 
 def _own(tensor: QuantizedTensor) -> Initial | None:
-    """The part of what is held that is this tensor's own, (rows, k), as a view where its rows are adjacent."""
+    """The initial values of this tensor's own rows, (rows, k): a view if the rows are adjacent."""
     if (kept := held(tensor)) is None:
         return None
     planes = tensor._planes
     pieces: Any = planes.runs() if isinstance(planes, ScatteredPlanes) else [tensor]
-    found = [_window(piece, kept.values) for piece in pieces]
-    windows = [window for window in found if window is not None]
-    if len(windows) < len(found):
+    windows = [_window(piece, kept.values) for piece in pieces]
+    present = [window for window in windows if window is not None]
+    if len(present) < len(windows):
         return None
-    return kept._replace(values=windows[0] if len(windows) == 1 else torch.cat(windows))
+    return kept._replace(values=present[0] if len(present) == 1 else torch.cat(present))
 
 
 def _window(tensor: QuantizedTensor, whole: Tensor) -> Tensor | None:
-    """The part of the values of the tensor that this one is a piece of; None where they do not reach so far."""
+    """This piece's part of the values of the tensor that it was cut from; None if it lies outside of them."""
     rect = _rect(tensor)
     fits = rect.r1 <= whole.shape[0] and rect.c1 <= whole.shape[1]
     return whole[rect.r0 : rect.r1, rect.c0 : rect.c1] if fits else None
 
 
 def _rect(tensor: QuantizedTensor) -> Rect:
-    """A tensor's own rows and columns, of those of the tensor that it is a piece of."""
+    """A tensor's own rows and columns, counted in the tensor that it was cut from."""
     if (part := tensor._part) is None:
         return Rect(0, tensor._rows, 0, tensor._matrix[1])
     rect = covers_of(tensor, part)
@@ -178,7 +179,7 @@ def _rect(tensor: QuantizedTensor) -> Rect:
 
 
 def _is_all(tensor: QuantizedTensor) -> bool:
-    """True for a tensor that is no piece of a larger one."""
+    """True for a tensor that is not a piece of a larger one."""
     if isinstance(tensor._planes, ScatteredPlanes):
         return False
     part = tensor._part

@@ -1,4 +1,4 @@
-"""Which memory a wrapper says it has, to code that asks whether two tensors share theirs."""
+"""The memory that a wrapper reports to code that asks whether two tensors share memory."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from layoutc.runtime import callers
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.sharding.registry import Shard
 
-# Torch's tracing takes a storage for one tensor's identity: the wrapper's must not be a plane's, which it sees as well.
+# Tracing identifies tensors by their storage, and sees the planes as well: the wrapper's must not be one of theirs.
 _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
-# These take an address for memory of numel() elements that they may copy; of 0 they know that there is none.
+# Stagers would copy numel() elements from an address; an address of 0 tells them that there is no such memory.
 _STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._state_dict_stager")
-_KERNELS = ("triton.",)  # reads, at an address, as many elements of the dtype as the tensor has
+_KERNELS = ("triton.",)  # a kernel would read numel() elements of the outer dtype at the address
 
 
 def untyped_storage(tensor: Shard) -> torch.UntypedStorage:
-    """The storage in which the first plane of codes stands, or the values of a weight that is cast on gather: its
-    address and its bytes; none on meta, or while FSDP2 has freed it.
+    """The storage of the first plane of codes, or of the values of a weight that is cast on gather. It is empty on meta
+    and while FSDP2 has freed it.
 
-    Views of a weight are found to share it, as are its other shapes. Weights that were quantized apart never are, not
-    even where they were given one amax.
+    Views of a weight share it, whatever their shapes. Weights that were quantized separately never do, even if they
+    were given the same amax tensor.
 
-    It is not what numel() and element_size() of a quantized weight speak of: those, and `nbytes`, are of a dense copy.
-    The bytes held are the sum over `planes()`. Raises as data_ptr.
+    Its size is not numel() * element_size(): those, and `nbytes`, describe a dense copy. A weight's bytes are the sum
+    over `planes()`. Raises as data_ptr does.
     """
-    plain = _held(tensor, callers.asking(), _TRACING)
+    plain = _addressed(tensor, callers.asking(), _TRACING)
     return torch.Tensor.untyped_storage(tensor) if plain is None else plain.untyped_storage()  # type: ignore[arg-type]
 
 
 def data_ptr(tensor: Shard) -> int:
-    """Where the first plane of codes begins, or the values of a weight that is cast on gather; of a view, where its own
-    rows do. 0 on meta, and while FSDP2 has freed it.
+    """The address of the first plane of codes, or of the values of a weight that is cast on gather; for a view, of its
+    own first row. 0 on meta and while FSDP2 has freed it.
 
-    Equal for aliases, and for no two weights. An identity: what stands at the address of a quantized weight is codes,
-    not numel() elements of its dtype. Raises UnsupportedOperator to a Triton kernel, which would take it for those.
+    Aliases have the same address, and no two weights do. Use it as an identity only: a quantized weight has codes
+    there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, which would read
+    them as such.
     """
-    plain = _held(tensor, callers.asking(), (*_TRACING, *_STAGERS))
+    plain = _addressed(tensor, callers.asking(), (*_TRACING, *_STAGERS))
     if plain is None or plain.is_meta or not plain.untyped_storage().nbytes():
         return 0
     return plain.data_ptr()
 
 
-def _held(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:
-    """The plain tensor that says where a wrapper lies; None for callers that must not know, and while it is traced."""
+def _addressed(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:
+    """The plain tensor whose memory a wrapper reports; None for callers in `untold`, and while it is traced."""
     if caller.startswith(untold):
         return None
-    found: Tensor | None = getattr(tensor, "_plain", None)
-    if found is None:
+    plain: Tensor | None = getattr(tensor, "_plain", None)
+    if plain is None:
         if caller.startswith(_KERNELS):
             raise UnsupportedOperator(
                 f"a Triton kernel can't read {tensor._label()} as a tensor of its dtype: it holds codes; pass the "
@@ -57,5 +58,5 @@ def _held(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:
         if not isinstance(getattr(tensor._planes, "base", tensor._planes), dict):
             return None
         shared = tensor.LAYOUT.shared
-        found = next((plane for name, plane in tensor._planes.items() if name not in shared), None)
-    return found if type(found) is Tensor else None
+        plain = next((plane for name, plane in tensor._planes.items() if name not in shared), None)
+    return plain if type(plain) is Tensor else None

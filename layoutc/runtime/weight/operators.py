@@ -1,12 +1,13 @@
-"""Quantizing, decoding and laying out as torch operators, which is how torch.compile sees them.
+"""Quantizing, dequantizing and laying out as torch operators, which is how torch.compile sees them.
 
-What is traced becomes one node that runs the very code that eager calls run, on every device: same bytes. An operator
-is opaque to Inductor, which compiled from the reference would give others: its division on a card is not IEEE's. Nor is
-it a `triton_op`: Inductor compiles a kernel that it sees with options of its own, and loses enable_fp_fusion=False, on
-which bytes depend, and maxnreg. Eager calls do not pass through here: an operator costs several microseconds.
+A traced call becomes one node that runs the same code as an eager call, on every device, so the bytes are the same.
+The operators are opaque to Inductor on purpose. If it compiled the reference, bytes would differ: its division on a
+card is not IEEE's. Nor are they `triton_op`s: Inductor compiles a kernel that it sees with its own options, and drops
+maxnreg and enable_fp_fusion=False, on which bytes depend. Eager calls bypass them, since a torch operator costs several
+microseconds.
 
-The operators serve all recipes. A recipe goes by a key, the class's full name and its layout id, so that packages built
-twice, or again, never answer for each other. Those of `gathered` are for weights that FSDP2 gathers for each pass anew.
+The same operators serve all recipes. A recipe is named by a key, the class's full name and its layout id, so that
+packages that were built twice never answer for each other. `gathered_in_graphs` has those for gathered weights.
 """
 
 from __future__ import annotations
@@ -28,29 +29,31 @@ _recipes: dict[str, type[QuantizedTensor]] = {}
 
 
 def register(cls: type[QuantizedTensor]) -> str:
-    """The key under which operators find a recipe; the class that was registered last under it is found."""
+    """Registers a recipe's class; returns the key under which operators find it. The last class of a key wins."""
     key = f"{cls.__module__}.{cls.__qualname__} {cls.LAYOUT.layout_id}"
     _recipes[key] = cls
     return key
 
 
 def recipe_of(key: str) -> type[QuantizedTensor]:
-    """The class that was registered under a key. Raises LayoutError where there is none in this process."""
-    found = _recipes.get(key)
-    if found is None:
-        raise LayoutError(f"no recipe {key} in this process: import its package, as built when the graph was traced")
-    return found
+    """The class that was registered under a key. Raises LayoutError if this process has none."""
+    cls = _recipes.get(key)
+    if cls is None:
+        raise LayoutError(
+            f"this process has no recipe {key}: import its package, in the version that the graph was traced with"
+        )
+    return cls
 
 
 def traced(x: Tensor) -> bool:
-    """True where calls are recorded, by torch.compile, torch.export, make_fx or another dispatch mode."""
+    """True while calls are recorded: by torch.compile, torch.export, make_fx or another dispatch mode."""
     if torch.compiler.is_compiling():
         return True
     return is_fake(x) or dispatch_modes() > 0
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for the tensors without values with which torch traces."""
+    """True for the tensors without values that torch traces with."""
     return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
@@ -62,7 +65,7 @@ def quantize(
     orientations: Sequence[str],
     out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """(m, k) values -> the planes of orientations, as `_quantize_matrix` has them; new ones where calls are traced."""
+    """(m, k) values -> the planes of orientations, as `_quantize_matrix`. `out` is ignored while calls are traced."""
     if not traced(x):
         return cls._quantize_matrix(x, amax, orientations, out)
     names = cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)
@@ -70,14 +73,14 @@ def quantize(
 
 
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
-    """(m, k) values -> what shards must agree on before they quantize, fp32."""
+    """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
     return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
 
 
 def dequantize(
     cls: type[QuantizedTensor], planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype
 ) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
+    """Planes -> the (m, k) values of an orientation, in `dtype`."""
     sources = cls.LAYOUT.sources[orientation]
     if not traced(planes[sources[0]]):
         return cls._matrix_values(planes, m, k, orientation, dtype)
@@ -92,7 +95,7 @@ def lay_out(
     orientations: Sequence[str],
     swizzled: bool = False,
 ) -> dict[str, Tensor]:
-    """Planes -> buffers of orientations; those that are planes are the tensors given, or flat views of them."""
+    """Planes -> the buffers of orientations. A buffer that equals a plane is that plane, or a flat view of it."""
     cls.LAYOUT.check_swizzled(swizzled)
     if not traced(next(iter(planes.values()))):
         return cls._lay_out(planes, m, k, tuple(orientations), swizzled)
@@ -101,8 +104,8 @@ def lay_out(
     made: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     if names:
-        found = _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations), swizzled)
-        made = dict(zip(names, found, strict=True))
+        outputs = _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations), swizzled)
+        made = dict(zip(names, outputs, strict=True))
     for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
         if name == "amax" or name.split("_")[0] in orientations:
             stored = None if name in made else planes[cls.LAYOUT.as_stored[name]]
@@ -112,8 +115,8 @@ def lay_out(
 
 def _needed(layout: Layout, orientations: Sequence[str]) -> list[str]:
     """The planes that buffers of orientations are made of, in order."""
-    found = {name for orientation in orientations for name in layout.sources[orientation]}
-    return [name for name in layout.stored if name in found]
+    needed = {name for orientation in orientations for name in layout.sources[orientation]}
+    return [name for name in layout.stored if name in needed]
 
 
 # --------------------------------------------------------------------------------------------------- what operators run
@@ -142,11 +145,11 @@ def _run_lay_out(
     return [own(buffers[name], *planes) for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)]
 
 
-def own(made: Tensor, *given: Tensor | None) -> Tensor:
-    """What an operator may return: contiguous, and no alias of what it was given."""
+def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
+    """A result as an operator must return it: contiguous, and not an alias of an input."""
     made = made.contiguous()
     storage = made.untyped_storage().data_ptr()
-    shared = any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in given)
+    shared = any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
     return made.clone() if shared and made.numel() else made
 
 
@@ -180,7 +183,7 @@ _library: Any = torch.library.Library("layoutc", "DEF")  # type: ignore[no-untyp
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> None:
-    """An operator of torch.ops.layoutc: what it runs on every device, and what it says without values."""
+    """Defines an operator of torch.ops.layoutc: `run` computes on every device, `fake` gives shapes and dtypes."""
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"layoutc::{name}", fake, lib=_library)

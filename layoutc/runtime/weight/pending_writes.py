@@ -1,8 +1,9 @@
-"""Writing quantized bytes piece by piece, where pieces share scales: how a checkpoint loads on other cuts than it has.
+"""Pending writes: pieces of quantized bytes that wait for the rows they share scales with.
 
-A piece whose scale also covers rows that are not in it can't be written by itself: those rows would mean something
-else. Such pieces are kept until everything that shares a scale with them is there as well, and then written. Until then
-the weight holds what it held, and says so when it is read.
+A checkpoint may load on other cuts than it was saved with, so it is written piece by piece. A piece whose scale also
+covers rows outside of it can't be written by itself: those rows would get other values. Such pieces wait until
+everything that shares a scale with them has arrived, and are then written together. Until then the weight keeps its old
+bytes, and reading it raises.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Where a piece's planes begin in those of the tensor that it is a piece of, and what of those are its own rows."""
+    """Where a piece's planes begin in those of the tensor that it was cut from, and which rows are that tensor's
+    own."""
 
     row: int
     column: int
@@ -46,11 +48,11 @@ class Rect(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Elements; 0 for a rect that is none."""
+        """Number of elements; 0 for an empty rectangle."""
         return max(self.r1 - self.r0, 0) * max(self.c1 - self.c0, 0)
 
     def meet(self, other: Rect) -> Rect:
-        """What both have in common."""
+        """The intersection; its area is 0 if there is none."""
         return Rect(
             max(self.r0, other.r0), min(self.r1, other.r1), max(self.c0, other.c0), min(self.c1, other.c1)
         )  # fmt: skip
@@ -58,8 +60,8 @@ class Rect(NamedTuple):
 
 @dataclass(eq=False)  # by identity: tensors compare element by element
 class Piece:
-    """Bytes that wait: where they go, what they cover, what must be there before they can be written, and how many
-    elements of that are missing."""
+    """Bytes that wait to be written into `target`: the elements that they cover, the elements that must be there before
+    they can be written, and how many of those are missing."""
 
     target: QuantizedTensor
     source: QuantizedTensor
@@ -68,30 +70,30 @@ class Piece:
     missing: int
 
     def needed_of(self, other: Rect) -> int:
-        """Elements of a rect that this piece needs, once for each need."""
+        """How many elements of a rectangle this piece needs, counted once for each need."""
         return sum(need.meet(other).area for need in self.needs)
 
 
 @dataclass
 class Writes:
-    """What a tensor, its aliases and its pieces share: how often they have been written, the pieces that wait, and what
-    `initial` knows of where the bytes come from."""
+    """The record of writes that a tensor, its aliases and its pieces share: their number, the pieces that wait, and the
+    values that the bytes were quantized from."""
 
     count: int = 0
     waiting: list[Piece] = field(default_factory=list)
-    planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are made of
-    content: object = field(default_factory=object)  # stands for the bytes: copies have the same one, other bytes not
+    planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
+    content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
     trains: bool = False  # plain values that are written are kept, for a master to start from
     initial: Initial | None = None
     sent: QuantizedTensor | None = None  # the tensor, where a rank has broadcast its values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
-        """For checkpoints that are staged attribute by attribute: initial values are in none."""
+        """For checkpoints that are staged attribute by attribute; they leave initial values out."""
         return Writes(self.count, copy.deepcopy(self.waiting, memo), content=self.content, trains=self.trains)
 
 
 def part_of(tensor: QuantizedTensor, row: int, column: int) -> Part:
-    """The part of a piece of a tensor that begins at a row and a column of its planes."""
+    """The Part of a piece that begins at a row and a column of a tensor's planes."""
     if (part := tensor._part) is not None:
         return part._replace(row=part.row + row, column=part.column + column)
     (m, k), halo = tensor._matrix, tensor._halo
@@ -99,7 +101,7 @@ def part_of(tensor: QuantizedTensor, row: int, column: int) -> Part:
 
 
 def check_whole(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError for a tensor of which a part has been loaded, and not what shares its scales."""
+    """Raises LayoutError for a tensor that was loaded in part, without the rows that share scales with that part."""
     if not tensor._writes.waiting:
         return
     pieces = tensor._writes.waiting
@@ -112,10 +114,9 @@ def check_whole(tensor: QuantizedTensor) -> None:
 
 
 def needs_of(target: QuantizedTensor, source: QuantizedTensor) -> tuple[Rect, ...]:
-    """What must be written together with a piece: the rows and columns that its scales also cover, and that mean
-    something else by them now. () where the piece can be written by itself.
+    """The rectangles that must be written together with a piece: its scales also cover them, and would change them.
 
-    Both have the same own rows, at the same place in their blocks.
+    () if the piece can be written by itself. Target and source have the same own rows, at the same offset in a block.
     """
     if (part := target._part) is None:
         return ()
@@ -139,21 +140,21 @@ def needs_of(target: QuantizedTensor, source: QuantizedTensor) -> tuple[Rect, ..
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """The same bytes."""
+    """True for equal bytes."""
     ours, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (a, b.to(a.device)))
     return torch.equal(ours, theirs)
 
 
 def covers_of(target: QuantizedTensor, part: Part) -> Rect:
-    """A piece's own rows and columns, in the planes of the tensor that it is a piece of."""
+    """A piece's own rows and columns, in the planes of the tensor that it was cut from."""
     (m, k), halo = target._matrix, target._halo
     return Rect(part.row + halo.before, part.row + m - halo.after, part.column, part.column + k)
 
 
 def hold(target: QuantizedTensor, source: QuantizedTensor, needs: tuple[Rect, ...]) -> list[Piece]:
-    """Keeps a piece; returns all that wait once nothing is missing, to be written, else none.
+    """Adds a piece to those that wait. Returns all of them, to be written, once nothing is missing; until then, none.
 
-    Raises LayoutError where the piece and one that waits share a scale and disagree about it.
+    Raises LayoutError if the piece and another one that waits have different values for a scale that they share.
     """
     part, waiting = target._part, target._writes.waiting
     assert part is not None
@@ -178,14 +179,16 @@ def hold(target: QuantizedTensor, source: QuantizedTensor, needs: tuple[Rect, ..
 
 
 def forget(tensor: QuantizedTensor) -> None:
-    """Drops pieces of a tensor that wait, as it has been written whole. Those beyond its rows are of another one, of
-    which it is the first rows."""
+    """Drops the pieces that wait for a tensor, since all of it has been written.
+
+    Pieces beyond its rows stay: they belong to a longer tensor, of which this one is the first rows.
+    """
     last, waiting = tensor._matrix[0] - tensor._halo.after, tensor._writes.waiting
     waiting[:] = [piece for piece in waiting if piece.covers.r0 >= last]
 
 
 def _check_agree(a: Piece, b: Piece) -> None:
-    """Raises LayoutError where two pieces of one tensor have other values for what both share."""
+    """Raises LayoutError if two pieces of one tensor have different values for the scales that they share."""
     for name, (rows, columns) in a.target.LAYOUT.stored.items():
         if name not in a.target._planes or (rows == 1 and columns is not None):
             continue
@@ -198,27 +201,29 @@ def _check_agree(a: Piece, b: Piece) -> None:
 
 
 def _shared(piece: Piece, name: str, other: Rect) -> Tensor | None:
-    """The entries of a plane of a piece that also cover elements of another rect."""
+    """The entries of a piece's plane that also cover elements of another rectangle; None if there are none."""
     rows, columns = piece.target.LAYOUT.stored[name]
-    found, own = piece.source._entries(name), piece.covers
+    entries, own = piece.source._entries(name), piece.covers
     if rows is not None:
         first = own.r0 // rows
         low, high = max(first, other.r0 // rows), min(cdiv(own.r1, rows), cdiv(other.r1, rows))
-        found = found[low - first : max(high, low) - first]
+        entries = entries[low - first : max(high, low) - first]
     if columns is not None:
         begin, end = max(own.c0, other.c0), min(own.c1, other.c1)
         if begin >= end:
             return None
-        low, high = int((begin - own.c0) // columns), int(-(-(end - own.c0) // columns))  # a block may be cut short
-        found = found[..., low:high]
-    return found if found.numel() else None
+        low, high = int((begin - own.c0) // columns), int(-(-(end - own.c0) // columns))  # the last block may be short
+        entries = entries[..., low:high]
+    return entries if entries.numel() else None
 
 
 # ------------------------------------------------------------------------------------- a shard without rows, in a load
 def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
-    """What torch.distributed.checkpoint asks of a rank without rows, which holds what all rows share nonetheless.
+    """The chunk protocol of torch.distributed.checkpoint, for a shard without rows of a recipe with shared planes.
 
-    It asks for the first row, and keeps of it what all rows share. None for any other tensor, which it reads as plain.
+    Such a shard still holds the planes that all rows share (an amax), but a tensor without elements is not loaded. So
+    it asks for the weight's first row and keeps the shared planes of that. None for any other tensor: DCP reads those
+    itself.
     """
     if not tensor.LAYOUT.shared or tensor.dim() < 2 or tensor.shape[0] or 0 in tensor.shape[1:]:
         return None
@@ -230,7 +235,7 @@ def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
         return [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
 
     def shard(index: Any) -> QuantizedTensor:
-        if index.offset is not None and any(index.offset):  # a save: what is written is the shard itself
+        if index.offset is not None and any(index.offset):  # a save writes the shard itself
             return tensor
         first: Any = tensor.new_zeros(size)
         first._planes.update({name: tensor._planes[name] for name in tensor.LAYOUT.shared & tensor._planes.keys()})
@@ -241,7 +246,7 @@ def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
 
 
 def check_readable(tensor: QuantizedTensor) -> None:
-    """Raises LayoutError for what can't be read: freed by FSDP2, or loaded in part."""
+    """Raises LayoutError for a tensor that can't be read: FSDP2 has freed it, or only a part of it was loaded."""
     gathered_in_graphs.check_held(tensor)
     if tensor._writes.waiting:
         check_whole(tensor)

@@ -1,4 +1,4 @@
-"""The planes of gathered weights, which each pass replaces, and of pieces of them, which are cut when they are used."""
+"""Kinds of planes beside a plain dict: those that each pass replaces, and those that are cut anew at each use."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
 
 @dataclass(frozen=True)
 class Home:
-    """Where a gathered weight has come from: called, it gives this rank's shard, or None where that is gone."""
+    """Where a gathered weight came from. Calling it gives this rank's shard, or None if that is gone."""
 
     shard: Callable[[], Any]
-    gather: Callable[[Any, str, torch.device], dict[str, Tensor]]  # shard, orientation, device -> planes of the whole
+    gather: Callable[[Any, str, torch.device], dict[str, Tensor]]  # shard, orientation, device -> the weight's planes
 
     def __call__(self) -> Any:
         """This rank's shard."""
         return self.shard()
 
     def fetch(self, orientation: str, device: torch.device) -> dict[str, Tensor]:
-        """The planes of an orientation that the weight does not hold in this pass; collective over its shards."""
+        """Gathers the planes of an orientation that the weight does not hold in this pass. Collective over its
+        shards."""
         return self.gather(self.shard(), orientation, device)
 
 
 class GatheredPlanes(dict[str, Tensor]):
-    """The planes that a weight holds in this pass, where each pass gathers others: one dict, which its aliases share.
+    """The planes that a weight holds in this pass, if each pass gathers different ones: one dict that its aliases
+    share.
 
-    FSDP2 gathers backward's planes into the memory that forward's stood in, so a plane that a compiled graph saves in
-    forward holds other bytes in backward. In graphs a weight is its `handle` instead: one byte without a meaning, whose
-    storage says whose it is, whatever Python objects autograd makes for it.
+    FSDP2 gathers backward's planes into the memory of forward's, so a plane that a compiled graph saves in forward
+    holds other bytes in backward. In graphs a weight is represented by its `handle`: one meaningless byte, whose
+    storage says which weight it belongs to, whatever Python objects autograd wraps around it.
     """
 
     def __init__(self, planes: Mapping[str, Tensor], home: Home, matrix: tuple[int, int]) -> None:
@@ -50,7 +52,7 @@ class GatheredPlanes(dict[str, Tensor]):
 
 
 def owner(handle: Tensor) -> GatheredPlanes | None:
-    """What the weight holds now that a handle stands for; None where it is gone, and for a handle without values."""
+    """The planes of the weight that a handle stands for, as they are now; None if it is gone, or the handle is fake."""
     if type(handle) is not Tensor or handle.is_meta:
         return None
     claim: Callable[[], GatheredPlanes | None] | None = getattr(handle.untyped_storage(), "layoutc_owner", None)
@@ -58,10 +60,10 @@ def owner(handle: Tensor) -> GatheredPlanes | None:
 
 
 class TracedPlanes(MutableMapping[str, Tensor]):
-    """What stands for GatheredPlanes in a graph: each plane is a copy that the graph makes when it runs."""
+    """GatheredPlanes as a graph sees them: each plane is a copy that the graph makes when it runs."""
 
     def __init__(self, handle: Tensor, names: Sequence[str], ask: Callable[[str], Tensor]) -> None:
-        """`ask` records the making of a plane."""
+        """ask: records in the graph that a plane is copied, and returns that copy."""
         self.handle, self.names, self.ask = handle, names, ask
 
     def __getitem__(self, name: str) -> Tensor:
@@ -86,10 +88,10 @@ class TracedPlanes(MutableMapping[str, Tensor]):
 
 
 class CutPlanes(MutableMapping[str, Tensor]):
-    """The planes of a piece of GatheredPlanes, cut anew from the weight's own at each use.
+    """The planes of a piece of GatheredPlanes, cut anew from the weight's planes at each use.
 
-    Backward gathers other planes into the storage that forward's stood in, so a piece that autograd has saved must look
-    at what the weight holds now. Where both passes gather the same planes, a piece has views of them, as any other.
+    Backward gathers other planes into the memory of forward's, so a piece that autograd has saved must look at what the
+    weight holds now. If both passes gather the same planes, a piece has views of them, like any other.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class CutPlanes(MutableMapping[str, Tensor]):
         window: Window,
         cut: Callable[..., dict[str, Tensor]],
     ) -> None:
-        """`window` of the (m, k) `matrix` that `base` holds; a piece of a piece is a window of the whole."""
+        """window: of the (m, k) `matrix` whose planes `base` holds. A piece of a piece is a window of the whole
+        weight."""
         self.base: MutableMapping[str, Tensor] = base.base if isinstance(base, CutPlanes) else base
         self.matrix: tuple[int, int] = base.matrix if isinstance(base, CutPlanes) else matrix
         r0, c0 = (base.window[0], base.window[2]) if isinstance(base, CutPlanes) else (0, 0)
@@ -138,9 +141,9 @@ class CutPlanes(MutableMapping[str, Tensor]):
 
 
 class ScatteredPlanes(MutableMapping[str, Tensor]):
-    """The planes of rows first..last of each `total` rows, `lead` times: copies, made anew at each use.
+    """The planes of rows first..last of each `total` rows, `lead` times (some rows of each expert): copied at each use.
 
-    No strides reach such rows as one matrix. So what is written is written to their runs of adjacent rows.
+    No strides describe such rows as one matrix. So writes go to each run of adjacent rows separately.
     """
 
     def __init__(
@@ -151,8 +154,8 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
         runs: Callable[[], Sequence[Tensor]],
         columns: Callable[[int, int], Tensor],
     ) -> None:
-        """rows: (lead, total, first, last), in whole blocks. `runs` gives pieces of last - first rows, as views;
-        `columns` some columns of them all."""
+        """rows: (lead, total, first, last), in whole blocks. runs: makes the pieces of adjacent rows, as views.
+        columns: makes the tensor of some columns of all of these rows."""
         self.base, self.stored, self.rows, self.runs, self.columns = base, stored, rows, runs, columns
 
     def __getitem__(self, name: str) -> Tensor:
@@ -177,6 +180,6 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
 
 
 def own(plane: Tensor) -> Tensor:
-    """The plane, or a copy of it where its storage holds more than its own bytes."""
+    """The plane, or a copy of it if its storage holds more than its own bytes."""
     whole = plane.is_meta or plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
     return plane if whole else plane.clone()

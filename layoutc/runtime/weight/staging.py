@@ -1,6 +1,6 @@
-"""Room on the CPU for a copy of a quantized tensor, which torch.distributed.checkpoint asks for by zeros_like.
+"""Staging: the CPU copies that torch.distributed.checkpoint allocates by zeros_like.
 
-Optimizers ask for their state by the same operator, and want plain values. So who asks decides.
+Optimizers allocate their state by the same operator, and want plain tensors. So the answer depends on the caller.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from layoutc.runtime import callers
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others make what they copy into
+_STAGERS = "torch.distributed._state_dict_utils"  # where BlockingAsyncStager and others allocate their copies
 _CHECKPOINTS = "torch.distributed.checkpoint"
 
 
 def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTensor | None:
-    """Zero bytes of the same class, shape and cut, where a stager asks; None for anyone else.
+    """A tensor of the same class, shape and cut with zero bytes on `device`, if a stager asks; None for anyone else.
 
-    A plain tensor would take the values: the checkpoint would be dense, and nobody would have said so.
+    A plain tensor would be filled with dequantized values, and the checkpoint would silently be dense.
     """
     if not callers.is_near(_STAGERS):
         return None
@@ -30,5 +30,5 @@ def room_for(tensor: QuantizedTensor, device: torch.device | str) -> QuantizedTe
 
 
 def copies_state() -> bool:
-    """True where a tensor is copied for a checkpoint, or a state dict, by torch's code for that."""
+    """True while torch's own code copies a tensor for a checkpoint or a state dict."""
     return callers.is_near(_STAGERS, _CHECKPOINTS)

@@ -1,8 +1,8 @@
-"""A quantized tensor in a file: plain tensors and plain metadata, from which the class of the same layout is found.
+"""The stored form of a quantized tensor in files: plain tensors and plain metadata, which name a layout and no class.
 
-torch.save, pickle and torch.distributed.checkpoint all go through here. What is written is what the tensor's own rows
-need: codes of no other row, scales once, and a CRC-32 of every plane. The file names no class; the one global in it is
-`layoutc.restore_tensor`, a function that stays where it is.
+torch.save, pickle and torch.distributed.checkpoint all go through here. Only what the tensor's own rows need is
+written: no other row's codes, each scale once, and a CRC-32 of every plane. The only global in the file is the function
+`layoutc.restore_tensor`, which never moves and finds the class of the layout.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 FORMAT = 1  # of what `describe` and `state_of` write
-DIMS = 64  # of a tensor: torch takes no more
+DIMS = 64  # the most that a torch tensor has
 _left: ContextVar[list[int] | None] = ContextVar("bytes that may still be checked", default=None)
-_classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, and the module that generated code is in
+_classes: dict[str, dict[str, type[QuantizedTensor]]] = {}  # by layout id, then by the module of the generated code
 
 
 def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
-    """Everything that a tensor is, in plain values: numbers, strings, tuples, dicts, and plain tensors."""
+    """A tensor in plain values: numbers, strings, tuples, dicts, and plain tensors. The inverse of `restore_tensor`."""
     check_readable(tensor)
     planes = {name: own(tensor._entries(name)) for name in tensor._planes}
     return {
         "format": FORMAT,
         **describe(tensor.LAYOUT),
-        "module": type(tensor).__module__,  # which of several classes of one layout; no more than a preference
+        "module": type(tensor).__module__,  # a preference among several classes of one layout
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "matrix": tensor._matrix,
@@ -57,7 +57,7 @@ def state_of(tensor: QuantizedTensor) -> dict[str, Any]:
 
 
 def describe(layout: Layout) -> dict[str, Any]:
-    """A layout in plain values: its id, which decides, and facts by which a reader can say what differs."""
+    """A layout in plain values: the id decides whether two are the same; the facts let a reader say what differs."""
     return {
         "recipe": layout.name,
         "layout_id": layout.layout_id,
@@ -74,17 +74,17 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 
 def restore_tensor(state: dict[str, Any]) -> QuantizedTensor:
-    """What pickle and torch.load call. state: what `state_of` gave.
+    """Rebuilds a tensor for pickle and torch.load. state: what `state_of` returned.
 
-    Raises DamagedError where bytes are not those that were written, LayoutError where no installed recipe has their
-    layout, or this version does not know the form.
+    Raises DamagedError if the bytes are not those that were written, LayoutError if no installed recipe has their
+    layout or this version does not read the form.
     """
     return restored(state, _crc32)
 
 
 @contextmanager
 def at_most(nbytes: int) -> Iterator[None]:
-    """Inside, `restore_tensor` checks no more than so many bytes: a file could ask for the same ones over and over."""
+    """Limits the bytes that `restore_tensor` checks inside: a hostile file could refer to the same bytes many times."""
     token = _left.set([nbytes])
     try:
         yield
@@ -101,13 +101,13 @@ def _crc32(plane: Tensor) -> int:
 
 
 def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> QuantizedTensor:
-    """As `restore_tensor`. crc32_of: of a plane's bytes, for callers that know it of what the plane lies in."""
+    """As `restore_tensor`. crc32_of: gives a plane's CRC-32, for callers that have already computed it."""
     if not isinstance(state, dict) or type(form := state.get("format")) is not int:
-        raise DamagedError("a quantized tensor has no state that layoutc writes")
+        raise DamagedError("the state of a quantized tensor is not one that layoutc writes")
     if form != FORMAT:
         raise LayoutError(f"the file holds tensors in form {form}; this version of layoutc reads {FORMAT}")
     if (wrong := wrong_in(state, _is_plane)) is not None:
-        raise DamagedError(f"a quantized tensor has a state whose {wrong}")
+        raise DamagedError(f"the state of a quantized tensor is damaged: {wrong}")
     planes: dict[str, Tensor] = state["planes"]
     shape, matrix, halo = tuple(state["shape"]), tuple(state["matrix"]), Halo(*state["halo"])
     cls = class_of(state)
@@ -132,7 +132,7 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Quanti
     return tensor.requires_grad_(state["requires_grad"])  # type: ignore[return-value]
 
 
-# The name in files, which outlives the place of this code.
+# The name in files; it must not change when this code moves.
 restore_tensor.__module__ = "layoutc"
 torch.serialization.add_safe_globals([restore_tensor])
 
@@ -140,16 +140,16 @@ torch.serialization.add_safe_globals([restore_tensor])
 def _check_planes(
     layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo, shape: tuple[int, ...]
 ) -> None:
-    """Raises DamagedError where planes are not those of the shape."""
-    block, told = layout.block_rows, f"a weight of shape {shape} in {layout.name}"
+    """Raises DamagedError if the planes don't have the shapes and dtypes that the weight's shape requires."""
+    block, weight = layout.block_rows, f"a weight of shape {shape} in {layout.name}"
     if max(halo[:2]) >= block:
-        raise DamagedError(f"{told} has a halo of {tuple(halo[:2])} rows, but its blocks have {block}")
+        raise DamagedError(f"{weight} has a halo of {tuple(halo[:2])} rows, but its blocks have only {block}")
     if not planes:
-        raise DamagedError(f"{told} has no planes")
+        raise DamagedError(f"{weight} has no planes")
     facts = layout.planes(matrix[0], matrix[1])
     for name, plane in planes.items():
         if not plane.is_meta and plane.nbytes > plane.untyped_storage().nbytes():
-            raise DamagedError(f"{name} of {told} has more elements than the file has bytes of it")
+            raise DamagedError(f"{name} of {weight} has more elements than the file has bytes for it")
         expected = facts[name].shape if name in facts else None
         rows = layout.stored[name].rows_per_value if expected else None
         if expected and rows is not None and halo.rows:
@@ -219,7 +219,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 
 
 def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str | None:
-    """What of a state is not as `state_of` writes it, in words; None where all is. is_plane: of one plane."""
+    """What is wrong with a state, in words; None if it is as `state_of` writes it. is_plane: checks one plane."""
     for name, fits in _STATE.items():
         if name not in state or not fits(state[name]):
             return f"{name} is not what layoutc writes"
@@ -228,38 +228,38 @@ def wrong_in(state: Mapping[str, Any], is_plane: Callable[[Any], bool]) -> str |
         return "planes is not what layoutc writes"
     (m, k), shape = state["matrix"], state["shape"]
     same = prod(shape) == (m - sum(state["halo"])) * k and sum(state["halo"]) <= m
-    return None if same else "shape and matrix have other numbers of elements"
+    return None if same else "shape and matrix have different numbers of elements"
 
 
 def with_halo(layout: Layout, planes: Mapping[str, Tensor], matrix: tuple[int, ...], halo: Halo) -> dict[str, Tensor]:
-    """Planes of whole blocks, zeros where the file has nothing, since those rows are other ranks'."""
-    found = {}
+    """Stored entries as planes of whole blocks: zeros for the rows of the halo, which other ranks store."""
+    filled = {}
     for name, facts in layout.planes(matrix[0], matrix[1]).items():
         if name not in planes:
             continue
         rows = layout.stored[name].rows_per_value
         if rows is None:
-            found[name] = planes[name]
+            filled[name] = planes[name]
             continue
-        whole = found[name] = planes[name].new_zeros(facts.shape)
-        whole[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
-    return found
+        entries = filled[name] = planes[name].new_zeros(facts.shape)
+        entries[halo.before // rows : cdiv(matrix[0] - halo.after, rows)] = planes[name]
+    return filled
 
 
 # -------------------------------------------------------------------------------------------------- layouts and classes
 def register(cls: type[QuantizedTensor]) -> None:
-    """Makes a generated class one that tensors of its layout can be restored as."""
+    """Registers a generated class, so that tensors of its layout are restored as it."""
     _classes.setdefault(cls.LAYOUT.layout_id, {})[cls.__module__] = cls
 
 
 def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
-    """The class of a stored layout, given what `describe` wrote of it: of an imported recipe, else an installed one.
+    """The class of a stored layout, from what `describe` wrote: of an imported recipe, else of an installed one.
 
-    Of several it is the one that was in the same module, or the first. Raises LayoutError that says how the installed
-    recipe of that name differs.
+    If there are several, it is the one from the module that was stored, else the first. Raises LayoutError if there is
+    none, and says how the installed recipe of that name differs.
     """
-    if (known := _known(stored)) is not None:
-        return known
+    if (cls := _registered(stored)) is not None:
+        return cls
     recipes = importlib.import_module("layoutc.recipes")
     name = stored["recipe"]
     if name in recipes.RECIPES:
@@ -267,8 +267,8 @@ def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     for point in entry_points(group="layoutc.recipes"):
         if point.name == name:
             point.load()
-    if (known := _known(stored)) is not None:
-        return known
+    if (cls := _registered(stored)) is not None:
+        return cls
     raise LayoutError(
         f"the file holds {name} of layout {stored['layout_id']} (spec language {stored['language']}, spec "
         f"{stored['spec_sha256'][:12]}), which no installed recipe has; {against_installed(name, stored)}. Import the "
@@ -276,9 +276,9 @@ def class_of(stored: Mapping[str, Any]) -> type[QuantizedTensor]:
     )
 
 
-def _known(stored: Mapping[str, Any]) -> type[QuantizedTensor] | None:
-    found = _classes.get(stored["layout_id"], {})
-    return found.get(stored.get("module", "")) or next(iter(found.values()), None)
+def _registered(stored: Mapping[str, Any]) -> type[QuantizedTensor] | None:
+    classes = _classes.get(stored["layout_id"], {})
+    return classes.get(stored.get("module", "")) or next(iter(classes.values()), None)
 
 
 def against_installed(name: str, stored: Mapping[str, Any]) -> str:
@@ -292,19 +292,19 @@ def against_installed(name: str, stored: Mapping[str, Any]) -> str:
 
 def difference(stored: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """What differs between two layouts as `describe` writes them, in words."""
-    found = []
+    differences = []
     for what in ("recipe", "language"):
         if stored[what] != here[what]:
-            found.append(f"{what} {stored[what]} in the file, {here[what]} here")
+            differences.append(f"{what} {stored[what]} in the file, {here[what]} here")
     for kind in ("blocks", "planes"):
         ours, theirs = here["facts"][kind], stored["facts"][kind]
         for key in dict.fromkeys([*theirs, *ours]):
             a, b = (_plain(side.get(key)) for side in (theirs, ours))
             if a != b:
-                found.append(f"{kind.removesuffix('s')} {key} {a or 'absent'} in the file, {b or 'absent'} here")
-    if not found and stored["layout_id"] != here["layout_id"]:
-        found.append("arithmetic or order of bytes; blocks and planes are the same (see `layoutc breaking`)")
-    return "; ".join(found) or "nothing"
+                differences.append(f"{kind.removesuffix('s')} {key} {a or 'absent'} in the file, {b or 'absent'} here")
+    if not differences and stored["layout_id"] != here["layout_id"]:
+        differences.append("arithmetic or order of bytes; blocks and planes are the same (see `layoutc breaking`)")
+    return "; ".join(differences) or "nothing"
 
 
 def _plain(value: Any) -> Any:

@@ -1,21 +1,20 @@
 """QuantizedTensor: what the generated tensor classes have in common.
 
-A quantized tensor is a wrapper without storage of its own. What it stores are *planes*: plain tensors, compact and
-m-major, in one dict that aliases share. A view over leading dims has planes that are views of the base's planes, so
-that writing through one is seen by the other. Nothing derived is stored: `buffers()` lays the planes out as the spec
-says when asked.
+A quantized tensor is a wrapper without storage of its own. It holds *planes*: plain tensors, compact and m-major, in
+one dict that all aliases share. The planes of a view over leading dims are views of the base's planes, so a write
+through one is seen through the other. Nothing derived is stored: each call of `buffers()` lays the planes out as the
+spec says.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
@@ -31,7 +30,8 @@ from layoutc.runtime.weight import (
     operators,
     stored_form,
 )
-from layoutc.runtime.weight.flattening import place
+from layoutc.runtime.weight.deep_copy import deep_copied
+from layoutc.runtime.weight.flattening import whole_and_window
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
 from layoutc.runtime.weight.planes import CutPlanes, Home, ScatteredPlanes
@@ -44,14 +44,14 @@ _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type:
 class QuantizedTensor(Generated, torch.Tensor):
     """A weight of m rows (leading dims flattened) by k columns, held as planes.
 
-    To autograd, FSDP2 and printing it is a tensor of its outer shape and of a floating dtype, the one that it
-    dequantizes to. The outer shape may be any view of (m, k) in row-major order, or the transpose of its last two dims.
+    To autograd and FSDP2, and when printed, it has its outer shape and the floating-point dtype that it dequantizes to.
+    The outer shape may be any view of (m, k) in row-major order, or such a view with its last two dims transposed.
     """
 
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Handler]]
-    KEY: ClassVar[str]  # under which operators find the recipe
-    QUANTIZED: ClassVar[type[QuantizedTensor]]  # what it is gathered as: the class itself
+    KEY: ClassVar[str]  # the recipe's key in `operators`
+    QUANTIZED: ClassVar[type[QuantizedTensor]]  # the class that it is gathered as: itself
 
     _planes: MutableMapping[str, Tensor]
     _matrix: tuple[int, int]
@@ -60,13 +60,13 @@ class QuantizedTensor(Generated, torch.Tensor):
     _name: str | None
     _home: Home | None  # of a gathered weight: where this rank's shard is
     _writes: Writes  # shared by aliases and pieces: version counters don't see writes below autograd
-    _part: Part | None  # of a piece: where it lies in the tensor that it is a piece of
-    _common: frozenset[str]  # planes that a part of a weight shares with the rest of it
+    _part: Part | None  # of a piece: where it lies in the tensor that it was cut from
+    _common: frozenset[str]  # planes that a part of a weight shares with the rest of the weight
     _halo: Halo  # rows of the planes that are not the tensor's own
     _padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
-    _sent: QuantizedTensor | None  # of what has been broadcast as values, and its parts: the whole weight
-    _peers: tuple[str, ...] | None  # groups whose shards share its amax, by name; (): unknown ones; None: it is whole
-    _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: what each rank has for its own columns
+    _sent: QuantizedTensor | None  # the whole weight, if that was broadcast as values, and this is it or a part of it
+    _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
+    _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
     def __new__(
@@ -81,14 +81,14 @@ class QuantizedTensor(Generated, torch.Tensor):
         requires_grad: bool = False,
         halo: Halo = NO_HALO,
     ) -> Self:
-        """Wraps planes without copying. `matrix` is their (m, k), halo included; default: that of the shape."""
+        """Wraps planes without copying them. matrix: their (m, k), halo included; default: that of `shape`."""
         shape = tuple(shape)
         matrix = matrix or (prod(shape[:-1]), shape[-1])
         strides = None  # contiguous
         if transposed:  # the last two dims of a contiguous tensor, swapped
             strides = list(contiguous_strides((*shape[:-2], shape[-1], shape[-2])))
             strides[-2:] = strides[-1], strides[-2]
-        first = getattr(planes, "handle", None)  # where a graph is traced, to look at a plane would be to record it
+        first = getattr(planes, "handle", None)  # in a traced graph, looking at a plane would record an operator
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -115,7 +115,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         transposed: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """The same planes, the very dict, under another outer shape or dtype."""
+        """A tensor that shares this one's dict of planes, under another outer shape or dtype."""
         other = type(self)(
             self._planes,
             self.shape if shape is None else shape,
@@ -138,7 +138,7 @@ class QuantizedTensor(Generated, torch.Tensor):
         dtype: torch.dtype | None = None,
         halo: Halo | None = None,
     ) -> Self:
-        """Other planes with the same metadata."""
+        """A tensor with other planes and the same metadata."""
         other = type(self)(
             planes,
             self.shape if shape is None else shape,
@@ -149,7 +149,7 @@ class QuantizedTensor(Generated, torch.Tensor):
             halo=self._halo if halo is None else halo,
         )
         other._name, other._padding, other._sent = self._name, self._padding.of_copy(), self._sent
-        other._peers = () if self._common else self._peers  # a copy of a part is a shard of it
+        other._peers = () if self._common else self._peers  # a copy of a part shares its amax with unknown shards
         other._writes.trains = self._writes.trains
         return other
 
@@ -161,7 +161,7 @@ class QuantizedTensor(Generated, torch.Tensor):
     # ------------------------------------------------------------------------------------------------------- what it is
     @property
     def orientations(self) -> tuple[str, ...]:
-        """The orientations that can be had from what it holds, without loss."""
+        """The orientations that its planes give without loss, rowwise first."""
         if len(self._planes) == len(self.LAYOUT.stored):
             return self._orientations
         sources = self.LAYOUT.sources
@@ -169,11 +169,11 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     @property
     def _rows(self) -> int:
-        """Rows of its own, without the halo."""
+        """Its own rows, without the halo."""
         return self._matrix[0] - self._halo.rows
 
     def _entries(self, name: str) -> Tensor:
-        """The entries of a plane that the tensor's own rows have part in, as a view."""
+        """The entries of a plane that cover the tensor's own rows, as a view."""
         gathered_in_graphs.check_held(self)
         rows, plane = self.LAYOUT.stored[name].rows_per_value, self._planes[name]
         if rows is None or not self._halo.rows:
@@ -182,51 +182,59 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     def _plane(self, name: str) -> Tensor:
         """A stored plane by name. Raises MissingOrientation."""
-        if (found := self._planes.get(name)) is not None:
-            return found
+        if (plane := self._planes.get(name)) is not None:
+            return plane
         raise MissingOrientation(f"{self._label()} holds {', '.join(self._planes)}, not {name}")
 
     def planes(self) -> dict[str, Tensor]:
-        """What is stored: name -> plain tensor, compact, in the recipe's order. The tensors themselves, not copies."""
+        """The stored planes by name, in the recipe's order: plain, compact tensors; the tensors themselves, not copies.
+
+        Their shapes and dtypes are `LAYOUT.planes(m, k)`.
+        """
         return {name: self._planes[name] for name in self.LAYOUT.stored if name in self._planes}
 
     def buffers(self, *, swizzled: bool = False) -> dict[str, Tensor]:
-        """What a GEMM reads: name -> plain tensor, padded, repeated and transposed as the spec says, in a fixed order.
+        """The tensors that a GEMM reads, by name: padded, repeated and transposed as the spec says, in a fixed order.
 
-        A buffer that equals a stored plane is that plane; the others are laid out anew on each call. swizzled: scales
-        and zero points are flat, in the order that the spec's gemm states; ValueError where it states none.
+        Their shapes and dtypes are `LAYOUT.buffers(m, k)`. A buffer that equals a stored plane is that plane; the
+        others are laid out anew on each call. swizzled: scales and zero points are flat, in the order of the spec's
+        `gemm`. Raises LayoutError for a shard that is cut inside a block, ValueError for `swizzled` if the spec has no
+        swizzle.
         """
         if self._halo.rows or self._matrix[0] % self.LAYOUT.multiple_m:
             raise LayoutError(f"{self._label()} is cut inside a block, so it has no buffers; gather the weight first")
         if (handle := gathered_in_graphs.handle(self._planes)) is not None:
-            return gathered_in_graphs.lay_out(type(self), handle, place(self)[1], self.orientations, swizzled)
+            return gathered_in_graphs.lay_out(
+                type(self), handle, whole_and_window(self)[1], self.orientations, swizzled
+            )
         check_readable(self)
         return operators.lay_out(type(self), self._planes, *self._matrix, self.orientations, swizzled)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor of the outer shape, from rowwise where it can be had, else columnwise.
+        """The values as a plain tensor of the outer shape, from rowwise if it is held, else from columnwise.
 
-        Default: the outer dtype. Raises TypeError for a dtype that is not floating point.
+        dtype: default: the outer dtype. Values are computed in fp32 and rounded once. Raises TypeError for a dtype that
+        is not floating point, MissingOrientation for a tensor without a complete orientation.
         """
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{self._label()} dequantizes to floating-point dtypes, not {dtype}")
-        held = self.orientations
-        if self._shard() is not None:  # a weight that FSDP2 has gathered means the same in both passes
-            held = self.LAYOUT.orientations[:1]
-        if not held:
+        orientations = self.orientations
+        if self._shard() is not None:  # a gathered weight has the same values in both passes
+            orientations = self.LAYOUT.orientations[:1]
+        if not orientations:
             raise MissingOrientation(f"{self._label()} holds no orientation: {', '.join(self._planes) or 'no planes'}")
-        return self._dequantize(held[0], dtype or self.dtype)
+        return self._dequantize(orientations[0], dtype or self.dtype)
 
     def _dequantize(self, orientation: str, dtype: torch.dtype) -> Tensor:
-        """The values of an orientation in the outer shape; of rowwise, where the recipe has no other.
+        """The values of an orientation in the outer shape; of rowwise if the recipe does not have that orientation.
 
-        An orientation that a gathered weight does not hold in this pass is gathered for it, by all ranks alike: in
-        backward, recomputed activations ask for what forward had. Raises MissingOrientation where that can't be.
+        If a gathered weight does not hold the orientation in this pass, all ranks gather it: in backward, recomputed
+        activations need what forward had. Raises MissingOrientation if there is no shard to gather it from.
         """
         if orientation not in self.LAYOUT.orientations:
             orientation = self.LAYOUT.orientations[0]
         if (handle := gathered_in_graphs.handle(self._planes)) is not None:
-            matrix = gathered_in_graphs.dequantize(type(self), handle, place(self)[1], orientation, dtype)
+            matrix = gathered_in_graphs.dequantize(type(self), handle, whole_and_window(self)[1], orientation, dtype)
         else:
             check_readable(self)
             planes = self._planes if orientation in self.orientations else self._fetch(orientation)
@@ -254,28 +262,27 @@ class QuantizedTensor(Generated, torch.Tensor):
         return self._planes.cut(planes, *self._planes.window) if isinstance(self._planes, CutPlanes) else planes
 
     def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
-        return self  # it is what a gather sends
+        return self
 
     def _label(self) -> str:
         return f"{self._name or 'a weight'} of shape {tuple(self.shape)} in {self.LAYOUT.name}"
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Recipe, shape, orientations and bytes; never reads values, so it is safe on freed and meta tensors."""
+        """Shape, orientations and bytes. Never reads values, so it is safe on freed and meta tensors."""
         nbytes = sum(plane.numel() * plane.element_size() for plane in self._planes.values())
-        held = "+".join(self.orientations) or "nothing"
+        holds = "+".join(self.orientations) or "nothing"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, holds={held}, "
-            f"bytes={nbytes}{grad})"
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"holds={holds}, bytes={nbytes}{grad})"
         )
 
     @property
     def data(self) -> Self:
         """An alias that autograd does not follow.
 
-        Assigning replaces what the tensor holds, and its dtype: the planes of a tensor of the same recipe are taken
-        over, plain values are quantized. Raises ValueError for plain values of another shape, LayoutError for another
-        recipe.
+        Assigning replaces the tensor's contents and dtype. It takes over the planes of a tensor of the same recipe, and
+        quantizes plain values. Raises ValueError for plain values of another shape, LayoutError for another recipe.
         """
         with torch.no_grad():
             return self._alias()
@@ -296,14 +303,14 @@ class QuantizedTensor(Generated, torch.Tensor):
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     def __tensor_flatten__(self) -> tuple[list[str], flattening.Context]:
-        """Names of what it holds, and what is not a tensor."""
+        """The names of its inner tensors, and everything that is not a tensor."""
         return flattening.flatten(self)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: flattening.Context, outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
-        """Inverse of __tensor_flatten__; refuses another layout id."""
+        """Inverse of __tensor_flatten__. Raises ValueError for another layout id."""
         return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
 
     _stable_hash_for_caching = flattening.stable_hash
@@ -311,38 +318,31 @@ class QuantizedTensor(Generated, torch.Tensor):
     data_ptr = memory_identity.data_ptr
 
     def __getattr__(self, name: str) -> Any:
-        # The names that __tensor_flatten__ gives are attributes; reached only when nothing else is found.
-        if (found := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
-            return found
-        if name in ("__create_chunk_list__", "__get_tensor_shard__") and (asked := chunk_protocol(self, name)):
-            return asked
+        # The inner tensors that __tensor_flatten__ names are attributes. Called only for names that don't exist.
+        if (inner := flattening.inner(self.__dict__.get("_planes", {}), name)) is not None:
+            return inner
+        if name in ("__create_chunk_list__", "__get_tensor_shard__") and (method := chunk_protocol(self, name)):
+            return method
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What `stored_form` writes of it: plain tensors and plain metadata."""
+        """Pickled as `stored_form` writes it: plain tensors and plain metadata."""
         if (key := flattening.for_cache(self)) is not None:
             return key
         return stored_form.restore_tensor, (stored_form.state_of(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Planes of its own, compact; what users have set on the tensor is deep-copied as well."""
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        with torch.no_grad():
-            other: Any = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
-            initial_values.carry(other, self)
-        other = nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other
-        other.requires_grad_(self.requires_grad)
-        memo[id(self)] = other
-        for name, value in self.__dict__.items():
-            if name not in other.__dict__:
-                setattr(other, name, copy.deepcopy(value, memo))
-        if self.grad is not None:
-            other.grad = copy.deepcopy(self.grad, memo)
-        return other  # type: ignore[no-any-return]
+        """A copy with compact planes of its own. Attributes that users have set on the tensor are deep-copied too."""
+        return deep_copied(self, memo, self._compact_copy)  # type: ignore[no-any-return]
+
+    def _compact_copy(self) -> Self:
+        """Compact copies of all planes, with the initial values."""
+        other = self._with_planes(self._map(lambda plane: plane.clone(memory_format=torch.contiguous_format)))
+        initial_values.carry(other, self)
+        return other
 
     def share_memory_(self) -> Self:
-        """Moves every plane to shared memory."""
+        """Moves every plane to shared memory; returns the tensor."""
         self._map(lambda plane: plane.share_memory_())  # type: ignore[no-untyped-call]
         return self
 
@@ -356,7 +356,7 @@ class QuantizedTensor(Generated, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One dict look-up; None stands for every operator without a handler of its own."""
+        """One dict lookup. The handler under None is for all operators without one of their own."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():
             return in_inference_mode(handler, func, args, kwargs or {})
@@ -364,7 +364,8 @@ class QuantizedTensor(Generated, torch.Tensor):
 
 
 def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a handler gives. A view of a tensor that was made outside is as ordinary as that; its version is tracked."""
+    """Calls a handler in inference mode. A view of a tensor from outside of it stays ordinary: its version is
+    tracked."""
     if not func.is_view or args[0].is_inference():
         return handler(func, args, kwargs)
     with torch.inference_mode(False), torch.no_grad():
@@ -372,13 +373,16 @@ def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> An
 
 
 def check_writable(tensor: QuantizedTensor) -> None:
-    """Raises UnsupportedOperator for rows that no view of the planes reaches: what is written would be lost."""
+    """Raises UnsupportedOperator for rows that no view of the planes covers, since a write to them would be lost."""
     if isinstance(tensor._planes, ScatteredPlanes):
-        raise UnsupportedOperator(f"{tensor._label()} is rows that are not adjacent: they can be read, not written")
+        raise UnsupportedOperator(
+            f"{tensor._label()} consists of rows that are not adjacent: it can be read but not written; write into the "
+            "weight that it was cut from"
+        )
 
 
 def written(tensors: Sequence[QuantizedTensor]) -> None:
-    """Says that planes of tensors have been written, to whoever made something of what they held."""
+    """Records that the planes of tensors have been written, for whoever derived something from the old bytes."""
     for tensor in tensors:
         tensor._writes.count += 1
         initial_values.rewritten(tensor)
@@ -388,7 +392,7 @@ def written(tensors: Sequence[QuantizedTensor]) -> None:
 
 
 def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
-    """Decorator for generated classes: known to torch.load(weights_only=True) and to the operators."""
+    """Decorator for generated classes: makes them known to torch.load(weights_only=True) and to the operators."""
     stored_form.register(cls)
     cls.KEY, cls.QUANTIZED = operators.register(cls), cls
     return cls

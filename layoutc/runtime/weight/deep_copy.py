@@ -1,0 +1,30 @@
+"""copy.deepcopy of wrapper tensors: what is the same for a quantized weight and for one that is cast on gather."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def deep_copied(tensor: Tensor, memo: dict[int, Any], make: Callable[[], Any]) -> Any:
+    """What `tensor.__deepcopy__(memo)` returns. make: a copy of the tensor with memory of its own, under no_grad.
+
+    A parameter's copy is a parameter. Its gradient and the attributes that users have set on it are deep-copied too.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        other = make()
+    other = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    other.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = other
+    for name, value in tensor.__dict__.items():
+        if name not in other.__dict__:
+            setattr(other, name, copy.deepcopy(value, memo))
+    if tensor.grad is not None:
+        other.grad = copy.deepcopy(tensor.grad, memo)
+    return other
