@@ -165,7 +165,7 @@ def test_a_plain_buffer_gets_values_and_quantized_ones_say_what_to_write(
     """The rank that sends says it, too."""
     said = (two if world == 2 else four).run(broadcasts, recipe)
     assert len(set(said)) == 1, said
-    assert "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[0]
+    assert "call distribute_tensor(weight, mesh, [Replicate()]) on all ranks" in said[0]
 
 
 def assigns(recipe: str) -> None:

@@ -253,12 +253,18 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (tensor_parallel_columns_inside_a_block, ["0.weight: ", "48 columns a rank", "a multiple of 32 columns"]),
     (tensor_parallel_rows_inside_a_block, ["0.weight: ", "192 rows a rank", "a multiple of 128 rows"]),
     (fsdp_columns_inside_a_block, ["columns 0 to 48 of layers.0.weight", "exact at multiples of 32 columns"]),
-    (fsdp_rows_of_experts_inside_a_block, ["48 rows of each 96; blocks of 32 rows must divide both"]),
-    (dtensor_rows_of_experts_inside_a_block, ["48 rows of each 96; blocks of 32 rows must divide both"]),
+    (
+        fsdp_rows_of_experts_inside_a_block,
+        ["48 of each 96 rows; both numbers, and where the cuts fall, must be multiples of 32"],
+    ),
+    (
+        dtensor_rows_of_experts_inside_a_block,
+        ["48 of each 96 rows; both numbers, and where the cuts fall, must be multiples of 32"],
+    ),
     (scales_of_whole_rows_by_columns, ["weight: fp8_rowwise can't be sharded on dim 1", "shard dim 0"]),
     (
         a_dtensor_of_pieces_that_were_quantized_apart,
-        ["tensors of 96 rows that were quantized apart do not join", "a multiple of 128 rows", "as 128 is"],
+        ["tensors of 96 rows that were quantized separately can't be joined", "a multiple of 128 rows", "such as 128"],
     ),
     (quantize_after_fully_shard, ["layers.0.weight is sharded already: call quantize_ before fully_shard"]),
     (cast_after_fully_shard, ["layers.0.weight is sharded already: call cast_on_gather_ before fully_shard"]),

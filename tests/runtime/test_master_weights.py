@@ -43,7 +43,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been said yet."""
-    monkeypatch.setattr(update_warnings, "_said", set())
+    monkeypatch.setattr(update_warnings, "_warned", set())
 
 
 def warned(action: Callable[[], Any]) -> list[str]:

@@ -95,8 +95,8 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if isinstance(operand, CastOnGather):
             is_left = position == first or func is aten.linear.default
             wanted = "rowwise" if is_left != operand._transposed else "columnwise"
-            held = operand.LAYOUT.orientations
-            operand = operand.quantize((wanted,) if wanted in held else held[:1])
+            orientations = operand.LAYOUT.orientations
+            operand = operand.quantize((wanted,) if wanted in orientations else orientations[:1])
         operands.append(operand)
     handler = dispatch.linear if func is aten.linear.default else dispatch.product
     return handler(func, tuple(operands), kwargs)
@@ -105,9 +105,9 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Operators without a handler: on the values or, where they are a use of the weight in a model, quantized."""
     if func._can_decompose():
-        taken_apart = func.decompose(*args, **kwargs)
-        if taken_apart is not NotImplemented:
-            return taken_apart
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
     targets = _written(func, args, kwargs)
     everything = bool(targets) or _reads_values(func, args, kwargs)
     in_formula = in_backward() and callers.is_backward_of_a_model()
@@ -127,19 +127,19 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _moves(target: Any, source: Any) -> bool:
     """True where values are copied into a tensor that was made to hold them, as FSDP2 does with shards."""
-    known = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
-    return known and target._agreed is source._agreed and target._planes is not source._planes
+    both_cast = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
+    return both_cast and target._agreed is source._agreed and target._planes is not source._planes
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
     """The tensors that an operator writes."""
     if not func._schema.is_mutable:
         return []
-    found = []
+    arguments = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, CastOnGather)]
+            arguments.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, CastOnGather)]
 
 
 def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:

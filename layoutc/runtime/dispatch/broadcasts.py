@@ -67,8 +67,8 @@ def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs:
 
 def _refusal(tensor: QuantizedTensor) -> str:
     return (
-        f"{tensor._label()}: a broadcast sends values, to tensors that are plain on all other ranks; for its bytes, "
-        "write distribute_tensor(weight, mesh, [Replicate()]) on all ranks"
+        f"{tensor._label()}: a broadcast sends values, and needs plain tensors on all other ranks; to send the bytes, "
+        "call distribute_tensor(weight, mesh, [Replicate()]) on all ranks"
     )
 
 

@@ -1,10 +1,10 @@
-"""Collectives on quantized tensors, as DTensor asks for them: bytes travel, nothing is dequantized.
+"""Collectives on quantized tensors, as DTensor calls them: bytes travel, nothing is dequantized.
 
-An all-gather sends every plane as it lies, all of them in one coalesced call: one launch on a card, and no copy into
-and out of a packed buffer. Nothing waits for it until `wait_tensor` is asked to. Planes that cover all rows of a weight
-(`Layout.shared`) do not travel: shards of one weight hold them alike, and the result has this rank's own. That holds
-for what distribute_tensor, quantize_ and MasterWeights make; a DTensor put together by `from_local` from shards that
-were quantized apart is no whole weight in that sense, and nothing here finds out.
+An all-gather sends every plane as it is, all of them in one coalesced call: one launch on a card, and no copy into or
+out of a packed buffer. It is asynchronous until `wait_tensor`. Planes that cover all rows of a weight (`Layout.shared`)
+are not sent: all shards of a weight have equal ones, and the result gets this rank's own. That is true of weights from
+distribute_tensor, quantize_ and MasterWeights. It is not checked for a DTensor that `from_local` made from shards that
+were quantized separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import pad as functional_pad
 from layoutc.runtime.dispatch import broadcasts, rejoining
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
-from layoutc.runtime.dispatch.windows import dim_of
+from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize import weights
@@ -35,9 +35,9 @@ c10d = torch.ops.c10d
 
 # ----------------------------------------------------------------------------------------------- functional collectives
 def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """all_gather_into_tensor: the pieces of all ranks below one another; whole blocks are still on their way.
+    """all_gather_into_tensor: all ranks' shards joined along the rows; asynchronous if they are whole blocks.
 
-    Raises LayoutError, on all ranks alike, for pieces that are no shards of one weight.
+    Raises LayoutError on all ranks for tensors that are not shards of one weight.
     """
     tensor: QuantizedTensor = args[0]
     world, group = args[1:]
@@ -62,9 +62,9 @@ def all_gather(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """wait_tensor: for every plane. As torch has it, the tensor that was waited for is good from then on as well."""
+    """wait_tensor: waits for every plane. As in torch, the argument itself may be used from then on, too."""
     tensor: QuantizedTensor = args[0]
-    if isinstance(tensor._planes, rejoining.StackedPlanes):  # that has been waited for
+    if isinstance(tensor._planes, rejoining.StackedPlanes):  # these have been waited for
         return tensor
     if tensor._padding.ends_where_cut:
         tensor._padding = NOT_PADDED
@@ -75,13 +75,13 @@ def wait(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def wrap(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """_wrap_tensor_autograd: what waits when it is used."""
+    """_wrap_tensor_autograd: a tensor that waits when it is first used."""
     waits: Tensor = AsyncCollectiveTensor(args[0])
     return waits
 
 
 def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """broadcast: every plane of the source rank, those that cover all rows included, still on their way."""
+    """broadcast: every plane of the source rank, also those that cover all rows; asynchronous."""
     tensor, *rest = args
     _check_straight(func, tensor)
     return tensor._with_planes(  # type: ignore[no-any-return]
@@ -90,17 +90,20 @@ def broadcast(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """shard_dim_alltoall: from shards of rows to shards of columns or back, each byte sent once.
+    """shard_dim_alltoall: from shards of rows to shards of columns or back; each byte is sent once.
 
-    Where shards of rows are not whole blocks, all is gathered. Raises LayoutError, on all ranks alike, where a new cut
-    between columns would split a block.
+    If shards of rows are not whole blocks, the whole weight is gathered instead. Raises LayoutError on all ranks if the
+    new dim can't be cut evenly, UnsupportedOperator if a new cut between columns would split a block.
     """
     tensor, gather_dim, shard_dim, group = args
     resolved: Any = process_group(group) if isinstance(group, str) else group
     world = resolved.size()
     gather_dim, shard_dim = dim_of(gather_dim, tensor.dim()), dim_of(shard_dim, tensor.dim())
     if tensor.shape[shard_dim] % world:
-        raise LayoutError(f"{func}: dim {shard_dim} of {tensor._label()} is not cut evenly over {world} ranks")
+        raise LayoutError(
+            f"{func}: dim {shard_dim} of {tensor._label()} can't be cut evenly over {world} ranks: it must be a "
+            f"multiple of {world}"
+        )
     rows = prod(tensor.shape[:-1]) // (1 if shard_dim == tensor.dim() - 1 else world)
     if rows % tensor.LAYOUT.block_rows:
         whole: Any = all_gather(func, (tensor, world, group), {})
@@ -128,26 +131,26 @@ def shard_dim_alltoall(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor
 
 # ------------------------------------------------------------------------------------------------- collectives in place
 def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """scatter_: every plane of every piece, those that cover all rows included; `output` becomes the piece that came.
+    """scatter_: every plane of every piece, also those that cover all rows; `output` becomes the received piece.
 
-    DTensor cuts the filling off after it, where the piece is a short one.
+    DTensor cuts the padding of a short piece off afterwards.
     """
     (output,), pieces, *rest = args
     for piece in (output, *(pieces[0] if pieces else ())):
         _check_rows_of(func, piece)
     waits = _waits(func, args, kwargs, output)
 
-    def send(into: Tensor, given: list[Tensor]) -> Any:
-        return func([into], [given] if pieces else pieces, *rest, **kwargs)[1]
+    def send(into: Tensor, sent: list[Tensor]) -> Any:
+        return func([into], [sent] if pieces else pieces, *rest, **kwargs)[1]
 
     values = _initial_values(output, [initial_values.own(piece) for piece in pieces[0]] if pieces else [], send, waits)
     return _done(output, [rejoining.scatter_(func, output, pieces, rest, kwargs, waits)], waits, values)
 
 
 def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """broadcast_: every plane of the source rank, into the planes of the others, as DTensor asks for it.
+    """broadcast_: called by DTensor, every plane of the source rank into the planes of the others.
 
-    Others who ask have plain buffers on the other ranks, and get values (see `broadcasts`).
+    Other callers have plain buffers on the other ranks, and these get values (see `broadcasts`).
     """
     (tensor,), *rest = args
     if tensor._sent is not None or not broadcasts.among_quantized():
@@ -156,15 +159,15 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     _check_straight(func, tensor)
     waits = _waits(func, args, kwargs, tensor)
 
-    def send(into: Tensor, given: list[Tensor]) -> Any:
-        return func([into.copy_(given[0]) if given else into], *rest, **kwargs)[1]
+    def send(into: Tensor, sent: list[Tensor]) -> Any:
+        return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
 
     values = _initial_values(tensor, [initial_values.own(tensor)], send, waits)
     works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
     return _done(tensor, works, waits, values)
 
 
-_KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # of initial values, as ranks tell one another
+_KINDS = (None, torch.float32, torch.bfloat16, torch.float16)  # dtypes of initial values, by their number in a message
 
 
 def _initial_values(
@@ -173,10 +176,10 @@ def _initial_values(
     send: Callable[[Tensor, list[Tensor]], Any],
     waits: bool,
 ) -> Tensor | None:
-    """The initial values that go with the bytes, in as many rows as `target` has by its shape, alike on all ranks; None
-    where the source has none.
+    """Sends the initial values that belong to the bytes; returns the received ones, None if the source has none.
 
-    every: what this rank has to send. A first message says whether values follow, and in which dtype.
+    They have as many rows as `target`'s shape says, equal on all ranks. every: what this rank has to send. A first
+    message says whether values follow, and in which dtype.
     """
     kinds = [None if value is None else value.dtype for value in every]
     code = _KINDS.index(kinds[0]) if kinds and len(set(kinds)) == 1 else 0
@@ -199,7 +202,7 @@ def _initial_values(
 def _done(
     tensor: QuantizedTensor, works: Sequence[Any], waits: bool, values: Tensor | None
 ) -> tuple[list[QuantizedTensor], Any]:
-    """What a collective in place returns: who waits for the last of several works has waited for all."""
+    """What a collective in place returns. It waits for all works but the last, so waiting for that is enough."""
     for work in works[:-1] if waits else ():
         work.wait()
     written([tensor])
@@ -210,51 +213,51 @@ def _done(
 
 
 def _waits(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
-    """Whether works can be waited for.
+    """Whether `work.wait()` may be called.
 
-    On a card, a collective that is not asynchronous runs on the caller's stream, and its work is a null pointer in a
-    Python object, which crashes when it is asked to wait.
+    On a card, a synchronous collective runs on the caller's stream, and its work is a Python object around a null
+    pointer: waiting for that crashes the process.
     """
     return tensor.device.type == "cpu" or bool(_argument(func, args, kwargs, "async_op", True))
 
 
 def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
-    """An argument of an operator by its name, wherever it is passed."""
+    """An operator's argument by name, whether it was passed by position or by keyword."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, default)
     return default
 
 
-# --------------------------------------------------------------------------------------------------- filling, and order
+# --------------------------------------------------------------------------------------------------- padding and order
 def pad(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """constant_pad_nd with zeros after the last row or column, as DTensor fills up short shards.
+    """constant_pad_nd with zeros after the last row or column, as DTensor pads short shards.
 
-    Raises LayoutError where columns are filled up that do not end with a block.
+    Raises LayoutError for any other padding, and for columns that don't end with a block.
     """
     tensor, amounts = args[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     layout, shape = tensor.LAYOUT, list(tensor.shape)
-    for place, amount in enumerate(amounts):
-        shape[tensor.dim() - 1 - place // 2] += amount
+    for position, amount in enumerate(amounts):
+        shape[tensor.dim() - 1 - position // 2] += amount
     k, columns = tensor._matrix[1], shape[-1]
     only_after = not any(amounts[::2]) and min(amounts, default=0) >= 0
     whole = tensor.dim() > 1 and tensor.shape[-1] == k and not tensor._transposed
     if value or not only_after or not whole or tuple(shape[1:-1]) != tuple(tensor.shape[1:-1]):
-        raise LayoutError(f"{func}: {tensor._label()} is filled up with zeros after its last row or column alone")
+        raise LayoutError(f"{func}: {tensor._label()} can only be padded with zeros after its last row or column")
     rows, block = prod(shape[:-1]), layout.block_rows
     if columns == k and (tensor._halo.rows or rows % block or tensor._rows % block):
-        return rejoining.filled(tensor, shape)
+        return rejoining.padded(tensor, shape)
     if columns != k and (tensor._halo.rows or k % layout.column_multiple):
         raise LayoutError(
-            f"{func}: the {k} columns of {tensor._label()} do not end with a block: shards of columns are multiples of "
-            f"{layout.column_multiple} columns"
+            f"{func}: the {k} columns of {tensor._label()} do not end with a block: shards of columns must be "
+            f"multiples of {layout.column_multiple} columns"
         )
     return rejoining.with_zeros(tensor, shape)
 
 
 def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """index_select of whole blocks in any order, as DTensor puts strided shards in order; else through fallback."""
+    """index_select: of whole blocks, by which DTensor puts strided shards in order; else through fallback."""
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     runs: list[list[int]] = []
@@ -283,7 +286,7 @@ def _check_straight(func: Any, tensor: QuantizedTensor) -> None:
 def _check_rows_of(func: Any, tensor: QuantizedTensor) -> None:
     (_, k), last = tensor._matrix, tensor.shape[-1:]
     if tensor._transposed or tensor.dim() < 2 or last != (k,):
-        raise LayoutError(f"{func}: {tensor._label()} travels as rows of {k} columns, not transposed or flattened")
+        raise LayoutError(f"{func}: {tensor._label()} must be sent as rows of {k} columns, not transposed or flattened")
 
 
 def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
@@ -294,18 +297,19 @@ def _cut_inside(func: Any, tensor: QuantizedTensor) -> str:
 
 
 def _travels(layout: Layout, name: str) -> bool:
-    """Whether ranks may hold different values of a plane: what covers all rows of some columns goes with columns."""
+    """Whether ranks may hold different values in a plane: one that covers all rows of some columns belongs to those."""
     return name not in layout.shared or name in layout.shared_by_columns
 
 
 def _bytes(plane: Tensor, *, into: bool = False) -> Tensor:
-    """A plane as it travels: contiguous uint8, which every backend knows. `into`: it is written, so never a copy."""
+    """A plane as it is sent: contiguous uint8, which every backend knows. into: it is received into, so never a
+    copy."""
     if into and not plane.is_contiguous():
-        raise LayoutError("a collective writes into whole tensors, not into some columns of one: clone it first")
+        raise LayoutError("a collective can't write into some columns of a tensor: clone it first")
     plane = plane.contiguous()
     if plane.dtype == torch.uint8:
         return plane
-    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
     return plane.view(-1).view(torch.uint8).view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
 
 
@@ -318,8 +322,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     c10d.broadcast_.default: broadcast_,
     aten.constant_pad_nd.default: pad,
     aten.index_select.default: index_select,
-    torch.Tensor.data: weights.replacement,  # of a tensor, for plain values that are assigned
+    torch.Tensor.data: weights.replacement,  # plain values that are assigned to a tensor's data
     None: fallback,  # every other operator
 }
-if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every torch that is supported
+if hasattr(c10d_functional, "_wrap_tensor_autograd"):  # not in every supported torch
     HANDLERS[c10d_functional._wrap_tensor_autograd.default] = wrap

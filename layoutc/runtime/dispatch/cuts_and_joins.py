@@ -1,4 +1,4 @@
-"""Dispatch handlers that cut, join or make planes. What a cut means for each plane is generated (`_cut`, `_join`)."""
+"""Dispatch handlers that cut, join or make planes. How each plane is cut or joined is generated (`_cut`, `_join`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
-from layoutc.runtime.dispatch.rejoining import StackedPlanes, taken_apart
-from layoutc.runtime.dispatch.windows import Window, bounds, dim_of, matrix_for, window
+from layoutc.runtime.dispatch.indexing import Window, bounds, dim_of, matrix_for, window
+from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
@@ -46,51 +46,53 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
     return piece
 
 
-def _cut(tensor: QuantizedTensor, found: Window) -> QuantizedTensor:
-    is_first = tensor._padding.ends_where_cut and found.r0 == 0
-    if is_first and found.halo.after:
-        found = found._replace(r1=found.r1 - found.halo.after, halo=NO_HALO)
-    window = (found.r0, found.r1, found.c0, found.c1)
+def _cut(tensor: QuantizedTensor, region: Window) -> QuantizedTensor:
+    is_first = tensor._padding.ends_where_cut and region.r0 == 0
+    if is_first and region.halo.after:
+        region = region._replace(r1=region.r1 - region.halo.after, halo=NO_HALO)
+    window = (region.r0, region.r1, region.c0, region.c1)
     planes: MutableMapping[str, Tensor]
-    if isinstance(tensor._planes, ScatteredPlanes):  # a view of copies would lose what is written to it
-        if found.rows == tensor._rows:
-            return tensor._planes.columns(found.c0, found.c1)._alias(found.shape)  # type: ignore[attr-defined,no-any-return]
-        raise UnsupportedOperator(f"a cut of {tensor._label()}, rows that are not adjacent: clone it first")
-    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the planes
+    if isinstance(tensor._planes, ScatteredPlanes):  # these planes are copies: writes to a view of them would be lost
+        if region.rows == tensor._rows:
+            return tensor._planes.columns(region.c0, region.c1)._alias(region.shape)  # type: ignore[attr-defined,no-any-return]
+        raise UnsupportedOperator(
+            f"{tensor._label()} consists of rows that are not adjacent, and can't be cut further: clone it first"
+        )
+    if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the weight's planes
         planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
     else:
         planes = type(tensor)._cut(tensor._planes, *window)
-    piece = tensor._with_planes(planes, found.shape, matrix=found.matrix, halo=found.halo)
+    piece = tensor._with_planes(planes, region.shape, matrix=region.matrix, halo=region.halo)
     piece._home, piece._writes = tensor._home, tensor._writes
-    piece._part = None if is_first else part_of(tensor, found.r0, found.c0)
-    # FSDP2 makes a shard by cutting the first rows of a new tensor, twice; who cuts others as well has parts.
-    if tensor._padding.is_new and found.r0 + found.halo.before != tensor._halo.before:
+    piece._part = None if is_first else part_of(tensor, region.r0, region.c0)
+    # FSDP2 cuts the first rows of a new tensor alone (see Padding); whoever cuts others as well gets parts.
+    if tensor._padding.is_new and region.r0 + region.halo.before != tensor._halo.before:
         tensor._padding = NOT_PADDED
     piece._padding = tensor._padding.of_piece()
     if tensor._padding.is_new:
         piece._padding = Padding(first_rows_of=weakref.ref(tensor))
-        piece._halo, piece._part = Halo(*found.halo[:2]), None
-    if found.rows != tensor._rows and not (tensor._padding.is_new or is_first):
+        piece._halo, piece._part = Halo(*region.halo[:2]), None
+    if region.rows != tensor._rows and not (tensor._padding.is_new or is_first):
         piece._common |= tensor.LAYOUT.shared
-    if found.matrix[1] != tensor._matrix[1]:
+    if region.matrix[1] != tensor._matrix[1]:
         piece._common |= tensor.LAYOUT.shared_along_rows
     piece._common |= tensor._common
     return piece
 
 
 def _fill(args: Args, defaults: Args) -> Args:
-    """Positional arguments with the schema's defaults for those left out."""
+    """Positional arguments, with the schema's defaults for those that were left out."""
     return (*args, *defaults[len(args) :])
 
 
 def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """slice (narrow, chunk of one): step 1, as a view; columns, and rows of each expert, in whole blocks.
+    """slice (also narrow): a view, with step 1. Columns, and rows of each expert, must be whole blocks.
 
-    Anything else is refused.
+    Raises UnsupportedOperator for anything else.
     """
     tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
     if step != 1:
-        raise UnsupportedOperator(f"{func}: {tensor._label()} has no view with step {step}")
+        raise UnsupportedOperator(f"{func}: {tensor._label()} can't be sliced with step {step}, only with step 1")
     dim = dim_of(dim, tensor.dim())
     first, last = bounds(tensor.shape[dim], start, stop)
     cut = _scattered if _scatters(tensor, dim) and 0 < last - first < tensor.shape[dim] else _piece
@@ -98,7 +100,7 @@ def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """select: one entry of a dim, as a view without that dim, where it is whole blocks (one expert of many)."""
+    """select: one entry of a dim that is whole blocks (one expert of many), as a view without that dim."""
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0
@@ -111,52 +113,54 @@ def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def unbind(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
-    """unbind: every entry of a dim, as select gives it."""
+    """unbind: `select` for every entry of a dim."""
     tensor, dim = _fill(args, (None, 0))
     return [select(func, (tensor, dim, i), {}) for i in range(tensor.shape[dim_of(dim, tensor.dim())])]
 
 
 def split(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTensor]:
-    """split (chunk): pieces of equal size, as views. On dim 0 this is how FSDP2 shards."""
+    """split (also chunk): pieces of equal size, as views. FSDP2 shards by chunk on dim 0."""
     tensor, size, dim = _fill(args, (None, None, 0))
     if tensor._sent is not None and callers.is_called_from("torch.distributed.tensor"):
-        return list(func(tensor.dequantize(), size, dim))  # what DTensor scatters, other ranks receive as values
+        return list(func(tensor.dequantize(), size, dim))  # the other ranks receive values from DTensor's scatter
     dim = dim_of(dim, tensor.dim())
     total = tensor.shape[dim]
     if isinstance(tensor._planes, StackedPlanes) and dim == 0 and size * tensor._planes.world == total:
-        return taken_apart(tensor)
+        return unstacked(tensor)
     starts = range(0, total, size) if size else (0,)
     if _scatters(tensor, dim) and 0 < size < total:
         return [_scattered(tensor, dim, start, min(start + size, total), func) for start in starts]
     pieces = [_piece(tensor, dim, start, min(start + size, total), func) for start in starts]
-    for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor takes what it has gathered apart
+    for name, stack in tensor._stacked.items() if dim == 0 else ():  # DTensor splits what it has gathered
         for piece, own in zip(pieces, stack.chunk(len(pieces)), strict=True):
             piece._planes[name] = own
     return pieces
 
 
 def _scatters(tensor: QuantizedTensor, dim: int) -> bool:
-    """True where entries of a dim are rows of each of several entries before it."""
+    """True if entries of a dim are not adjacent rows: some rows of each entry of the dims before it."""
     return 0 < dim < tensor.dim() - 1 and prod(tensor.shape[:dim]) > 1 and not tensor._transposed
 
 
 def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
-    """Entries of a dim that are rows here and there (some rows of each expert): they are read anew at each use, and the
-    bytes of a tensor of the same recipe can be copied into them.
+    """Entries of a dim whose rows are not adjacent (some rows of each expert).
 
-    This is how FSDP2 shards dim 1 of expert weights, whose pieces it then copies, and how checkpoints load such shards
-    into others. Raises UnsupportedOperator where a cut falls inside a block, or blocks reach over several entries
-    before `dim`.
+    They are copied from the weight at each use, and a tensor of the same recipe can be copied into them. FSDP2 cuts
+    expert weights like this to shard dim 1, and then copies the pieces; checkpoints load such shards into others.
+    Raises UnsupportedOperator if a cut falls inside a block, or blocks span several entries of the dims before `dim`.
     """
     inner, layout = prod(tensor.shape[dim + 1 : -1]), tensor.LAYOUT
     total, first, last = (n * inner for n in (tensor.shape[dim], start, stop))
     if isinstance(tensor._planes, ScatteredPlanes):
-        raise UnsupportedOperator(f"{operator}: a cut of {tensor._label()}, rows that are not adjacent: clone it first")
+        raise UnsupportedOperator(
+            f"{operator}: {tensor._label()} consists of rows that are not adjacent, and can't be cut further: clone it "
+            "first"
+        )
     fits = tensor.shape[-1] == tensor._matrix[1] and not tensor._halo.rows
     if any(n % layout.block_rows for n in (total, first, last)) or not fits:
         raise UnsupportedOperator(
-            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} rows of each "
-            f"{total}; blocks of {layout.block_rows} rows must divide both"
+            f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} of each "
+            f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}"
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
@@ -191,7 +195,7 @@ def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTen
 
 
 def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """cat of pieces that end on block boundaries and share what covers all of it: bytes. Else through fallback."""
+    """cat: joins bytes if pieces end on block boundaries and have equal shared planes; else through fallback."""
     pieces = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = pieces[0]
@@ -236,7 +240,7 @@ def _joinable(pieces: list[Any], dim: int) -> bool:
 
 
 def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
-    """Pieces that follow one another along the columns, as stored: planes are m-major, and columns of theirs whole."""
+    """Pieces joined along the columns: planes are m-major, so columns of the weight are columns of each plane."""
     first, k = pieces[0], sum(piece._matrix[1] for piece in pieces)
     planes = dict(first._planes)
     for name in first._planes.keys() - first.LAYOUT.shared_along_rows:
@@ -245,7 +249,7 @@ def _join_columns(pieces: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
-    """Pieces whose entries follow one another within each entry before `dim`, as rows of each expert: whole blocks."""
+    """Pieces joined along a middle dim, as rows of each expert; all of them are whole blocks."""
     first, planes = pieces[0], {}
     shape = (*first.shape[:dim], sum(piece.shape[dim] for piece in pieces), *first.shape[dim + 1 :])
     for name, plane in first._planes.items():
@@ -258,14 +262,15 @@ def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
 def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_empty: of the class, rows as they are in memory, where the recipe can hold the size; else a plain tensor."""
+    """new_empty: of the class, with uninitialized planes, if the recipe can hold the size; else a plain tensor."""
     return _new(torch.empty, args, kwargs)
 
 
 def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros: of the class, where the recipe can hold the size; else a plain tensor.
+    """new_zeros: of the class, if the recipe can hold the size; else a plain tensor.
 
-    All bytes of rows are zero, so it dequantizes to exact zeros; what all rows share is the tensor's own.
+    It dequantizes to exact zeros: all bytes of its rows are zero. Planes that all rows share are copies of the
+    tensor's.
     """
     return _new(torch.zeros, args, kwargs)
 
@@ -284,7 +289,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
     facts = tensor.LAYOUT.planes(*matrix)
     planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
     for name, plane in planes.items():
-        # FSDP2 makes a rank's empty shard like this and copies nothing into it: what all shards share must come along.
+        # FSDP2 makes a rank's empty shard like this and copies nothing into it: it must get what all shards share.
         if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
             plane.copy_(tensor._planes[name])
     halo = Halo(0, matrix[0] - prod(size) // matrix[1])
@@ -297,7 +302,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """empty_like: of the class, on the device asked for; another dtype gives a plain tensor."""
+    """empty_like: of the class, on the device asked for; a plain tensor for another dtype."""
     tensor: QuantizedTensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     device = kwargs.get("device") or tensor.device
@@ -306,7 +311,7 @@ def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=pin)
     facts, planes = tensor.LAYOUT.planes(*tensor._matrix), {}
     for name in tensor._planes:
-        # What all rows share decides later scales (a history of amaxes), so it is never left to chance.
+        # What all rows share (a history of amaxes) decides later scales, so it is never left uninitialized.
         make = torch.zeros if name in tensor.LAYOUT.shared else torch.empty
         planes[name] = make(facts[name].shape, dtype=facts[name].dtype, device=device, pin_memory=pin)
     return tensor._with_planes(planes)

@@ -1,4 +1,4 @@
-"""Operators without a handler: taken apart, refused, or run on dequantized copies."""
+"""The fallback for operators without a handler: they are decomposed, refused, or run on dequantized copies."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ aten = torch.ops.aten
 
 
 def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Any operator on quantized tensors that their table does not have.
+    """Runs any operator that the tensors' table does not have.
 
-    Composite ones (all that inference mode hands over whole: linear, matmul, reshape, chunk) are taken apart, and their
-    parts handled. Views are refused; the rest runs on dequantized copies, and what is written is requantized.
+    Composite operators, which inference mode dispatches as a whole (matmul, reshape, chunk), are decomposed and their
+    parts dispatched. Views are refused with UnsupportedOperator. The rest runs on dequantized copies, and tensors that
+    it writes are requantized; under strict(), it raises ImplicitDequantize.
     """
     if func._can_decompose():
-        taken_apart = func.decompose(*args, **kwargs)
-        if taken_apart is not NotImplemented:
-            return taken_apart
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
     schema = func._schema
     label = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, QuantizedTensor))._label()
     if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
@@ -39,7 +40,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def plain(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        # Of what is written, the values that it was quantized from: initializers have several steps.
+        # A tensor that is written starts from the values that it was quantized from: initializers have several steps.
         values = initial_values.values(value, value.dtype) if any(value is target for target in targets) else None
         return value.dequantize() if values is None else values
 
@@ -47,7 +48,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not schema.is_mutable:
         return result
-    # Requantizes what the operator has written, and returns the quantized tensors in place of the copies.
+    # Requantizes the copies that the operator wrote, and returns the quantized tensors in their place.
     back: dict[int, QuantizedTensor] = {}
     written = _outputs(func, plain_args, plain_kwargs)
     for target, values in zip(_outputs(func, args, kwargs), written, strict=True):
@@ -58,10 +59,10 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _outputs(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
-    """What an operator writes, lists taken apart."""
-    found: list[Any] = []
+    """The arguments that an operator writes; the elements of those that are lists."""
+    outputs: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += given if isinstance(given, list | tuple) else [given]
-    return found
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            outputs += value if isinstance(value, list | tuple) else [value]
+    return outputs

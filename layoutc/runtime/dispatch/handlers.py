@@ -1,7 +1,8 @@
-"""Dispatch handlers that are the same for every recipe. A generated table (HANDLERS) says which operator goes where.
+"""Dispatch handlers that are the same for every recipe: views, copies and products.
 
-A handler takes (func, args, kwargs). Views are exact or refused: a dequantized copy in place of a view would lose what
-is written to it. Other operators without a handler fall back to a dequantized copy, which strict() refuses.
+A generated table (HANDLERS) says which operator has which handler. A handler takes (func, args, kwargs). Views are
+exact or refused: writes to a dequantized copy in place of a view would be lost. Other operators without a handler fall
+back to a dequantized copy, which strict() refuses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch import broadcasts, update_warnings
-from layoutc.runtime.dispatch.windows import dim_of
+from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import registry, shards
@@ -37,10 +38,7 @@ def alias(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """view, _unsafe_view: any shape with as many elements, since the order of elements stays.
-
-    An empty size is one element.
-    """
+    """view, _unsafe_view: any shape with the same number of elements, since their order stays. [] is one element."""
     tensor, size = args[0], list(args[1])
     if tensor._transposed and tuple(size) != tuple(tensor.shape):
         raise UnsupportedOperator(
@@ -48,10 +46,10 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         )
     numel = tensor.numel()
     if -1 in size:
-        known = prod(extent for extent in size if extent != -1)
-        if size.count(-1) > 1 or known == 0 or numel % known:
+        given = prod(extent for extent in size if extent != -1)
+        if size.count(-1) > 1 or given == 0 or numel % given:
             raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
-        size[size.index(-1)] = numel // known
+        size[size.index(-1)] = numel // given
     if prod(size) != numel or any(extent < 0 for extent in size):
         raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
     return tensor._alias(size)  # type: ignore[no-any-return]
@@ -66,7 +64,7 @@ def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def squeeze(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """squeeze: drops dims of size 1, all or the ones named."""
+    """squeeze: drops dims of size 1, all of them or the ones named."""
     tensor = args[0]
     named = args[1:] and ([args[1]] if isinstance(args[1], int) else args[1])
     dims = {dim_of(dim, tensor.dim()) for dim in named} if named else set(range(tensor.dim()))
@@ -77,7 +75,7 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """t, transpose: swaps the last two dims, as a view."""
     tensor: QuantizedTensor = args[0]
     rank = tensor.dim()
-    dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is the vector
+    dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is that vector
     first, second = sorted(dim_of(dim, rank) for dim in dims)
     if first == second:
         return tensor._alias()
@@ -89,7 +87,7 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """permute (T, mT): the order as it is, or with the last two dims swapped."""
+    """permute (also T, mT): the identity, or the last two dims swapped."""
     tensor = args[0]
     order, rank = [dim_of(dim, tensor.dim()) for dim in args[1]], tensor.dim()
     if sorted(order) != list(range(rank)):
@@ -102,19 +100,19 @@ def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def as_strided(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """as_strided: the tensor's own size, strides and offset 0, as FSDP2 asks once; anything else is refused."""
+    """as_strided: only to the tensor's own size and strides with offset 0, as FSDP2 asks for once."""
     tensor, size, stride = args[0], args[1], args[2]
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if (tuple(size), tuple(stride), offset or 0) != (tuple(tensor.shape), tuple(tensor.stride()), 0):
         raise UnsupportedOperator(
-            f"{func}: {tensor._label()} has strides {tuple(tensor.stride())} and offset 0, "
+            f"{func}: {tensor._label()} only has strides {tuple(tensor.stride())} at offset 0, "
             f"not size {tuple(size)}, strides {tuple(stride)}, offset {offset or 0}"
         )
     return tensor._alias()  # type: ignore[no-any-return]
 
 
 def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """expand to the tensor's own shape; anything else is refused."""
+    """expand: only to the tensor's own shape."""
     tensor, size = args[0], args[1]
     wanted = [own if extent == -1 else extent for own, extent in zip(tensor.shape, size, strict=False)]
     if len(size) != tensor.dim() or wanted != list(tensor.shape):
@@ -130,8 +128,10 @@ def clone(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """_to_copy: another device moves every plane and keeps the class; another dtype dequantizes. Of a module that is
-    converted (`module.to(dtype)`) it is what the same bytes dequantize to from then on."""
+    """_to_copy: to another device moves every plane and keeps the class; to another dtype dequantizes.
+
+    While a module is converted (`module.to(dtype)`), another dtype keeps the bytes: they dequantize to it from then on.
+    """
     tensor: QuantizedTensor = args[0]
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     if dtype != tensor.dtype:
@@ -151,7 +151,7 @@ def to_copy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """_pin_memory: every plane."""
+    """_pin_memory: pins every plane."""
     tensor: QuantizedTensor = args[0]
     pinned = tensor._with_planes(tensor._map(lambda plane: plane.pin_memory()))
     initial_values.carry(pinned, tensor)
@@ -159,7 +159,7 @@ def pin_memory(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def is_pinned(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """is_pinned: every plane is."""
+    """is_pinned: true if every plane is pinned."""
     return all(plane.is_pinned() for plane in args[0]._planes.values())
 
 
@@ -170,7 +170,7 @@ def record_stream(func: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """equal: same recipe, shape and bytes; against a plain tensor, same values."""
+    """equal: the same recipe, shape and bytes; for a plain tensor, the same values."""
     a, b = args[0], args[1]
     if type(a) is not type(b) or a._planes.keys() != b._planes.keys():
         plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (a, b)]
@@ -181,12 +181,12 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _phase(tensor: QuantizedTensor) -> tuple[int, int, int]:
-    """What two tensors of one recipe must have in common for their planes to mean the same, entry by entry."""
+    """(rows, columns, offset in a block): equal for tensors of one recipe whose planes correspond entry by entry."""
     return tensor._rows, tensor._matrix[1], tensor._halo.before
 
 
 def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """is_set_to: the same bytes of the same storages under the same shape and strides; never for a plain tensor."""
+    """is_set_to: the same memory under the same shape and strides; false for a plain tensor."""
     a, b = args
     if type(a) is not type(b) or (a.shape, a.stride()) != (b.shape, b.stride()) or a._planes.keys() != b._planes.keys():
         return False
@@ -194,7 +194,7 @@ def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """zero_: as quantizing zeros; of a part, every byte but what it shares with the rest. Exact zeros either way."""
+    """zero_: quantizes zeros; for a part, zeroes every byte that it does not share. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
     check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
@@ -217,7 +217,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
 
 
 def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """zeros_like, ones_like, full_like, rand_like, randn_like: plain, for optimizers; of the class, for stagers."""
+    """zeros_like, ones_like, full_like, rand_like, randn_like: plain for optimizers, of the class for stagers."""
     tensor = args[0]
     options = {key: value for key, value in kwargs.items() if value is not None and key != "memory_format"}
     options.setdefault("dtype", tensor.dtype)
@@ -231,12 +231,15 @@ def like_plain(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """copy_ in all directions. Everything is checked before the first byte is written; returns the destination.
 
-    Same recipe: planes, byte for byte; a piece whose scales also cover other rows, and differ, waits for those rows
-    (`pending_writes`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Another recipe: by fp32.
+    Same recipe: copies planes, byte for byte. A piece whose scales also cover other rows, and would change them, waits
+    for those rows (`pending_writes`). Plain into quantized: quantizes. Quantized into plain: dequantizes. Into another
+    recipe: dequantizes to fp32 and quantizes. Raises RuntimeError for another shape.
     """
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
-        as_sent = source._sent is not None or not target.is_floating_point()  # other ranks have it in its own dtype
+        as_sent = (
+            source._sent is not None or not target.is_floating_point()
+        )  # the other ranks have the values in its own dtype
         return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")
@@ -264,7 +267,7 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs: Any) -> QuantizedTensor:
-    """copy_ into rows that are not adjacent: each run of adjacent ones by itself, as scales may be shared by all."""
+    """copy_ into rows that are not adjacent: one run of adjacent rows after the other."""
     source = clone(aten.clone.default, (source,), {}) if isinstance(source._planes, ScatteredPlanes) else source
     matrix = view(func, (source, (-1, target.shape[-1])), {})
     for run, rows in zip(runs, matrix.split(runs[0].shape[0]), strict=True):  # type: ignore[no-untyped-call]
@@ -273,14 +276,15 @@ def _copy_runs(func: Any, target: QuantizedTensor, source: QuantizedTensor, runs
 
 
 def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
-    """Raises LayoutError for a shard that cuts blocks and a source that is cut elsewhere, before any rank waits.
+    """Raises LayoutError for a target shard that cuts blocks, given a source with other cuts, before any rank waits.
 
-    Its bytes don't fit, and requantizing is collective, which ranks whose shards end with blocks would not know of.
+    The source's bytes don't fit. Requantizing would be collective, and ranks whose shards end with blocks would not
+    join.
     """
     place = shards.place(target)
     if place is not None and place.joins(target.LAYOUT):
         raise LayoutError(
-            f"{func}: {target._label()} is a shard whose cuts go through blocks, and the source is not cut as it is; "
+            f"{func}: {target._label()} is a shard whose cuts fall inside blocks, and the source has other cuts; "
             "copy the same rows of the whole quantized weight, or plain values on all ranks"
         )
 
@@ -296,8 +300,8 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
             raise LayoutError(f"copy_: {name} is {tuple(into.shape)} in the target, {tuple(plane.shape)} in the source")
     if target._common and target._part is None and any(not torch.equal(*pairs[name]) for name in target._common):
         raise LayoutError(
-            f"copy_: {target._label()} is a part of a weight whose {', '.join(sorted(target._common))} cover more than "
-            "the part, and the source has others; copy into the whole weight"
+            f"copy_: {target._label()} is a part of a weight and shares its {', '.join(sorted(target._common))} with "
+            "the rest, but the source has different ones; copy into the whole weight"
         )
     if needs := pending_writes.needs_of(target, source):
         for piece in pending_writes.hold(target, source, needs):
@@ -316,10 +320,11 @@ def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
-    """Makes the first rows of a new tensor hold copies of the planes of a source that begins or ends inside a block.
+    """Gives a new tensor and its first rows copies of the planes of a source that begins or ends inside a block.
 
-    FSDP2 copies a shard into a new tensor of the padded size, and takes the shard's rows of that again. The new tensor
-    can't know where in a block its rows will begin, nor that the weight ends inside its last one.
+    FSDP2 copies a shard into a new tensor of the padded size, and cuts the shard's rows out of that again (see
+    Padding). The new tensor can't know where in a block its rows will begin, nor that the weight ends inside its last
+    block.
     """
     pin = not new.is_meta and all(plane.is_pinned() for plane in new._planes.values())
     planes = source._map(lambda plane: plane.to(new.device, copy=True, memory_format=torch.contiguous_format))
@@ -338,7 +343,7 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """mm, bmm, addmm, baddbmm, mv, matmul: dequantizes to the activation's dtype and multiplies.
 
-    Which orientation is read follows from the axis that is contracted: k reads rowwise values, m reads columnwise ones.
+    The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones.
     """
     first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
@@ -350,7 +355,8 @@ WITH_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 
 
 def linear(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """linear, as inference mode hands it over: x @ weight.t() + bias, with rowwise values in the activation's dtype."""
+    """linear, which only inference mode dispatches as a whole: x @ weight.t() + bias with rowwise values in x's
+    dtype."""
     x, weight = args[0], args[1]
     plain = weight._dequantize("rowwise", x.dtype) if isinstance(weight, QuantizedTensor) else weight
     return func(x, plain, *args[2:], **kwargs)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""DTensor's collectives on shards whose cuts fall inside blocks, where ranks on both sides of a cut hold its scales.
+"""DTensor's collectives on shards whose cuts fall inside blocks, so that ranks on both sides of a cut hold its scales.
 
 DTensor pads short shards, gathers or scatters, and cuts the padding off again. Such a shard has no bytes for padding:
 when padded, it is an alias under the larger shape, and `Padding.rows` says how much of that is there. First the ranks
@@ -29,23 +29,24 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class StackedPlanes(MutableMapping[str, Tensor]):
-    """The planes of several tensors below one another, none of which ends with a block.
+    """The planes of several tensors stacked along the rows, where no tensor ends with a block.
 
-    Together they are no tensor of the recipe: they can be taken apart again, as DTensor does that gathers columns, and
-    any other use raises ShardAlignmentError.
+    The stack is not a tensor of the recipe. It can be split into its tensors again, which DTensor does after gathering
+    columns; any other use raises ShardAlignmentError.
     """
 
     def __init__(self, stacks: dict[str, Tensor], common: dict[str, Tensor], world: int, message: str) -> None:
-        """stacks: what each has, below one another; common: what all have alike."""
+        """stacks: planes of all tensors, stacked; common: planes that are equal in all of them; message: of the
+        error."""
         self.stacks, self.common, self.world, self.message = stacks, common, world, message
 
     def apart(self) -> list[dict[str, Tensor]]:
-        """The planes of each."""
+        """The planes of each tensor."""
         chunks = {name: stack.chunk(self.world) for name, stack in self.stacks.items()}
         return [self.common | {n: pieces[i] for n, pieces in chunks.items()} for i in range(self.world)]
 
     def values(self) -> ValuesView[Tensor]:
-        """What lies below one another: where it is, and how many bytes."""
+        """All tensors, for whoever asks where they are and how large."""
         return (self.stacks | self.common).values()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -65,19 +66,19 @@ class StackedPlanes(MutableMapping[str, Tensor]):
 
 
 def cuts_blocks(tensor: QuantizedTensor, world: int) -> bool:
-    """True where shards of the outer size of `tensor`, alike on all ranks, are not whole blocks of rows."""
+    """True if shards of `tensor`'s outer size, which is equal on all ranks, are not whole blocks of rows."""
     return world > 1 and (tensor._halo.rows > 0 or prod(tensor.shape[:-1]) % tensor.LAYOUT.block_rows != 0)
 
 
-def filled(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """A short shard under the shape of a full one, with the planes that it has."""
+def padded(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    """A short shard under the shape of a full one, with only the planes that it has."""
     full = tensor._alias(shape)
     full._padding = Padding(rows=tensor.shape[0])
     return full
 
 
 def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    """A tensor of whole blocks under a greater shape, with planes of that, zeros where it has nothing."""
+    """A tensor of whole blocks padded to a larger shape, with zeros in its planes."""
     matrix, planes = (prod(shape[:-1]), shape[-1]), dict[str, Tensor]()
     if matrix == tensor._matrix:
         return tensor
@@ -96,35 +97,35 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
 
 # --------------------------------------------------------------------------------------------------------------- gather
 def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> QuantizedTensor:
-    """The shards of all ranks below one another, as all_gather_into_tensor has them; waits for them.
+    """all_gather_into_tensor of shards that are not whole blocks; waits for it.
 
-    Planes that cover all rows are this rank's own. Raises ShardAlignmentError, on all ranks alike, for tensors that are
-    no shards of one weight, and while calls are traced.
+    world: ranks of `group`. Planes that cover all rows are this rank's own. Raises ShardAlignmentError on all ranks for
+    tensors that are not shards of one weight, and while calls are traced.
     """
     layout, rows, k = tensor.LAYOUT, prod(tensor.shape[:-1]), tensor._matrix[1]
     message = (
-        f"{tensor._label()}: tensors of {rows} rows that were quantized apart do not join: each must be a multiple of "
-        f"{layout.shard_rows} rows ({layout.shard_reason}), as {up(rows, layout.shard_rows)} is; cut the whole "
-        "quantized weight instead"
+        f"{tensor._label()}: tensors of {rows} rows that were quantized separately can't be joined: each must have a "
+        f"multiple of {layout.shard_rows} rows ({layout.shard_reason}), such as {up(rows, layout.shard_rows)}; cut the "
+        "whole quantized weight instead"
     )
     if torch.compiler.is_compiling() or any(operators.is_fake(plane) for plane in tensor._planes.values()):
         raise ShardAlignmentError(
-            f"{tensor._label()}: shards of {rows} rows are joined outside of compiled graphs alone; in one, cuts must "
-            f"fall at multiples of {layout.shard_rows} rows ({layout.shard_reason})"
+            f"{tensor._label()}: shards of {rows} rows can't be joined in a compiled graph: there, cuts must fall at "
+            f"multiples of {layout.shard_rows} rows ({layout.shard_reason}); gather the weight outside of the graph"
         )
     shape = (tensor.shape[0] * world, *tensor.shape[1:])
     resolved: Any = process_group(group) if isinstance(group, str) else group
-    held = [(rows, 0, 0)] * world if tensor.is_meta else _where(tensor, resolved)
-    if held.count(held[0]) == world and held[0][0]:  # no cuts between rows: DTensor gathers columns
+    extents = [(rows, 0, 0)] * world if tensor.is_meta else _row_counts(tensor, resolved)
+    if extents.count(extents[0]) == world and extents[0][0]:  # no cuts between rows: DTensor gathers columns
         return _stacked(tensor, shape, world, group, message)
-    cuts = Cuts(sum(n for n, *_ in held), rows, world)
-    for rank, of_rank in enumerate(held):
+    cuts = Cuts(sum(n for n, *_ in extents), rows, world)
+    for rank, extent in enumerate(extents):
         first, last = cuts.bounds(rank)
-        if of_rank != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
+        if extent != (last - first, *cuts.halo(rank, layout.block_rows)[:2]):
             raise ShardAlignmentError(message)
     names = [name for name in tensor._planes if layout.stored[name].rows_per_value is not None]
     sent = [
-        _as_bytes(_filled_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
+        _as_bytes(_padded_rows(tensor, name, sent_blocks(cuts, layout.stored[name].rows_per_value or 1)))
         for name in names
     ]
     planes, facts = dict(tensor._planes), layout.planes(cuts.rows, k)
@@ -139,17 +140,17 @@ def gather(func: Any, tensor: QuantizedTensor, world: int, group: Any) -> Quanti
     return whole
 
 
-def _where(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
-    """Rows of each rank of a group, and those of its planes before and after them."""
+def _row_counts(tensor: QuantizedTensor, group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
+    """Of each rank of a group: its own rows, and the rows of its halo before and after them. Collective."""
     numbers = torch.tensor([tensor._rows, *tensor._halo[:2]], dtype=torch.int64, device=tensor.device)
-    told = gather_bytes(numbers.view(torch.uint8), group).view(torch.int64).view(-1, 3).tolist()
-    return [(n, before, after) for n, before, after in told]
+    gathered = gather_bytes(numbers.view(torch.uint8), group).view(torch.int64).view(-1, 3).tolist()
+    return [(n, before, after) for n, before, after in gathered]
 
 
 def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group: Any, message: str) -> QuantizedTensor:
     layout = tensor.LAYOUT
-    alike = layout.shared - layout.shared_by_columns
-    names = [name for name in tensor._planes if name not in alike]
+    common = layout.shared - layout.shared_by_columns
+    names = [name for name in tensor._planes if name not in common]
     received = [tensor._planes[name] for name in names]
     if not tensor.is_meta:
         received = _gathered([_as_bytes(plane) for plane in received], world, group)
@@ -158,12 +159,12 @@ def _stacked(tensor: QuantizedTensor, shape: tuple[int, ...], world: int, group:
         own = tensor._planes[name]
         full = own.new_empty(own.shape[0] * world, *own.shape[1:]) if tensor.is_meta else plane.reshape(-1)
         stacks[name] = full.view(own.dtype).view(-1, *own.shape[1:])
-    common = {name: plane for name, plane in tensor._planes.items() if name in alike}
-    return tensor._with_planes(StackedPlanes(stacks, common, world, message), shape)
+    own_planes = {name: plane for name, plane in tensor._planes.items() if name in common}
+    return tensor._with_planes(StackedPlanes(stacks, own_planes, world, message), shape)
 
 
-def taken_apart(tensor: QuantizedTensor) -> list[QuantizedTensor]:
-    """The tensors whose planes have been stacked."""
+def unstacked(tensor: QuantizedTensor) -> list[QuantizedTensor]:
+    """The tensors of StackedPlanes."""
     assert isinstance(tensor._planes, StackedPlanes)
     shape = (tensor.shape[0] // tensor._planes.world, *tensor.shape[1:])
     return [tensor._with_planes(planes, shape) for planes in tensor._planes.apart()]
@@ -178,9 +179,9 @@ def _gathered(sent: list[Tensor], world: int, group: Any) -> list[Tensor]:
 def scatter_(
     func: Callable[..., Any], output: QuantizedTensor, pieces: Any, rest: Sequence[Any], kwargs: Any, waits: bool
 ) -> Any:
-    """c10d's scatter_ into `output`, which becomes the piece that came: its planes, and its rows, which may be fewer.
+    """c10d's scatter_ into `output`, which becomes the received piece: its planes and its rows, which may be fewer.
 
-    waits: for each work, as on the host. Returns the last one.
+    waits: whether to wait for each work but the last, which is returned.
     """
     world = dist.ProcessGroup.unbox(rest[0]).size()
     layout, rows, works = output.LAYOUT, prod(output.shape[:-1]), list[Any]()
@@ -188,25 +189,25 @@ def scatter_(
     def scattered(into: Tensor, sent: list[Tensor]) -> None:
         works.append(func([into], [sent] if pieces else pieces, *rest, **kwargs)[1])
 
-    given: Sequence[QuantizedTensor] = pieces[0] if pieces else ()
+    outgoing: Sequence[QuantizedTensor] = pieces[0] if pieces else ()
     numbers = [
         torch.tensor([one._rows, *one._halo[:2]], dtype=torch.int64, device=output.device).view(torch.uint8)
-        for one in given
+        for one in outgoing
     ]
     header = torch.empty(3, dtype=torch.int64, device=output.device)
     scattered(header.view(torch.uint8), numbers)
-    found, padded = dict[str, Tensor](), Cuts(rows * world, rows, world)
+    received, padded = dict[str, Tensor](), Cuts(rows * world, rows, world)
     for name, plane in output._planes.items():
         per_value = layout.stored[name].rows_per_value
         most = plane.shape[0] if per_value is None else sent_blocks(padded, per_value)
-        sent = [_as_bytes(_filled_rows(one, name, most)) for one in given]
-        found[name] = plane.new_empty(most, *plane.shape[1:])
-        scattered(_as_bytes(found[name]), sent)
+        sent = [_as_bytes(_padded_rows(one, name, most)) for one in outgoing]
+        received[name] = plane.new_empty(most, *plane.shape[1:])
+        scattered(_as_bytes(received[name]), sent)
     for work in works if waits else ():
         work.wait()
     own, before, after = header.tolist()
     matrix, halo = (own + before + after, output._matrix[1]), Halo(before, after)
-    entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in found.items()}
+    entries = {name: plane[: _entries(layout, name, matrix, halo)] for name, plane in received.items()}
     output._planes.clear()
     output._planes.update(with_halo(layout, entries, matrix, halo) if halo.rows else entries)
     output._matrix, output._halo = matrix, halo
@@ -215,14 +216,14 @@ def scatter_(
 
 
 def _entries(layout: Layout, name: str, matrix: tuple[int, int], halo: Halo) -> int | None:
-    """How many entries of a plane the rows of a piece have part in; None: all."""
+    """How many entries of a plane cover a piece's own rows; None: all of them."""
     per_value = layout.stored[name].rows_per_value
     return None if per_value is None else -(-(matrix[0] - halo.after) // per_value) - halo.before // per_value
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
-def _filled_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
-    """The entries of a plane that the tensor's own rows have part in, and zeros up to so many."""
+def _padded_rows(tensor: QuantizedTensor, name: str, rows: int) -> Tensor:
+    """The entries of a plane that cover the tensor's own rows, padded with zeros to `rows` entries."""
     own = tensor._entries(name) if tensor._rows else tensor._planes[name][:0]
     if tensor.LAYOUT.stored[name].rows_per_value is None:
         own = tensor._planes[name]
@@ -238,6 +239,6 @@ def _as_bytes(plane: Tensor) -> Tensor:
     if not plane.numel():
         return plane.new_empty(plane.shape[0], 0, dtype=torch.uint8)
     if not plane.is_contiguous():
-        raise LayoutError("a collective takes whole planes")
-    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+        raise LayoutError("a collective takes whole planes, not some columns of one: clone the tensor first")
+    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
     return plane.view(-1).view(torch.uint8).view(plane.shape[0], -1)

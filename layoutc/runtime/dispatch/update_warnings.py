@@ -1,6 +1,6 @@
-"""Quantized weights that somebody updates in place, an optimizer or an average: said once in a process, in words.
+"""Warnings about quantized weights that an optimizer or an average updates in place, given once in a process.
 
-An update that is smaller than half a step of the codes is lost, so such a model trains little or worse.
+An update smaller than half a step between codes is lost, so such a model hardly trains, or gets worse.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from layoutc.runtime import callers
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-_said: set[str] = set()  # what has been said in this process
-_seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-_watching: list[Any] = []  # the handle of the hook
+_warned: set[str] = set()  # kinds of warnings that this process has given
+_seen: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been looked at
+_watching: list[Any] = []  # the hook's handle, once it is registered
 
 
 def warn_once(what: str, message: str) -> None:
-    """Warns, unless a warning of that kind has been given in this process."""
-    if what not in _said:
-        _said.add(what)
+    """Warns, unless this process has given a warning of that kind."""
+    if what not in _warned:
+        _warned.add(what)
         warnings.warn(message, stacklevel=3)
 
 
 def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -> None:
-    """Warns of an operator that combines quantized weights, whose codes are all that is known of them, with tensors.
+    """Warns of an operator that updates quantized weights in place from other tensors of their shape.
 
-    Initializers have no such operands, and in a weight with initial values nothing is lost.
+    Initializers have no such operands, and a weight with initial values loses nothing.
     """
     name = func._schema.name
     if not name.endswith("_") or name.endswith("copy_"):
@@ -50,7 +50,7 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
 
 
 def note_average(target: QuantizedTensor) -> bool:
-    """Warns where torch's AveragedModel writes an average into a quantized weight, and says whether it does."""
+    """Warns if torch's AveragedModel writes an average into a quantized weight; returns whether it does."""
     averages = callers.is_near(_AVERAGES)
     if averages:
         what = f"AveragedModel keeps its averages quantized ({target._label()} first), and {_LOSES}"
@@ -59,13 +59,13 @@ def note_average(target: QuantizedTensor) -> bool:
 
 
 def watch() -> None:
-    """From now on, optimizers that step quantized weights themselves are named."""
+    """From now on, warns of optimizers that step quantized weights themselves."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Looks at an optimizer in its first step. Its weights keep no initial values: it changes their codes."""
+    """Checks an optimizer before its first step. Weights that it steps itself keep no initial values."""
     if optimizer in _seen:
         return
     _seen.add(optimizer)

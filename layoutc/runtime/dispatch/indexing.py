@@ -1,4 +1,5 @@
-"""From the arguments of slice, split, select and new_* to rows and columns of the (m, k) matrix. Integers only."""
+"""Indexing: which rows and columns of the (m, k) matrix an operator's outer dims, starts and stops mean. Integers
+only."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Window(NamedTuple):
-    """Rows r0..r1 and columns c0..c1 of the matrix, and the outer shape of the piece.
+    """Rows r0..r1 and columns c0..c1 of the matrix, and the outer shape of the piece that they make.
 
-    The rows are whole blocks; those of `halo` are not the piece's own.
+    The rows are whole blocks; those in `halo` are not the piece's own.
     """
 
     r0: int
@@ -32,15 +33,15 @@ class Window(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the piece's own."""
+        """The piece's own rows, without the halo."""
         return self.r1 - self.r0 - self.halo.rows
 
 
 def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Window:
     """The window of entries start..stop of an outer dim.
 
-    A cut between rows may fall inside a block: the rest of the block is the piece's halo. Raises UnsupportedOperator
-    where a cut between columns would fall inside a block, or entries are not whole rows or whole columns.
+    A cut between rows may fall inside a block: the rest of the block becomes the piece's halo. Raises
+    UnsupportedOperator if a cut between columns falls inside a block, or the entries are not whole rows or columns.
     """
     (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
     piece = (*shape[:dim], stop - start, *shape[dim + 1 :])
@@ -63,7 +64,7 @@ def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
 
 
 def _rows_window(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Window:
-    """The window of the tensor's own rows start..stop, start < stop: the blocks that they are part of."""
+    """The window of the tensor's own rows start..stop, start < stop: all blocks that they touch."""
     (m, k), block, around = tensor._matrix, tensor.LAYOUT.block_rows, tensor._halo
     first, last = around.before + start, around.before + stop
     r0, r1 = first // block * block, min(up(last, block), m)
@@ -77,7 +78,7 @@ def _rows_window(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[in
 
 
 def dim_of(dim: int, rank: int) -> int:
-    """A dim from 0, as torch counts. Raises IndexError where torch does."""
+    """A dim as a number from 0. Raises IndexError as torch does."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
@@ -91,17 +92,18 @@ def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
 
 
 def matrix_for(tensor: QuantizedTensor, size: Sequence[int]) -> tuple[int, int] | None:
-    """(m, k) of the planes of a new tensor of `size` in the same recipe; None where the recipe can't hold that size.
+    """(m, k) of the planes of a new tensor of `size` in the same recipe; None if the recipe can't hold that size.
 
-    Rows of as many columns may be any number, as those of a shard may: the planes then have some more. A size of one
-    dim is a flattened weight with the tensor's own columns, asked of a flat tensor, or an empty one.
+    With the tensor's own number of columns, any number of rows will do, as for shards: the planes are rounded up. A
+    size of one dim is taken for a flattened weight with the tensor's columns, if the tensor is flat itself or the size
+    is 0.
     """
     layout, k = tensor.LAYOUT, tensor._matrix[1]
     if len(size) == 0 or (len(size) == 1 and size[0] and (tensor.dim() != 1 or k == 0 or size[0] % k)):
         return None
     m, columns = (size[0] // max(k, 1), k) if len(size) == 1 else (prod(size[:-1]), size[-1])
-    held = columns == k or m % layout.multiple_m == 0
-    return (up(m, layout.multiple_m), columns) if held and columns % layout.multiple_k == 0 and columns > 0 else None
+    fits = columns == k or m % layout.multiple_m == 0
+    return (up(m, layout.multiple_m), columns) if fits and columns % layout.multiple_k == 0 and columns > 0 else None
 
 
 def _inexact(tensor: QuantizedTensor, operator: Any, what: str, multiple: int, axis: str) -> UnsupportedOperator:
