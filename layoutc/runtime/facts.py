@@ -161,13 +161,13 @@ class Layout:
         if swizzled and not self.swizzled:
             raise ValueError(f"{self.name}: swizzled=True, but the spec has no gemm: {{scale: {{swizzle: ...}}}}")
 
-    def matrix_of(self, planes: Mapping[str, torch.Tensor], known: tuple[int, int]) -> tuple[int, int]:
+    def matrix_of(self, planes: Mapping[str, torch.Tensor], matrix: tuple[int, int]) -> tuple[int, int]:
         """`known`; where that is symbolic and the planes are not, what the first plane of codes says."""
-        if all(type(size) is int for size in known):
-            return known
+        if all(type(size) is int for size in matrix):
+            return matrix
         codes = next(n for n, plane in self.stored.items() if plane.rows_per_value == 1 and n in planes)
         rows, columns = planes[codes].shape
-        return (rows, round(columns * (self.stored[codes].columns_per_value or 1))) if type(columns) is int else known
+        return (rows, round(columns * (self.stored[codes].columns_per_value or 1))) if type(columns) is int else matrix
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
         """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""

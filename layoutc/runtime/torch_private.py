@@ -46,8 +46,8 @@ ddp_sends_weights: Callable[..., Any] = _sync_params_and_buffers
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name (`group.group_name`). Raises RuntimeError where there is none."""
-    found: Any = _resolve_process_group(name)  # type: ignore[arg-type]
-    return found  # type: ignore[no-any-return]
+    group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group  # type: ignore[no-any-return]
 
 
 def store_of_all() -> Any:

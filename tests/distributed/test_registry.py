@@ -129,7 +129,7 @@ def test_a_renamed_registry_is_refused_on_all_ranks_before_a_collective(two: Ran
     assert first == second
     for hidden, missing in RENAMED:
         assert missing in first[hidden], (hidden, first[hidden])
-        assert first[hidden].startswith(f"torch {torch.__version__} keeps FSDP2's shards in another way")
+        assert first[hidden].startswith(f"torch {torch.__version__} keeps FSDP2's shards differently")
         assert first[hidden].endswith("layoutc runs with torch 2.11 to 2.14: pip install 'torch>=2.11,<2.15'")
     assert "_module_state_mapping does not lead to head.weight, which FSDP2 gathers" in first["all"]
 

@@ -19,10 +19,10 @@ def keep_plain(module: nn.Module) -> None:
 
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """The weight's values, sharded as it is, in its memory: loading in place is loading into the weight."""
-    found = state.get(f"{prefix}weight")
-    tensor = find_cast(found) if isinstance(found, Tensor) and not isinstance(found, nn.Parameter) else None
+    weight = state.get(f"{prefix}weight")
+    tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
     if tensor is not None:
-        state[f"{prefix}weight"] = with_local(found, tensor.plain)
+        state[f"{prefix}weight"] = with_local(weight, tensor.plain)
 
 
 def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -31,13 +31,13 @@ def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     What is loaded has nothing to do with the values before, so a history of amaxes starts anew.
     """
     tensor = find_cast(weight) if (weight := getattr(module, "weight", None)) is not None else None
-    found = state.get(f"{prefix}weight")
-    if tensor is None or not isinstance(found, Tensor):
+    value = state.get(f"{prefix}weight")
+    if tensor is None or not isinstance(value, Tensor):
         return
     tensor._agreed.forget()
-    local = getattr(found, "_local_tensor", found)
+    local = getattr(value, "_local_tensor", value)
     if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
-        state[f"{prefix}weight"] = with_local(found, tensor._fresh(local.detach()))
+        state[f"{prefix}weight"] = with_local(value, tensor._fresh(local.detach()))
 
 
 # Hooks are pickled with their module, by name.

@@ -28,9 +28,9 @@ def precompute_amaxes(model: nn.Module) -> None:
     for param in model.parameters():
         tensor = find_cast(param)
         if tensor is not None and tensor.LAYOUT.shares_amax and not tensor.is_meta:
-            found, _ = shards.amax_groups(tensor)
-            key = tuple(id(group) for group in found)
-            groups[key] = found
+            own_groups, _ = shards.amax_groups(tensor)
+            key = tuple(id(group) for group in own_groups)
+            groups[key] = own_groups
             batches[key, tensor.device.type].append(tensor)
     for (key, _), tensors in batches.items():
         amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, tensor.as_matrix()) for tensor in tensors])

@@ -50,8 +50,8 @@ class Agreed:
         current = operators.shared_amax(cls, matrix)
         if not layout.history:
             return with_history(layout, reduce_max(current, groups), None)
-        found = reduce_max(torch.cat([current, self.is_new(tensor, current)]), groups)
-        self.advance(tensor, found[:1], found[1:])
+        reduced = reduce_max(torch.cat([current, self.is_new(tensor, current)]), groups)
+        self.advance(tensor, reduced[:1], reduced[1:])
         return self._held(tensor)
 
     def count(self, tensor: CastOnGather) -> int:
@@ -70,12 +70,12 @@ class Agreed:
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
         """Takes in the amax of all shards. A history advances where `new`, of all shards, is 1."""
-        layout, (held, before) = tensor.LAYOUT, self._on(current.device)
+        layout, (last, before) = tensor.LAYOUT, self._on(current.device)
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")
         if amax is not None and plane is not None and layout.history and before is not None:
             # Decided on the device: to ask a card whether another rank has written would stall each gather.
-            amax, plane = torch.where(new > 0, amax, held), torch.where(new > 0, plane, before)
+            amax, plane = torch.where(new > 0, amax, last), torch.where(new > 0, plane, before)
         self.amax, self.plane, self.of = amax, plane, self.count(tensor)
 
     def forget(self) -> None:

@@ -37,7 +37,7 @@ class View(NamedTuple):
 
     func: Any
     args: tuple[Any, ...]
-    place: int | None = None  # where the operator gives a list
+    output: int | None = None  # which of its outputs, if the operator returns a list
 
 
 class CastOnGather(torch.Tensor):
@@ -136,8 +136,8 @@ class CastOnGather(torch.Tensor):
             if registry.find(self) is not None or hooks.simulated():
                 return self._quantized(self._plain, chosen)
             whole = self._quantized(self._planes["values"], chosen)
-            for func, args, place in self._views:
-                whole = func(whole, *args) if place is None else func(whole, *args)[place]
+            for func, args, index in self._views:
+                whole = func(whole, *args) if index is None else func(whole, *args)[index]
             return whole
 
     def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
@@ -145,13 +145,13 @@ class CastOnGather(torch.Tensor):
 
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Values as a weight of its own, with the amax that its shards share."""
-        cls, shape, place = self.QUANTIZED, tuple(values.shape), shards.place(self)
+        cls, shape, shard_place = self.QUANTIZED, tuple(values.shape), shards.place(self)
         matrix = self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
-        (matrix,) = extended([self.LAYOUT], [matrix], [place])
+        (matrix,) = extended([self.LAYOUT], [matrix], [shard_place])
         m, k = matrix.shape
         planes = operators.quantize(cls, matrix, amax, orientations) | extra
-        halo = place.cuts.halo(place.rank, self.LAYOUT.block_rows) if place is not None else NO_HALO
+        halo = shard_place.cuts.halo(shard_place.rank, self.LAYOUT.block_rows) if shard_place is not None else NO_HALO
         quantized = cls(planes, shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
         quantized._name = self._name
         return quantized
@@ -193,10 +193,10 @@ class CastOnGather(torch.Tensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole quantized weight: see the recipe's tensor."""
         recipe: Any = self.QUANTIZED
-        found: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
+        gathered: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
             self, all_gather_outputs, metadata, param_dtype, out=out
         )
-        return found
+        return gathered
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     @property
@@ -229,8 +229,8 @@ class CastOnGather(torch.Tensor):
         """Inverse of __tensor_flatten__."""
         views, transposed, detached, name = context
         values = inner["_whole"]
-        for func, args, place in views:
-            values = func(values, *args) if place is None else func(values, *args)[place]
+        for func, args, index in views:
+            values = func(values, *args) if index is None else func(values, *args)[index]
         self = cls._wrap({"values": inner["_whole"]}, values)
         self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
         return self

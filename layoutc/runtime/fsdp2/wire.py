@@ -1,9 +1,9 @@
 """How planes travel through an all-gather: out of a shard as bytes, and back as planes of the whole weight.
 
-A plane whose rows are the weight's own arrives as it is: what all ranks have sent, in rank order, is the plane, and
-nothing is copied. Three things make a copy necessary: a cut inside a block (ranks on both sides send its scale, and one
-is taken), a pass whose planes have fewer bytes than the other pass's (FSDP2 allocates outputs once), and shards of
-another dim than the first. Such planes are put together in tensors that FSDP2 frees and allocates with its own.
+Usually nothing is copied: the bytes of all ranks, in rank order, are the plane. A copy is needed in three cases: a cut
+falls inside a block (ranks on both sides send its scale, and one of them is picked), a pass has fewer bytes than the
+other one (FSDP2 allocates outputs once, so they are filled up), and a dim other than the first is sharded. Such planes
+are joined in tensors that FSDP2 frees and allocates together with its outputs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Leg(NamedTuple):
-    """How one plane travels in a pass."""
+    """How one plane travels in a pass. Sizes are in rows and bytes of the plane."""
 
     sent: int  # rows that each rank sends
-    width: int  # bytes of a row that is sent
-    rows: int  # rows of the plane of the whole weight
+    width: int  # bytes of each such row
+    rows: int  # rows of the whole weight's plane
     dtype: torch.dtype
-    chosen: tuple[int, ...] | None  # which of the rows that arrive make the plane; None: the first ones
-    joined: tuple[int, int] | None  # (rows, bytes of a row) of what has to be put together; None: a view will do
-    runs: int  # of adjacent bytes in which a rank's rows lie in the whole, where another dim than the first is cut
+    chosen: tuple[int, ...] | None  # which received rows make up the plane; None: the first ones, in order
+    joined: (
+        tuple[int, int] | None
+    )  # (rows, bytes of a row) of a plane that must be copied together; None: a view will do
+    runs: int  # if a dim other than the first is sharded: the runs of adjacent bytes that a rank has of the whole plane
 
 
 class Route(NamedTuple):
@@ -47,8 +49,10 @@ class Route(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def route(layout: Layout, which: PassName, world: int, shape: tuple[int, ...], rows: int, k: int, dim: int) -> Route:
-    """shape: of the whole weight. rows, k: matrix rows and columns of a padded shard. dim: the one that is sharded."""
+def route_for(
+    layout: Layout, which: PassName, world: int, shape: tuple[int, ...], rows: int, k: int, dim: int
+) -> Route:
+    """The route of a weight of `shape` in a pass. rows, k: of a padded shard's matrix. dim: the one that is sharded."""
     cuts = Cuts(rows, rows, 1) if dim else Cuts(prod(shape[:-1]), rows, world)
     sent, slots = layout.sent(which, cuts, k), layout.slots(which, cuts, k)
     whole, legs = layout.planes(prod(shape[:-1]), shape[-1]), {}
@@ -69,12 +73,13 @@ def route(layout: Layout, which: PassName, world: int, shape: tuple[int, ...], r
 
 @dataclass
 class Gathering:
-    """What the pre-all-gather hook tells the post-all-gather hook. Equal on all ranks but for `alone`."""
+    """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks except
+    `alone`."""
 
     route: Route
-    shared: dict[str, Tensor] = field(default_factory=dict)
-    alone: tuple[Tensor, ...] = ()  # what does not travel in a group of one rank
-    joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are no gather outputs, by name
+    shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
+    alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
+    joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
 
     @property
     def which(self) -> PassName:
@@ -83,10 +88,9 @@ class Gathering:
 
 
 def wire(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
-    """A plane as it travels: bytes, as many rows from each rank, zeros after those of a short shard.
+    """A plane of a shard as it is sent: uint8 (rows, bytes of a row), padded with zeros to the same size on all ranks.
 
-    Of blocks that a cut goes through, the ranks on both sides send what the block's rows share. A view where nothing is
-    short.
+    If a cut falls inside a block, the ranks on both sides send the block's scale. A view unless rows had to be padded.
     """
     plane, rows = shard._entries(name), gathering.route.legs[name].sent
     if plane.shape[0] != rows:
@@ -95,15 +99,14 @@ def wire(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
         plane = full
     if plane.dtype == torch.uint8 and plane.is_contiguous():
         return plane
-    # Flat before it becomes bytes: a dim of one entry may have any stride and still be contiguous.
+    # Flattened before it is viewed as bytes: a dim of size 1 may have any stride in a contiguous tensor.
     return plane.reshape(-1).view(torch.uint8).view(plane.shape[0], plane.shape[1] * plane.element_size())
 
 
 def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor, ...], Gathering]:
-    """What the pre-all-gather hook returns.
+    """What the pre-all-gather hook returns: the tensors to gather, and the metadata.
 
-    In a group of one rank FSDP2 hands back the first tensor alone, so the others, which need no gather there, go along
-    as metadata.
+    In a group of one rank FSDP2 hands back only the first tensor, so the others go into the metadata.
     """
     if gathering.route.slots:
         planes = _fill(planes, gathering.route.slots)
@@ -114,7 +117,7 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
 
 
 def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Planes in slots of fixed bytes, zeros after each."""
+    """Planes in slots of fixed sizes in bytes, padded with zeros."""
     filled = []
     for slot, nbytes in enumerate(slots):
         buffer = planes[0].new_zeros(nbytes)
@@ -125,12 +128,12 @@ def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, .
 
 
 def receive(outputs: Sequence[Tensor], gathering: Gathering) -> tuple[Tensor, ...]:
-    """All slots that travelled, in order: bytes of all ranks."""
+    """The gathered bytes of all planes, in the order that they were sent in."""
     return (*outputs, *gathering.alone)
 
 
 def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
-    """A plane of the whole weight, from the bytes of all ranks."""
+    """A plane of the whole weight, in its own dtype, from the bytes of all ranks."""
     leg, world = gathering.route.legs[name], gathering.route.world
     if leg.joined is None:
         plane = received.view(world * leg.sent, leg.width)
@@ -162,7 +165,7 @@ def _index(chosen: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def to_be_freed(gathering: Gathering, passes: Sequence[Route], device: torch.device) -> tuple[Tensor, ...]:
-    """All tensors that planes are put together in, in any pass: FSDP2 asks once which it shall free."""
+    """The tensors that planes are joined in, of all passes: FSDP2 asks only once which tensors to free."""
     for other in passes:
         for name, leg in other.legs.items():
             if leg.joined is not None:

@@ -1,4 +1,4 @@
-"""Which ranks hold which part of a weight: what a DTensor's placements cut, and who shares an amax with whom."""
+"""Device meshes: which ranks hold which part of a DTensor, and which of them share an amax."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from layoutc.runtime.torch_private import process_group
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor is its own."""
+    """This rank's part of a DTensor; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """`local` in the place of a DTensor's shard; itself where the tensor is none."""
+    """A DTensor like `tensor` with `local` as its shard; `local` itself if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return local
     # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
@@ -32,20 +32,20 @@ def with_local(tensor: Any, local: Tensor) -> Tensor:
 
 
 def cuts(tensor: Tensor) -> list[tuple[int, int]]:
-    """(mesh dim, tensor dim) of every cut of a DTensor, those that FSDP2 makes of tensor-parallel shards included."""
+    """(mesh dim, tensor dim) of every cut of a DTensor, FSDP2's cuts of tensor-parallel shards included."""
     if not isinstance(tensor, DTensor):
         return []
-    # FSDP2's strided shards are no Shard, and do not say that they are one: all that cut have a dim.
+    # FSDP2's strided placements are not instances of Shard, but every placement that cuts has a dim.
     placements: tuple[Any, ...] = tensor.placements
     return [(mesh_dim, p.dim) for mesh_dim, p in enumerate(placements) if hasattr(p, "dim")]
 
 
 def slices_of(tensor: Tensor) -> tuple[slice, ...]:
-    """What this rank holds of a DTensor, as an index of the whole; all of another tensor."""
+    """This rank's part of a DTensor as an index into the whole; all of any other tensor."""
     first, last = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
-        # A strided shard is a cut of what mesh dims after it have cut before.
+        # A strided placement cuts what later mesh dims have already cut.
         strided: Any = [cut for cut in cuts(tensor) if hasattr(placements[cut[0]], "split_factor")]
         plain = [cut for cut in cuts(tensor) if cut not in strided]
         for mesh_dim, negative in (*plain, *reversed(strided)):
@@ -57,12 +57,12 @@ def slices_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[dist.ProcessGroup]:
-    """The process groups over which shards of a tensor share amaxes, one for each mesh dim; none for a plain tensor.
+    """The process groups whose shards share amaxes, one for each mesh dim that cuts; [] for a plain tensor.
 
-    Shards of columns do not share those of a recipe that has one for each column. Raises LayoutError for shards of
-    columns where a scale covers a whole row: no rank could make it.
+    Shards of columns share no amax if the recipe has one for each column. Raises LayoutError for shards of columns if a
+    scale covers a whole row, since no rank sees all of it.
     """
-    found = []
+    groups = []
     for mesh_dim, dim in cuts(tensor):
         assert isinstance(tensor, DTensor)
         if tensor.device_mesh.size(mesh_dim) == 1:
@@ -71,29 +71,33 @@ def amax_groups(layout: Layout, tensor: Tensor, name: str = "a weight") -> list[
         if of_columns and layout.shared_along_rows - layout.shared:
             raise LayoutError(_of_whole_rows(layout, name, tensor))
         if layout.shares_amax and not (of_columns and layout.amax_columns is not None):
-            found.append(tensor.device_mesh.get_group(mesh_dim))
-    return found
+            groups.append(tensor.device_mesh.get_group(mesh_dim))
+    return groups
 
 
 def resolve(names: Iterable[str]) -> list[dist.ProcessGroup]:
-    """Process groups by name."""
+    """The process groups of these names. Raises RuntimeError for an unknown name."""
     return [process_group(name) for name in names]
 
 
 def check_shards(layout: Layout, weight: DTensor, name: str) -> None:
-    """Refuses a sharded weight whose shards can't be quantized to the bytes of the whole one.
+    """Refuses a sharded weight whose shards can't be quantized to the same bytes as the whole one.
 
-    Every rank asks with the same numbers. Raises ShardAlignmentError where a cut splits a block, LayoutError where a
-    scale covers a whole row and columns are cut, ValueError for partial sums and for cuts of dims between.
+    All ranks raise, or none. Raises ShardAlignmentError if a cut splits a block, LayoutError if columns are cut and a
+    scale covers a whole row, ValueError for partial sums and for cuts of dims other than the first and the last.
     """
     if any(placement.is_partial() for placement in weight.placements):
-        raise ValueError(f"{name} holds partial sums, which have no amax of their own: redistribute it first")
+        raise ValueError(
+            f"{name} holds partial sums, whose amax is not known before they are added up: redistribute it first"
+        )
     sizes = {dim: [size] for dim, size in enumerate(weight.shape)}
     last = weight.dim() - 1
     for mesh_dim, dim in cuts(weight):
         world = weight.device_mesh.size(mesh_dim)
         if 0 < dim < last:
-            raise ValueError(f"{name}: {layout.name} shards dim 0 and the last one, not dim {dim} of {weight.dim()}")
+            raise ValueError(
+                f"{name}: {layout.name} can be sharded on dim 0 and on the last one, not on dim {dim} of {weight.dim()}"
+            )
         for size in sizes[dim]:
             if dim == 0:
                 shape = (size, *weight.shape[1:])
@@ -112,26 +116,26 @@ def _check_columns(layout: Layout, weight: DTensor, size: int, world: int, name:
     if each >= size or each % multiple == 0:
         return
     raise ShardAlignmentError(
-        f"{name}: shape {tuple(weight.shape)} does not shard over {world} ranks on its last dim in {layout.name}: "
+        f"{name}: shape {tuple(weight.shape)} can't be sharded over {world} ranks on its last dim in {layout.name}: "
         f"{each} columns a rank, but a cut must fall at a multiple of {multiple} columns. At world size {world}, the "
-        f"next size that shards is {up(each, multiple) * world}."
+        f"next size that works is {up(each, multiple) * world}."
     )
 
 
 def _of_whole_rows(layout: Layout, name: str, weight: Tensor) -> str:
     return (
-        f"{name}: shape {tuple(weight.shape)} in {layout.name} is not sharded by columns: one scale covers a whole "
-        "row, and a rank sees a part of it; shard dim 0, or take a recipe with blocks of columns"
+        f"{name}: shape {tuple(weight.shape)} in {layout.name} can't be sharded by columns: one scale covers a whole "
+        "row, and a rank sees only a part of that; shard dim 0, or use a recipe with blocks of columns"
     )
 
 
 def check_alignment(
     layout: Layout, shape: tuple[int, ...], per_rank: int, *, world: int | None = None, name: str = "weight"
 ) -> None:
-    """Refuses to cut a weight of `shape` every `per_rank` entries of dim 0 where a cut would split a block.
+    """Refuses to cut a weight of `shape` every `per_rank` entries of dim 0 if a cut would split a block.
 
-    Every rank asks with the same numbers, so all raise or none does. `world` is derived from the cut when unknown.
-    Raises ShardAlignmentError with the parameter's name, the numbers, and the nearest sizes that work.
+    All ranks pass the same numbers, so all raise or none does. world: default: as many ranks as the cuts make. Raises
+    ShardAlignmentError with the parameter's name, the numbers, and the nearest sizes that work.
     """
     inner = prod(shape[1:-1])  # matrix rows for one entry of dim 0
     rows, multiple = shape[0] * inner, layout.shard_rows
@@ -142,7 +146,7 @@ def check_alignment(
     sizes, worlds = nearest_rows(shape[0], world, unit, accepted), nearest_worlds(shape[0], world, unit)
     blocks = ", ".join(f"{block} {orientation}" for orientation, block in layout.blocks.items())
     raise ShardAlignmentError(
-        f"{name}: shape {tuple(shape)} does not shard over {world} ranks in {layout.name}: {per_rank * inner} rows a "
+        f"{name}: shape {tuple(shape)} can't be sharded over {world} ranks in {layout.name}: {per_rank * inner} rows a "
         f"rank, but a cut must fall at a multiple of {multiple} rows ({layout.shard_reason}; blocks {blocks}). "
         f"At world size {world}, dim 0 can be {_either(sizes)}; "
         f"with dim 0 of {shape[0]}, the world size can be {_either(worlds)}."

@@ -1,11 +1,11 @@
-"""What FSDP2 keeps of a shard: the only module that reads private names of torch.distributed.fsdp.
+"""The registry of shards that FSDP2 holds: the only module that reads private names of torch.distributed.fsdp.
 
-FSDP2's extension hooks are told the mesh and nothing else that a layout needs: which pass gathers, whether the weight
-stays gathered for backward, how many rows the padded shard has, how large the whole weight is. All of it is on the
-FSDPParam that holds the shard, which is found once through FSDP2's registry of modules, and remembered.
+FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
+for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
+that holds the shard, which is found once through FSDP2's own registry of modules, and remembered.
 
-Names are checked as they are read: one that torch has changed is not taken for a weight that FSDP2 does not hold. What
-is read depends on torch's code alone, so all ranks raise, or none does.
+Every name is checked when it is read, so that a name that torch has changed is not mistaken for a weight that FSDP2
+does not hold. The checks depend on torch's code alone, so either all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _OF_PARAM = ("sharded_param", "fsdp_placement", "mesh_info", "_orig_size", "padd
 
 
 def parameters() -> Iterator[tuple[Any, Any]]:
-    """Every FSDPParam, and the FSDPParamGroup that it is in.
+    """Every FSDPParam with the FSDPParamGroup that it is in.
 
-    Raises UnsupportedTorch where one of them, or the registry, lacks what is read of it.
+    Raises UnsupportedTorch if one of them, or FSDP2's registry, lacks a name that is read here.
     """
     states, state_class, mesh_class = _registry()
     for reference in list(states.values()):
         state = reference()
-        if not isinstance(state, state_class):  # FSDP1 and DDP keep theirs there too
+        if not isinstance(state, state_class):  # FSDP1's and DDP's states are there too
             continue
         for group in _groups(state):
             _check(group, _OF_GROUP)
@@ -54,7 +54,7 @@ def parameters() -> Iterator[tuple[Any, Any]]:
 
 
 def _registry() -> tuple[Mapping[Any, Any], type, type]:
-    """Weak references to the states of modules, by module; the class of FSDP2's, and that of meshes which shard."""
+    """Weak references to the states of modules, by module; FSDP2's class of states; its class of meshes that shard."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -62,7 +62,7 @@ def _registry() -> tuple[Mapping[Any, Any], type, type]:
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     except ImportError as error:
         refuse(str(error), error)
-    if "_unsharded_param" not in FSDPParam.__annotations__:  # an object has it once it was gathered
+    if "_unsharded_param" not in FSDPParam.__annotations__:  # objects have it only after a gather
         refuse("FSDPParam has no _unsharded_param")
     return _module_state_mapping, FSDPState, FSDPMeshInfo
 
@@ -76,16 +76,16 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: one at most
 
 
-def _check(held: Any, names: tuple[str, ...]) -> None:
+def _check(owner: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        if not hasattr(held, name):
-            refuse(f"{held.__name__ if isinstance(held, type) else held.__class__.__name__} has no {name}")
+        if not hasattr(owner, name):
+            refuse(f"{owner.__name__ if isinstance(owner, type) else owner.__class__.__name__} has no {name}")
 
 
 def refuse(what: str, error: ImportError | None = None) -> NoReturn:
-    """Raises UnsupportedTorch. `what` is not as it was in the releases of torch that layoutc has run with."""
+    """Raises UnsupportedTorch. what: how this torch differs from the releases that layoutc has run with."""
     raise UnsupportedTorch(
-        f"torch {torch.__version__} keeps FSDP2's shards in another way than layoutc reads them: {what}. "
+        f"torch {torch.__version__} keeps FSDP2's shards differently from what layoutc reads: {what}. "
         f"layoutc runs with torch {RUNS_WITH}: {FIX}"
     ) from error
 
@@ -100,18 +100,18 @@ class Shard(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Of this rank's part of the weight."""
+        """The shape of this rank's part of the weight."""
 
     @property
     def device(self) -> torch.device:
-        """Of what it holds."""
+        """The device of its planes."""
 
     @property
     def _planes(self) -> Mapping[str, Tensor]:
-        """The very object is what a shard and all its aliases share."""
+        """One object that a shard and all its aliases share."""
 
     def _label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
 
 @dataclass(frozen=True)
@@ -124,38 +124,38 @@ class Sharding:
 
     @property
     def is_gone(self) -> bool:
-        """True when the model is gone that the shard was of."""
+        """True once the model that the shard belonged to is gone."""
         return self.param() is None
 
     @property
     def parameter(self) -> nn.Parameter:
         """The sharded parameter, a DTensor."""
-        found: nn.Parameter = self.param().sharded_param  # type: ignore[union-attr]
-        return found
+        parameter: nn.Parameter = self.param().sharded_param  # type: ignore[union-attr]
+        return parameter
 
     @property
     def name(self) -> str | None:
-        """The parameter's fully qualified name, where FSDP2 knows it."""
+        """The parameter's fully qualified name, if FSDP2 knows it."""
         return getattr(self.param(), "_param_fqn", None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """The shape of the whole weight."""
         return tuple(self.param()._orig_size)  # type: ignore[union-attr]
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of the longest shard: as which FSDP2 gathers each of them."""
+        """The shape of the longest shard, which FSDP2 pads all of them to."""
         return tuple(self.param().padded_sharded_param_size)  # type: ignore[union-attr]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Over which the weight is sharded; None where it is only replicated."""
+        """The group that the weight is sharded over; None if it is only replicated."""
         return getattr(self.param().mesh_info, "shard_process_group", None)  # type: ignore[union-attr]
 
     @property
     def dim(self) -> int:
-        """That is cut."""
+        """The dim that is sharded."""
         return int(self.param().fsdp_placement.dim)  # type: ignore[union-attr]
 
     @property
@@ -165,18 +165,18 @@ class Sharding:
 
     @property
     def reshards_to_fewer_ranks(self) -> bool:
-        """True where reshard_after_forward is a number of ranks."""
+        """True if reshard_after_forward is a number of ranks."""
         return bool(getattr(self.group(), "_use_post_forward_mesh", False))
 
     @property
     def gathers_for_backward(self) -> bool:
-        """True while the group's backward gathers."""
+        """True while the group gathers for backward."""
         return bool(self.group()._training_state.name == "PRE_BACKWARD")  # type: ignore[union-attr]
 
     def gather_as_rows(self) -> None:
-        """Lets FSDP2 gather the bytes of a shard of another dim than 0 in rank order.
+        """Makes FSDP2 leave the gathered bytes in rank order when a dim other than 0 is sharded.
 
-        Raises LayoutError where FSDP2 is not as expected.
+        Raises LayoutError if this torch lacks the function that has to be told.
         """
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -190,19 +190,19 @@ class Sharding:
             param.fsdp_placement = _CutAsRows(self.dim)
 
 
-_COPY_OUT = "foreach_all_gather_copy_out"  # of torch.distributed.fsdp, which reads the dim of each placement
+_COPY_OUT = "foreach_all_gather_copy_out"  # the function of torch.distributed.fsdp that reads the dim of each placement
 
 
 class _CutAsRows(Placement):
-    """Shard(dim) as FSDP2 reads it: with dim 0 where it puts together what it has gathered, else as it is.
+    """Shard(dim) that FSDP2 reads as Shard(0) when it copies gather outputs out, and as it is everywhere else.
 
-    For other dims than 0 it would put the outputs together by itself, as if each were a plane of the shard's own shape
-    and of one byte an element. As rows they are left in rank order, and the post hook puts them together.
+    For dims other than 0 FSDP2 would rearrange the outputs itself, as if each had the shard's shape and one byte for an
+    element. As Shard(0) they stay in rank order, and the post-hook rearranges them.
     """
 
     @property
     def dim(self) -> int:  # type: ignore[override]
-        """The dim that is cut."""
+        """The dim that is sharded, or 0 for the caller that copies out."""
         return 0 if sys._getframe(1).f_code.co_name == _COPY_OUT else super().dim
 
 
@@ -211,19 +211,19 @@ _copies: Any = WeakTensorKeyDictionary()
 
 
 def find(shard: Shard) -> Sharding | None:
-    """Where FSDP2 keeps this tensor, or the one that it is an alias of, as a shard; None where it does not."""
+    """Where FSDP2 keeps the shard that this tensor is, or is an alias of; None if FSDP2 does not hold it."""
     shard = _copies.get(shard, shard) if _copies else shard
-    known = _look_up(shard)
-    if known is None and dist.is_available() and dist.is_initialized():
+    sharding = _look_up(shard)
+    if sharding is None and dist.is_available() and dist.is_initialized():
         _scan()
-        known = _look_up(shard)
-    return known
+        sharding = _look_up(shard)
+    return sharding
 
 
 def _look_up(shard: Shard) -> Sharding | None:
-    known = _shardings.get(id(shard._planes))
-    local = known.local() if known else None
-    return known if local is not None and local._planes is shard._planes else None
+    sharding = _shardings.get(id(shard._planes))
+    local = sharding.local() if sharding else None
+    return sharding if local is not None and local._planes is shard._planes else None
 
 
 def _scan() -> None:
@@ -236,38 +236,38 @@ def _scan() -> None:
 
 
 def _forget(number: int, local: weakref.ref[Any]) -> None:
-    """Called when a shard is gone. Another may have its number by now."""
-    if (known := _shardings.get(number)) is not None and known.local is local:
+    """Called when a shard is gone. Another one may have the same id by now."""
+    if (sharding := _shardings.get(number)) is not None and sharding.local is local:
         del _shardings[number]
 
 
 def remember_copy(copy: Shard, shard: Shard) -> bool:
-    """CPU offload gathers from a copy of the shard on the device; the copy then answers for the shard."""
-    is_held = copy.device != shard.device and find(shard) is not None
-    if is_held:
+    """Lets a copy on another device stand for a shard, as CPU offload gathers from such copies; false if it is none."""
+    is_copy_of_shard = copy.device != shard.device and find(shard) is not None
+    if is_copy_of_shard:
         stand_in(copy, shard)
-    return is_held
+    return is_copy_of_shard
 
 
 def stand_in(copy: Shard, shard: Shard) -> None:
-    """From now on `copy`, made of what the shard holds, answers for the shard."""
+    """From now on, `find` gives the shard's Sharding for `copy` as well."""
     _copies[copy] = _copies.get(shard, shard)
 
 
 def parameter_name(shard: Shard) -> str | None:
-    """The parameter's fully qualified name, where FSDP2 or quantize_ knows it."""
-    known = find(shard)
-    return (known.name if known else None) or shard._name
+    """The parameter's fully qualified name, if FSDP2 or quantize_ knows it."""
+    sharding = find(shard)
+    return (sharding.name if sharding else None) or shard._name
 
 
 # -------------------------------------------------------------------------------------------------- of all parameters
 def holds(parameter: Tensor) -> bool:
-    """True for a parameter that fully_shard has made, quantized or not."""
+    """True for a parameter that fully_shard made, quantized or not."""
     return any(param.sharded_param is parameter for param, _ in parameters())
 
 
 def trains_instead(name: str, shape: tuple[int, ...]) -> bool:
-    """True where fully_shard has made a parameter of a weight of this name and shape, and that has a gradient."""
+    """True if fully_shard made a parameter from a weight of this name and shape, and that parameter has a gradient."""
     return any(
         getattr(getattr(param.sharded_param, "_local_tensor", None), "_name", None) == name
         and tuple(param._orig_size) == shape
@@ -277,9 +277,9 @@ def trains_instead(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def sharded_parameters() -> dict[int, Tensor]:
-    """By the id of each parameter that fully_shard has gathered: the sharded parameter that it was made of."""
-    found = {}
+    """The id of each parameter that is gathered now -> the sharded parameter that it was gathered from."""
+    sharded = {}
     for param, _ in parameters():
         if (gathered := getattr(param, "_unsharded_param", None)) is not None:
-            found[id(gathered)] = param.sharded_param
-    return found
+            sharded[id(gathered)] = param.sharded_param
+    return sharded

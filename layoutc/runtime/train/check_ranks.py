@@ -120,11 +120,11 @@ def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) ->
 
 def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple[str, Claim]]:
     """The scales of blocks that several ranks hold, since a cut goes through them."""
-    place = place_of(param, local)
-    if place is None or not place.joins(local.LAYOUT) or not local._rows:
+    shard_place = place_of(param, local)
+    if shard_place is None or not shard_place.joins(local.LAYOUT) or not local._rows:
         return
-    (first, last), cuts = place.cuts.bounds(place.rank), place.cuts
-    group = dist.get_process_group_ranks(place.group)
+    (first, last), cuts = shard_place.cuts.bounds(shard_place.rank), shard_place.cuts
+    group = dist.get_process_group_ranks(shard_place.group)
     for plane, tensor in local.planes().items():
         rows = local.LAYOUT.stored[plane].rows_per_value or 1
         for block in sorted({first // rows, (last - 1) // rows} if rows > 1 else ()):
@@ -176,9 +176,9 @@ def _exchanged(mine: Tensor) -> list[Tensor]:
 
 def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     """What ranks say of each other: the same words on all of them. Collective."""
-    told = json.dumps([[number, claims[number].subject, dict(claims[number].held)] for number in bad]).encode()
+    claimed = json.dumps([[number, claims[number].subject, dict(claims[number].held)] for number in bad]).encode()
     by_claim: dict[int, dict[int, tuple[str, dict[str, str]]]] = defaultdict(dict)
-    for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(told), dtype=torch.uint8))):
+    for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(claimed), dtype=torch.uint8))):
         for number, subject, held in json.loads(bytes(piece.tolist())):
             by_claim[number][rank] = subject, held
     lines: dict[str, None] = {}
@@ -228,10 +228,10 @@ def _int64(data: bytes) -> int:
 def _digest(tensor: Tensor) -> str:
     """Of shape, dtype and bytes."""
     plain = tensor.detach().cpu().contiguous()
-    found = hashlib.blake2b(f"{tuple(plain.shape)} {plain.dtype}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{tuple(plain.shape)} {plain.dtype}".encode(), digest_size=8)
     if plain.numel():
-        found.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
-    return found.hexdigest()
+        digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+    return digest.hexdigest()
 
 
 def _shown(tensor: Tensor) -> str:

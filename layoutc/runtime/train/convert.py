@@ -150,8 +150,8 @@ def _recipe(recipe: Recipe) -> ModuleType:
     shipped = {point.name: point for point in entry_points(group="layoutc.recipes")}
     if recipe in shipped:
         return shipped[recipe].load()  # type: ignore[no-any-return]
-    known = ", ".join([*recipes.RECIPES, *shipped])
-    raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {known}")
+    names = ", ".join([*recipes.RECIPES, *shipped])
+    raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {names}")
 
 
 def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:

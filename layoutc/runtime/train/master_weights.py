@@ -54,8 +54,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
         """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
-        given = list(params)
-        groups = [dict(g) for g in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        params = list(params)
+        groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for group in groups:
             members = group["params"]
             members = [members] if isinstance(members, Tensor) else list(members)
@@ -120,16 +120,16 @@ class MasterWeights(torch.optim.Optimizer):
         sizes = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes[0] != sizes[1]:
             raise ValueError(f"the state has parameter groups of sizes {sizes[1]}, this optimizer has {sizes[0]}")
-        found = []
+        states = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(key) or {}
                 _check_state(param, self._masters[param], state)
-                found.append((param, state))
+                states.append((param, state))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
         self.state.clear()
-        for param, state in found:
+        for param, state in states:
             self._load_one(param, state)
         self._push_options()
         self._collect_state()
@@ -273,9 +273,9 @@ class MasterWeights(torch.optim.Optimizer):
             if not isinstance(target, QuantizedTensor):
                 target.copy_(values)
                 continue
-            found = meshes.amax_groups(target.LAYOUT, param)
-            key = tuple(id(group) for group in found)
-            groups[key] = found
+            own_groups = meshes.amax_groups(target.LAYOUT, param)
+            key = tuple(id(group) for group in own_groups)
+            groups[key] = own_groups
             batches[key].append((target, values, place_of(param, target)))
         for key, batch in batches.items():
             *pairs, places = zip(*batch, strict=True)
@@ -284,11 +284,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
         """Warns once in a process of masters that are stepped and have started from codes."""
-        if self._coarse and (found := [param for param in moved if param in self._coarse]):
-            name, recipe = self._recipes[found[0]]
+        if self._coarse and (coarse := [param for param in moved if param in self._coarse]):
+            name, recipe = self._recipes[coarse[0]]
             update_warnings.warn_once(
                 "coarse",
-                f"masters of quantized weights ({name} in {recipe} first, {len(found)} in all) start as what those "
+                f"masters of quantized weights ({name} in {recipe} first, {len(coarse)} in all) start as what those "
                 "dequantize to, since the values before quantization are not known: a small learning rate changes few "
                 "codes for many steps. "
                 "Load the optimizer's state together with the weights, or load high-precision weights with "
@@ -308,13 +308,13 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
     """Sets options of a parameter group. Tensors stay the objects that they are, as who reads them relies on it: graphs
     of compiled steps, and optimizers that refuse a learning rate that is a number."""
     for key, value in options.items():
-        held = group.get(key)
-        if not isinstance(held, Tensor):
+        current = group.get(key)
+        if not isinstance(current, Tensor):
             group[key] = value
         elif isinstance(value, Tensor):
-            held.copy_(value)
+            current.copy_(value)
         else:
-            held.fill_(value)
+            current.fill_(value)
 
 
 def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
@@ -344,9 +344,9 @@ def requantize_batch_(
         matrices = [
             (type(target), weights.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
         ]
-        found, shapes = shared_amaxes(matrices)
-        found = amax.reduce_max(found, groups)
-        pieces = torch.split(found, [prod(shape) for shape in shapes])
+        amaxes, shapes = shared_amaxes(matrices)
+        amaxes = amax.reduce_max(amaxes, groups)
+        pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
     weights.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
@@ -356,9 +356,9 @@ def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
     """Where a parameter's local tensor lies among its shards, where that can matter: some blocks have several rows."""
     if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
         return None
-    found, cut = shards.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
-    if found is not None or len(cut) != 1:
-        return found
+    shard_place, cut = shards.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
+    if shard_place is not None or len(cut) != 1:
+        return shard_place
     group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])
     cuts = Cuts(param.shape[0] * inner, cdiv(param.shape[0], group.size()) * inner, group.size())
     return Place(group, group.rank(), cuts)
@@ -379,11 +379,13 @@ def _stamp(param: Tensor) -> Any:
 def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
     if master is param or not saved:
         return
-    held = saved.get("master")
-    if held is None:
+    saved_master = saved.get("master")
+    if saved_master is None:
         raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
-    if tuple(held.shape) != tuple(master.shape):
-        raise ValueError(f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(held.shape)}")
+    if tuple(saved_master.shape) != tuple(master.shape):
+        raise ValueError(
+            f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(saved_master.shape)}"
+        )
 
 
 def _moved(value: Any, master: Tensor, name: str) -> Any:

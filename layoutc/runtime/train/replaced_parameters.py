@@ -41,8 +41,8 @@ def follow(optimizer: MasterWeights) -> None:
                     + "; make the optimizer anew, of the parameters that it is to train"
                 )
             was_coarse = old in optimizer._coarse
-            for known in (masters, optimizer._written, optimizer._recipes, optimizer._coarse):
-                known.pop(old, None)
+            for record in (masters, optimizer._written, optimizer._recipes, optimizer._coarse):
+                record.pop(old, None)
             optimizer._adopt([param])
             made = inner["params"][position] = masters[param]
             if made is not param and master is not old and _hand_over(param, made, old, master) and not was_coarse:
@@ -57,8 +57,8 @@ def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool
     values = [
         _cut(one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one, param) for one in (old, master)
     ]
-    held = _local(param)
-    now = held.dequantize(torch.float32) if isinstance(held, QuantizedTensor) else held
+    local = _local(param)
+    now = local.dequantize(torch.float32) if isinstance(local, QuantizedTensor) else local
     if not torch.equal(now.to(torch.float32), values[0].to(torch.float32)):
         return False
     _local(made).copy_(values[1])
