@@ -1,1 +1,1 @@
-"""The weight that stays in high precision and is quantized as it is gathered."""
+"""Cast on gather: weights that stay in high precision and are quantized each time they are gathered."""

@@ -1,6 +1,6 @@
-"""Dispatch of CastOnGather, the same for every recipe. A handler takes (func, args, kwargs).
+"""Dispatch handlers of CastOnGather, the same for every recipe. A handler takes (func, args, kwargs).
 
-CastOnGather says which operators see the values, and which the quantized weight.
+The class's docstring says which operators see the values, and which the quantized weight.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _detach(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
-    """An alias that is no part of a model, unless it is to be a parameter, or stands for one while it is traced."""
+    """An alias outside of the model, unless it becomes a parameter, or stands for one in a traced graph."""
     alias: CastOnGather = args[0]._alias()
     alias._detached = alias._detached or not callers.keeps_the_weight()
     return alias
 
 
 def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGather]:
-    """A view of the values; it keeps how it was made, which a use in a model repeats on the quantized weight."""
+    """A view of the values. It remembers how it was made, so that uses in a model can view the quantized weight."""
     tensor, *rest = args
     shown = func(tensor._plain, *rest, **kwargs)
     if isinstance(shown, Tensor):
@@ -57,10 +57,10 @@ def _turn(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros, new_empty, empty_like: of the class; of another dtype, a plain tensor.
+    """new_zeros, new_empty, empty_like: of the class; for another dtype, a plain tensor.
 
-    FSDP2 makes the tensor that holds a shard by new_zeros, and again, for short shards alone, when it is first used and
-    when something is loaded. What shards have agreed on goes along, or ranks would not agree any more.
+    FSDP2 makes the tensor of a shard by new_zeros. For short shards only, it does so again at the first use and after a
+    load. So the new tensor shares the agreed amax; otherwise ranks would no longer agree.
     """
     tensor = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
@@ -73,7 +73,7 @@ def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """clone, _to_copy, _pin_memory: of the class, in any floating dtype; of another dtype, a plain tensor."""
+    """clone, _to_copy, _pin_memory: of the class in any floating-point dtype; in another dtype, a plain tensor."""
     tensor: CastOnGather = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
     if not made.is_floating_point():
@@ -88,7 +88,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear: with the quantized values of the axis that is contracted."""
+    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear: with values quantized along the axis that is contracted."""
     first = 1 if func in dispatch.WITH_BIAS else 0
     operands = []
     for position, operand in enumerate(args):
@@ -103,7 +103,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Operators without a handler: on the values or, where they are a use of the weight in a model, quantized."""
+    """Operators without a handler: on the quantized weight if it is a use in a model, else on the values."""
     if func._can_decompose():
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
@@ -126,7 +126,7 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _moves(target: Any, source: Any) -> bool:
-    """True where values are copied into a tensor that was made to hold them, as FSDP2 does with shards."""
+    """True if a copy_ moves values into a tensor that was made to hold them, as FSDP2 does with shards."""
     both_cast = isinstance(target, CastOnGather) and isinstance(source, CastOnGather)
     return both_cast and target._agreed is source._agreed and target._planes is not source._planes
 
@@ -143,11 +143,11 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
 
 
 def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """True for an operator that is no use of a weight in a model, whichever alias of it is given."""
+    """True for an operator that is not a use of the weight in a model, whichever alias it is called on."""
     if func in _COPIES or "c10d" in func.namespace:
         return True
     casts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, CastOnGather)]
-    if all(registry.find(tensor) is not None for tensor in casts):  # a model has what is gathered, never the shard
+    if all(registry.find(tensor) is not None for tensor in casts):  # a model uses gathered weights, never shards
         return True
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
@@ -224,7 +224,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
-    """Decorator for generated classes: with the recipe's facts, and known to torch.load(weights_only=True)."""
+    """Decorator for generated classes: sets the recipe's layout, and makes them known to
+    torch.load(weights_only=True)."""
     cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
     torch.serialization.add_safe_globals([cls, rebuild_cast, (rebuild_cast, "layoutc.runtime.casting.rebuild")])
     return cls

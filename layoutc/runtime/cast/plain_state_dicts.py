@@ -1,4 +1,4 @@
-"""State dicts of weights that are cast on gather hold plain values, which load into an ordinary model, and back."""
+"""State dicts of weights that are cast on gather: they hold plain values, as those of an ordinary model do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def keep_plain(module: nn.Module) -> None:
-    """From now on `module` gives the values of its weight to state dicts, and takes plain ones."""
+    """From now on, state dicts of `module` hold the plain values of its weight, and it loads plain ones."""
     module.register_state_dict_post_hook(give_plain)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(take_plain)  # type: ignore[no-untyped-call]
 
 
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The weight's values, sharded as it is, in its memory: loading in place is loading into the weight."""
+    """A state_dict hook: puts the weight's values in, sharded as it is and sharing its memory, so loads in place
+    work."""
     weight = state.get(f"{prefix}weight")
     tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
     if tensor is not None:
@@ -26,9 +27,9 @@ def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 
 
 def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain values as a tensor of the class, so that a weight which is assigned stays what it was.
+    """A load_state_dict hook: wraps plain values in the class, so that a weight that they are assigned to keeps it.
 
-    What is loaded has nothing to do with the values before, so a history of amaxes starts anew.
+    The loaded values are unrelated to the old ones, so a history of amaxes starts anew.
     """
     tensor = find_cast(weight) if (weight := getattr(module, "weight", None)) is not None else None
     value = state.get(f"{prefix}weight")
@@ -40,5 +41,5 @@ def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         state[f"{prefix}weight"] = with_local(value, tensor._fresh(local.detach()))
 
 
-# Hooks are pickled with their module, by name.
+# Modules are pickled with the names of their hooks.
 give_plain.__module__ = take_plain.__module__ = "layoutc.pickled"

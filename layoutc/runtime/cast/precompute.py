@@ -1,4 +1,5 @@
-"""The amaxes of all weights that are cast on gather, found at once, so that no gather waits for its own."""
+"""precompute_amaxes: finds the amaxes of all weights that are cast on gather at once, so that no gather waits for
+one."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from layoutc.runtime.sharding import shards
 
 @torch.no_grad()
 def precompute_amaxes(model: nn.Module) -> None:
-    """Finds the amaxes of all weights of `model` that are cast on gather: one all-reduce for each process group.
+    """Finds the amaxes of all weights of `model` that are cast on gather, with one all-reduce for each process group.
 
-    Call it on all ranks after optimizer.step(): gathers reduce nothing until a weight is written again. Without it each
-    gather of a weight whose shards share an amax reduces its own; bytes are the same. Weights of other recipes take no
-    part. Whoever writes some shards of a weight and not the others, below its DTensor, calls it again on all ranks.
+    Optional. Call it on all ranks after optimizer.step(); gathers then reduce nothing until a weight is written again.
+    Without it, each gather of a weight whose shards share an amax reduces its own; the bytes are the same. Weights of
+    recipes that share no amax are skipped. If you write some shards of a weight below its DTensor and not the others,
+    call it again on all ranks.
     """
     batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}

@@ -1,4 +1,4 @@
-"""The amax that shards of a weight in high precision share: reduced at each gather, unless it was found ahead of it."""
+"""The amax that shards of a weight that is cast on gather share: reduced at each gather, unless it was precomputed."""
 
 from __future__ import annotations
 
@@ -20,74 +20,77 @@ if TYPE_CHECKING:
 
 @dataclass
 class Agreed:
-    """What a weight's shards have agreed on: alike on all ranks, whatever FSDP2 does to the tensors of a short shard.
+    """The amax that a weight's shards have agreed on: equal on all ranks, whatever FSDP2 does to a short shard's
+    tensors.
 
-    One object for a weight, its views, and the tensors that FSDP2 makes to hold shards of it.
+    A weight, its views, and the tensors that FSDP2 makes to hold its shards have one object in common.
     """
 
-    writes: int = 0  # how often values have changed
-    seen: tuple[int, int] | None = None  # the planes that were looked at last, and their version
-    amax: Tensor | None = None  # that decides the scale
-    plane: Tensor | None = None  # the `amax` plane: with a history, that of all values so far, latest first
-    of: int | None = None  # the writes at which its amax was taken in
-    ahead: int | None = None  # the writes at which it was found ahead of gathers, which then reduce nothing
-    owner: int | None = None  # the planes for which that was
+    writes: int = 0  # how often the values have changed
+    seen: tuple[int, int] | None = None  # id and version of the planes at the last look
+    amax: Tensor | None = None  # the one that decides the scale, fp32
+    plane: Tensor | None = None  # the `amax` plane: with a history, the amaxes so far, latest first
+    of: int | None = None  # `writes` when `amax` was found
+    ahead: int | None = None  # `writes` when it was precomputed: gathers reduce nothing as long as they are equal
+    owner: int | None = None  # the id of the planes that it was precomputed for
 
     def decide(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The amax that decides the scale of a shard, and the `amax` plane where the recipe stores one.
+        """The amax that decides a shard's scale, None if shards share none; and {"amax": plane} if the recipe stores
+        it.
 
-        Collective over the shards that FSDP2 holds, unless `precompute_amaxes` came after the last write.
+        matrix: the shard's values, (rows, k). Collective over the shards that FSDP2 holds, unless `precompute_amaxes`
+        was called after the last write. Raises UnsupportedOperator for a recipe with a history in a traced graph.
         """
         layout, cls = tensor.LAYOUT, tensor.QUANTIZED
         if not layout.shares_amax:
             return None, {}
-        # FSDP2 gathers outside of graphs, so a dispatch mode there (a counter of flops, a debugger) traces nothing.
+        # FSDP2 gathers outside of graphs, so a dispatch mode there is a flop counter or a debugger, not a tracer.
         if operators.traced(matrix) and registry.find(tensor) is None:
             return self._traced(tensor, matrix)
         if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
-            return self._held(tensor)
+            return self._current(tensor)
         groups, _ = shards.amax_groups(tensor)
         current = operators.shared_amax(cls, matrix)
         if not layout.history:
             return with_history(layout, reduce_max(current, groups), None)
         reduced = reduce_max(torch.cat([current, self.is_new(tensor, current)]), groups)
         self.advance(tensor, reduced[:1], reduced[1:])
-        return self._held(tensor)
+        return self._current(tensor)
 
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
         planes = (tensor if tensor._source is None else tensor._source)._planes
         now = id(planes), 0 if planes["values"].is_inference() else planes["values"]._version
-        # Other planes are those of a shard that FSDP2 has moved, on some ranks alone: the values are the same.
+        # If the planes are other ones, FSDP2 has moved the shard, perhaps on some ranks only: the values are the same.
         if self.seen is not None and self.seen[0] == now[0] and self.seen != now:
             self.writes += 1
         self.seen = now
         return self.writes
 
     def is_new(self, tensor: CastOnGather, like: Tensor) -> Tensor:
-        """(1,): 1 where the values have changed since their amax was taken in; the largest over all ranks counts."""
+        """(1,): 1 if the values have changed since their amax was found, else 0. The maximum over all ranks counts."""
         return like.new_full((1,), float(self.of != self.count(tensor)))
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
-        """Takes in the amax of all shards. A history advances where `new`, of all shards, is 1."""
+        """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1."""
         layout, (last, before) = tensor.LAYOUT, self._on(current.device)
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")
         if amax is not None and plane is not None and layout.history and before is not None:
-            # Decided on the device: to ask a card whether another rank has written would stall each gather.
+            # Decided on the device: asking a card whether another rank has written would stall each gather.
             amax, plane = torch.where(new > 0, amax, last), torch.where(new > 0, plane, before)
         self.amax, self.plane, self.of = amax, plane, self.count(tensor)
 
     def forget(self) -> None:
-        """For values that have nothing to do with those before."""
+        """Forgets the amax and its history, for values that are unrelated to the old ones."""
         self.amax = self.plane = self.of = self.ahead = None
 
-    def _held(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _current(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
         amax, plane = self._on(tensor.device)
         return amax, {} if plane is None else {"amax": plane}
 
     def _on(self, device: torch.device) -> Iterator[Any]:
-        """The two tensors: CPU offload takes the amax of what is on the card, and of what is not."""
+        """`amax` and `plane` on a device: with CPU offload, shards are quantized on both."""
         return (None if one is None else one.to(device) for one in (self.amax, self.plane))
 
     def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -99,13 +102,13 @@ class Agreed:
         return with_history(tensor.LAYOUT, operators.shared_amax(tensor.QUANTIZED, matrix), None)
 
     def snapshot(self, tensor: CastOnGather) -> tuple[Tensor | None, Tensor | None, bool, bool]:
-        """What a copy of all values takes along."""
+        """The state that a copy of all values takes along."""
         writes = self.count(tensor)
         return self.amax, self.plane, self.of == writes, self.ahead == writes
 
     @classmethod
     def restored(cls, snapshot: Any, tensor: CastOnGather) -> Self:
-        """The inverse, for the copy."""
+        """The inverse of `snapshot`, for the copy."""
         amax, plane, of, ahead = snapshot
         agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
         agreed.count(tensor)

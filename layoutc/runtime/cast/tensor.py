@@ -1,9 +1,8 @@
-"""CastOnGather: a weight that stays in high precision and is quantized each time it is gathered, or multiplied.
+"""CastOnGather: a weight that stays in high precision and is quantized each time it is gathered or multiplied.
 
-To optimizers, initializers and checkpoints it is its values. To a model it is the quantized weight: FSDP2 gathers
-planes that are made of the values for this pass alone, and a product without FSDP2 reads the values of those planes
-too, so that one process computes what many do. A view of it means that view of the quantized weight. CastOnGather says
-which operators see what.
+Optimizers, initializers and checkpoints see its values. A model sees the quantized weight: FSDP2 gathers planes that
+are made from the values for this pass only, and a product without FSDP2 uses the quantized values as well, so that one
+process computes the same as many. In a model, a view of the values stands for the same view of the quantized weight.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type:
 
 
 class View(NamedTuple):
-    """One operator that made a view, and its arguments after the tensor."""
+    """An operator that made a view, and its arguments after the tensor."""
 
     func: Any
     args: tuple[Any, ...]
@@ -41,16 +40,17 @@ class View(NamedTuple):
 
 
 class CastOnGather(torch.Tensor):
-    """Plain values of a weight, of any shape that a view of it has; `QUANTIZED` says what they are quantized to.
+    """The plain values of a weight, or a view of them. `QUANTIZED` is the class that they are quantized to.
 
-    What an operator sees of it:
+    Which operators see the values, and which the quantized weight:
 
-    - Products see the quantized weight, in the orientation that they contract: of the weight and of any alias or view.
-    - What writes, copies, converts or sends sees the values; so does everything that reads a shard that FSDP2 holds.
+    - Products see the quantized weight, in the orientation that they contract; so they do of any alias or view.
+    - Operators that write, copy, convert or send see the values, and so does every operator on a shard that FSDP2
+    holds.
     - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
-    - Of the parameter itself and its views they see the values under no_grad, where they go entry by entry or reduce,
-      as optimizers and averages do; else, and in the backward of a model, the quantized weight, counted as an implicit
-      dequantize.
+    - On the parameter itself and its views, pointwise operators and reductions see the values under no_grad, as
+      optimizers and averages need. All others, and those in a model's backward, see the quantized weight, which is
+      counted as an implicit dequantize.
     """
 
     QUANTIZED: ClassVar[type[QuantizedTensor]]
@@ -58,14 +58,14 @@ class CastOnGather(torch.Tensor):
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
 
     _planes: dict[str, Tensor]  # {"values": all of them}: the very dict is what aliases and views share
-    _plain: Tensor  # what this view shows of them
-    _views: tuple[View, ...]  # that lead from all values to these
+    _plain: Tensor  # those that this view shows
+    _views: tuple[View, ...]  # the views that lead from all values to these
     _transposed: bool
-    _detached: bool  # an alias of the weight that is no part of a model, or a view of such
+    _detached: bool  # an alias outside of the model, or a view of one
     _name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
-    _source: CastOnGather | None  # of a copy that FSDP2 gathers from: the shard
+    _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
 
     @staticmethod
     def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
@@ -89,7 +89,7 @@ class CastOnGather(torch.Tensor):
         return self
 
     def _alias(self, view: View | None = None, values: Tensor | None = None, *, turned: bool = False) -> Self:
-        """The same values, or what a view shows of them."""
+        """The same values, or the part of them that a view shows."""
         other = self._wrap(self._planes, self._plain if values is None else values)
         other._views = self._views if view is None else (*self._views, view)
         other._transposed, other._detached = self._transposed != turned, self.is_detached
@@ -105,9 +105,9 @@ class CastOnGather(torch.Tensor):
     # ------------------------------------------------------------------------------------------------------- what it is
     @property
     def plain(self) -> Tensor:
-        """The values as a plain tensor that shares memory with this one. Writing to it is writing to the weight."""
+        """The values as a plain tensor that shares memory with this one, so that a write to it changes the weight."""
         whole, shown = self._planes["values"].detach(), self._plain
-        # A view of all values, since a view that was made below autograd counts versions by itself.
+        # Made as a view of all values, since a view that was made below autograd has a version counter of its own.
         return whole.as_strided(shown.shape, shown.stride(), shown.storage_offset())
 
     @property
@@ -125,11 +125,12 @@ class CastOnGather(torch.Tensor):
         return self.LAYOUT.orientations
 
     def quantize(self, orientations: Sequence[str] | None = None) -> QuantizedTensor:
-        """What a model multiplies with: the quantized weight of the values as they are now, or a view of it.
+        """The weight that a model multiplies with: the current values quantized, or this view of that.
 
-        orientations: those to make; default: all. For a shard that FSDP2 holds: its rows of the whole quantized weight;
-        collective where shards share an amax that `layoutc.precompute_amaxes` has not found. Raises ValueError for
-        shapes that the recipe does not take, UnsupportedOperator for a view that would cut a block.
+        orientations: those to make; default: all. For a shard that FSDP2 holds, these are its rows of the whole
+        quantized weight; that is collective if shards share an amax that `layoutc.precompute_amaxes` has not found.
+        Raises ValueError for shapes that the recipe does not take, UnsupportedOperator for a view that would cut a
+        block.
         """
         chosen = self.LAYOUT.orientations if orientations is None else tuple(orientations)
         with torch.no_grad():
@@ -144,7 +145,7 @@ class CastOnGather(torch.Tensor):
         return self.quantize(orientations)
 
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
-        """Values as a weight of its own, with the amax that its shards share."""
+        """Quantizes values, with the amax that the weight's shards share."""
         cls, shape, shard_place = self.QUANTIZED, tuple(values.shape), shards.place(self)
         matrix = self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
@@ -176,7 +177,7 @@ class CastOnGather(torch.Tensor):
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """What this shard sends in the pass, quantized for it: see the recipe's tensor."""
+        """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
         shards.check_other_dim(self)
         shard: Any = self.quantize(self.LAYOUT.serves[hooks.passing(self)])
         registry.stand_in(shard, self)
@@ -191,7 +192,7 @@ class CastOnGather(torch.Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole quantized weight: see the recipe's tensor."""
+        """The whole quantized weight, made as by the recipe's tensor."""
         recipe: Any = self.QUANTIZED
         gathered: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
             self, all_gather_outputs, metadata, param_dtype, out=out
@@ -215,7 +216,7 @@ class CastOnGather(torch.Tensor):
         self._views, self._transposed = new._views, new._transposed
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """All values, and the views that lead to these."""
+        """The name of the tensor of all values, and the views that lead to these."""
         return ["_whole"], (self._views, self._transposed, self.is_detached, self._name)
 
     @property
@@ -236,7 +237,7 @@ class CastOnGather(torch.Tensor):
         return self
 
     def _stable_hash_for_caching(self) -> str:
-        """See flattening.stable_hash: graphs of casts to other recipes are others, though all tensors look alike."""
+        """As flattening.stable_hash. The recipe counts: graphs differ, though the flattened tensors are the same."""
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
 
     untyped_storage = memory_identity.untyped_storage
@@ -245,7 +246,7 @@ class CastOnGather(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.
 
-        So what is saved of a state dict needs nothing but torch to load, whoever has made it.
+        So a saved state dict needs only torch to load, whoever made it.
         """
         if (key := flattening.for_cache(self)) is not None:
             return key
@@ -281,7 +282,7 @@ class CastOnGather(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One dict look-up; None stands for every operator without a handler of its own."""
+        """One dict lookup. The handler under None is for all operators without one of their own."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
         if torch.is_inference_mode_enabled():
             return in_inference_mode(handler, func, args, kwargs or {})
@@ -291,7 +292,7 @@ class CastOnGather(torch.Tensor):
 def rebuild_cast(
     cls: type[CastOnGather], values: Tensor, name: str | None, requires_grad: bool, agreed: Any
 ) -> nn.Parameter:
-    """What pickle and torch.load call for a parameter."""
+    """Rebuilds a parameter for pickle and torch.load."""
     tensor = cls(values)
     tensor._name, tensor._agreed = name, Agreed.restored(agreed, tensor)
     return nn.Parameter(tensor, requires_grad)
@@ -301,7 +302,8 @@ rebuild_cast.__module__ = "layoutc.pickled"
 
 
 def find_cast(param: Tensor) -> CastOnGather | None:
-    """The CastOnGather that a parameter is, whose shard a DTensor holds, or from whose shards it has been gathered."""
+    """The CastOnGather that a parameter is, that a DTensor holds as its shard, or that it was gathered from; else
+    None."""
     local = getattr(param, "_local_tensor", param)
     if isinstance(local, QuantizedTensor) and local._home is not None:
         local = local._home()
