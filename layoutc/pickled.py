@@ -1,4 +1,4 @@
-"""Names that pickles hold, which therefore never move: what a pickled model calls when it is loaded."""
+"""Names that pickles hold, and that therefore never move: functions that a pickled model calls when it is loaded."""
 
 from layoutc.runtime.cast.plain_state_dicts import give_plain as give_plain
 from layoutc.runtime.cast.plain_state_dicts import take_plain as take_plain

@@ -1,15 +1,15 @@
-"""The part of a quantized weight that is the same for all recipes. Imports torch, and nothing else.
+"""The runtime: everything about quantized weights that is the same for all recipes. Needs only torch.
 
-Generated code leans on it through the modules here and checks `INTERFACE` at import.
+Generated code imports its modules, and checks `INTERFACE` when it is imported.
 """
 
 INTERFACE = 5
 
 
 def require(interface: int, recipe: str) -> None:
-    """Raises ImportError when generated code was written for another interface of this runtime."""
+    """Raises ImportError if generated code was written for another version of this runtime's interface."""
     if interface != INTERFACE:
         raise ImportError(
-            f"recipe {recipe} was generated for runtime interface {interface}, but this is {INTERFACE}: "
+            f"recipe {recipe} was generated for runtime interface {interface}, but this runtime has {INTERFACE}: "
             "run `layoutc build` with the installed layoutc"
         )

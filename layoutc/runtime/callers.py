@@ -1,7 +1,7 @@
-"""Who asks: torch's own code that means something else by an operator than other callers do.
+"""Callers: which code called an operator, where torch's own code means something else by it than others do.
 
-An operator carries no word of that, so the stack is looked at: the frames above a handler, past those that only hand
-operators on.
+An operator's arguments don't say who called it, so the call stack is read: the frames above a handler, without those
+that only pass operators on.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import nn
 
 from layoutc.runtime.torch_private import ddp_sends_weights
 
-_CONVERTS = nn.Module._apply.__code__  # of Module.to, half, bfloat16, float, and whoever calls it by itself
-_FRAMES = 16  # between nn.Module._apply and a handler: what it was given, and DTensor
-_NEAR = 8  # frames between a stager and a handler: __torch_dispatch__, and modes that are switched on
+_CONVERTS = nn.Module._apply.__code__  # called by Module.to, half, bfloat16 and float, and by users
+_FRAMES = 16  # the most between nn.Module._apply and a handler: the function that it was given, and DTensor
+_NEAR = 8  # the most frames between a stager and a handler: __torch_dispatch__, and dispatch modes
 _PLUMBING = ("__torch_dispatch__", "__torch_function__", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
-_BETWEEN = ("layoutc.", "torch._ops", "torch._library", "torch.utils.", "contextlib")  # a call and its handler
+_BETWEEN = ("layoutc.", "torch._ops", "torch._library", "torch.utils.", "contextlib")  # from a call to its handler
 _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
 def keeps_the_weight() -> bool:
-    """True where detach() makes what is a weight of a model as before: a parameter, or an input of a traced graph."""
+    """True if the result of detach() is still a model's weight: a parameter, or an input of a traced graph."""
     for frame in _above():
         name = _module(frame)
         if not name.startswith("torch.distributed.tensor"):
@@ -34,7 +34,7 @@ def keeps_the_weight() -> bool:
 
 
 def is_near(*modules: str) -> bool:
-    """True where code of one of these modules, or below, has led here by a few calls."""
+    """True if one of these modules, or a module below it, is a few calls up the stack."""
     return any(_module(frame).startswith(modules) for frame in islice(_frames(), 2, 2 + _NEAR))
 
 
@@ -50,12 +50,13 @@ def converts_a_module() -> bool:
 
 
 def is_backward_of_a_model() -> bool:
-    """Within a backward pass: true for what autograd computes, false for a hook, as of an optimizer that steps there.
+    """Within a backward pass: true for autograd's own operators, false for a hook's, as of an optimizer that steps
+    there.
 
-    The engine calls both. Between it and an operator of its own is nothing, or the backward of an autograd.Function.
+    The engine calls both. There is no frame between it and an operator of its own, or an autograd.Function's backward.
     """
     first = next(_above(), None)
-    if first is None or _is_engine(first):  # another thread than the caller's has no frame at all
+    if first is None or _is_engine(first):  # the engine's own threads have no frames
         return True
     for frame in _above():
         if _is_engine(frame):
@@ -66,7 +67,8 @@ def is_backward_of_a_model() -> bool:
 
 
 def syncing_replicas() -> FrameType | None:
-    """The frame of torch that broadcasts a module's parameters for DistributedDataParallel, and knows from whom."""
+    """The frame in which DistributedDataParallel broadcasts a module's parameters, which knows the source rank; else
+    None."""
     first = next(_above(), None)
     return first if first is not None and first.f_code is ddp_sends_weights.__code__ else None
 
@@ -77,13 +79,13 @@ def caller() -> FrameType | None:
 
 
 def is_called_from(package: str) -> bool:
-    """True where a module of the package called the operator whose handler runs."""
+    """True if a module of the package called the operator whose handler runs."""
     frame = caller()
     return frame is not None and _module(frame).startswith(package)
 
 
 def of_collective() -> str | None:
-    """The module that called a function of torch.distributed, whose handler runs; None where none has led here."""
+    """The module that called the torch.distributed function whose handler runs; None if there is no such function."""
     within = False
     for frame in _frames():
         name = _module(frame)
@@ -94,7 +96,7 @@ def of_collective() -> str | None:
 
 
 def find(module: str, function: str) -> FrameType | None:
-    """The innermost frame of a function that has led here; None where it has not."""
+    """The innermost frame of a function on the stack; None if it is not there."""
     of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)
     return next((frame for frame in of_that_name if _module(frame) == module), None)
 
@@ -104,7 +106,7 @@ def _is_engine(frame: FrameType) -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames that have led here, the nearest first."""
+    """The frames of the stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -112,7 +114,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _above() -> Iterator[FrameType]:
-    """Those above the handler."""
+    """The frames above the handler."""
     for frame in _frames():
         own = _module(frame).startswith(("layoutc.runtime", "torch._ops")) or frame.f_code.co_name in _PLUMBING
         if not own:

@@ -9,15 +9,15 @@ class LayoutError(RuntimeError):
 
 
 class ShardAlignmentError(LayoutError, ValueError):
-    """A cut between shards would fall inside a block, where nobody can agree on its scale."""
+    """A cut between shards would fall inside a block, and ranks could not agree on its scale."""
 
 
 class UnsupportedOperator(LayoutError, NotImplementedError):
-    """An operator that is not exact on stored bytes, and that a dequantized copy would get wrong as well."""
+    """An operator that is not exact on stored bytes, and that would be wrong on a dequantized copy too."""
 
 
 class ImplicitDequantize(LayoutError):
-    """Under layoutc.strict(): an operator that would dequantize without being asked to."""
+    """Under layoutc.strict(): an operator would dequantize without being asked to."""
 
 
 class MissingOrientation(LayoutError):
@@ -25,8 +25,8 @@ class MissingOrientation(LayoutError):
 
 
 class DamagedError(LayoutError, ValueError):
-    """Bytes of a file that are not those that were written."""
+    """A file's bytes are not those that were written."""
 
 
 class UnsupportedTorch(LayoutError):
-    """The installed torch has changed a private name that layoutc reads, so that shards can't be found."""
+    """The installed torch has changed a private name that layoutc needs to find shards."""

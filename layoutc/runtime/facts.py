@@ -1,4 +1,4 @@
-"""Layout facts as generated code states them: what is stored, what a GEMM reads, what travels."""
+"""Layout facts as generated code states them: what is stored, what a GEMM reads, and what is gathered."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Facts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Its size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class Plane(NamedTuple):
-    """How a stored plane follows the weight's rows and columns; None: one value for all of them.
+    """How many rows and columns of the weight one entry of a stored plane covers; None: all of them.
 
-    `columns_per_value` counts weight columns for one entry of the plane's last dim: 2 where a byte packs two codes.
+    `columns_per_value` is 2 for a plane whose bytes pack two codes each.
     """
 
     rows_per_value: int | None
@@ -50,16 +50,16 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherFacts:
-    """What one rank contributes to the all-gather of one pass, and what it costs."""
+    """What one rank contributes to one pass's all-gather, and the bytes that this costs."""
 
     planes: Mapping[str, Facts]
     serves: tuple[str, ...]
     world: int
-    filling: int = 0  # bytes that fill the planes up to those of the other pass
+    filling: int = 0  # bytes of padding up to the size of the other pass
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that a rank contributes, padding of short shards and filling included."""
+        """Bytes that a rank contributes, including the padding of short shards and up to the other pass."""
         return sum(facts.nbytes for facts in self.planes.values()) + self.filling
 
     @property
@@ -72,8 +72,8 @@ class GatherFacts:
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
-    planes(m, k): what a tensor stores, compact and m-major. buffers(m, k): what a GEMM reads, padded, repeated and
-    transposed as the spec says. Both map a name to `Facts`.
+    planes(m, k): the stored tensors, compact and m-major. buffers(m, k): the tensors that a GEMM reads, padded,
+    repeated and transposed as the spec says. Both map a name to `Facts`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Layout:
     spec_sha256: str
     layout_id: str
     language: int  # version of the spec language
-    shard_rows: int  # at its multiples, cuts between shards cost nothing
+    shard_rows: int  # cuts between shards cost nothing at its multiples
     shard_reason: str
     column_multiple: int
     multiple_m: int
@@ -89,16 +89,16 @@ class Layout:
     blocks: Mapping[str, str]
     bytes_per_element: float
     stored: Mapping[str, Plane]
-    sources: Mapping[str, tuple[str, ...]]  # orientation -> planes that its buffers are made of
+    sources: Mapping[str, tuple[str, ...]]  # orientation -> the planes that its buffers are made from
     travels: Mapping[PassName, tuple[str, ...]]
     serves: Mapping[PassName, tuple[str, ...]]
-    slots_differ: bool  # passes gather planes of different bytes, even where cuts are aligned
+    slots_differ: bool  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool
     amax_columns: int | None  # columns for which shards share one amax, of all rows; None: one for the whole weight
-    history: int  # amaxes kept for delayed scaling; 0: the scale follows the current amax
-    pick: str  # which of the history decides the scale: max, most-recent
-    as_stored: Mapping[str, str]  # buffer -> the plane that it is, unchanged but for being flat where it has one dim
-    swizzled: tuple[str, ...]  # buffers that a GEMM wants in another order
+    history: int  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
+    pick: str  # which amax of the history decides the scale: max, most-recent
+    as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
+    swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
@@ -110,17 +110,17 @@ class Layout:
 
     @cached_property
     def passes_differ(self) -> bool:
-        """Backward gathers other planes than forward, where a weight is resharded between them."""
+        """True if backward gathers other planes than forward, for weights that are resharded in between."""
         return self.travels["forward"] != self.travels["backward"]
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Planes whose values cover all rows: every shard and every part of a weight holds them whole, and alike."""
+        """Planes whose values cover all rows: all shards and parts of a weight hold equal copies of them."""
         return frozenset(name for name, plane in self.stored.items() if plane.rows_per_value is None)
 
     @cached_property
     def block_rows(self) -> int:
-        """Rows that share values of some plane: at multiples of it, rows have planes that are theirs alone."""
+        """The number of rows that share entries of planes. Cuts at its multiples split no entry."""
         return lcm(*(plane.rows_per_value or 1 for plane in self.stored.values()))
 
     @cached_property
@@ -130,25 +130,28 @@ class Layout:
 
     @cached_property
     def shared_along_rows(self) -> frozenset[str]:
-        """Planes whose values cover whole rows: some columns of a weight share them with the others."""
+        """Planes whose values cover whole rows, and so are shared by all columns."""
         return frozenset(name for name, plane in self.stored.items() if plane.columns_per_value is None)
 
     @cached_property
     def shared_by_columns(self) -> frozenset[str]:
-        """Planes whose values cover all rows of some columns: shards of rows hold them alike, shards of columns not."""
+        """Planes whose values cover all rows of some columns: equal in shards of rows, different in shards of
+        columns."""
         return self.shared - self.shared_along_rows
 
     def written(self, m: int, k: int, orientations: Collection[str]) -> dict[str, Facts]:
-        """The planes that quantizing to orientations makes, in order: name -> shape and dtype. The amax is given."""
+        """The planes that quantizing to orientations writes, in order: name -> shape and dtype. The amax is an
+        input."""
         names = {name for orientation in orientations for name in self.sources[orientation]}
         return {name: facts for name, facts in self.planes(m, k).items() if name in names and name != "amax"}
 
     def amax_shape(self, k: int) -> tuple[int, ...]:
-        """The shape of what shards share, where they share an amax."""
+        """The shape of the amax that shards share: one for the weight, or one for each block of columns."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
 
     def laid_out(self, m: int, k: int, orientations: Collection[str], swizzled: bool = False) -> dict[str, Facts]:
-        """The buffers of orientations that are no planes, in order: name -> shape and dtype. Swizzled ones are flat."""
+        """The buffers of orientations that don't equal a plane, in order: name -> shape and dtype. Swizzled ones are
+        flat."""
         made = {}
         for name, facts in self.buffers(m, k).items():
             flat = swizzled and name in self.swizzled
@@ -157,12 +160,14 @@ class Layout:
         return made
 
     def check_swizzled(self, swizzled: bool) -> None:
-        """Raises ValueError where scales are asked for in a GEMM's order and the recipe states none."""
+        """Raises ValueError if scales are asked for in a GEMM's order and the spec states none."""
         if swizzled and not self.swizzled:
-            raise ValueError(f"{self.name}: swizzled=True, but the spec has no gemm: {{scale: {{swizzle: ...}}}}")
+            raise ValueError(
+                f"{self.name}: swizzled=True needs a spec with gemm: {{scale: {{swizzle: ...}}}}, and this one has none"
+            )
 
     def matrix_of(self, planes: Mapping[str, torch.Tensor], matrix: tuple[int, int]) -> tuple[int, int]:
-        """`known`; where that is symbolic and the planes are not, what the first plane of codes says."""
+        """`matrix`; if that is symbolic and the planes' sizes are not, (m, k) from the first plane of codes."""
         if all(type(size) is int for size in matrix):
             return matrix
         codes = next(n for n, plane in self.stored.items() if plane.rows_per_value == 1 and n in planes)
@@ -170,7 +175,7 @@ class Layout:
         return (rows, round(columns * (self.stored[codes].columns_per_value or 1))) if type(columns) is int else matrix
 
     def check_shape(self, shape: tuple[int, ...], name: str = "weight") -> tuple[int, int]:
-        """(m, k) of a weight's shape. Raises ValueError when the recipe does not take it."""
+        """(m, k) of a weight's shape. Raises ValueError for a shape that the recipe does not take."""
         if len(shape) < 2:
             raise ValueError(f"{name}: {self.name} takes weights of 2 dims or more, not shape {tuple(shape)}")
         m, k = prod(shape[:-1]), shape[-1]
@@ -183,10 +188,10 @@ class Layout:
         return m, k
 
     def gather(self, m: int, k: int, world: int, which: PassName = "forward") -> GatherFacts:
-        """What each of `world` ranks contributes in a pass: plane name -> shape and dtype of the padded shard.
+        """What each of `world` ranks contributes to a pass's all-gather: plane -> shape and dtype of the padded shard.
 
-        Where a cut falls inside a block, the ranks on both sides send what the block's rows share.
-        Raises ValueError for a shape that the recipe does not take.
+        If a cut falls inside a block, the ranks on both sides send the block's scale. Raises ValueError for a shape
+        that the recipe does not take.
         """
         self.check_shape((m, k))
         cuts = Cuts(m, cdiv(m, world), world)
@@ -196,13 +201,13 @@ class Layout:
         return GatherFacts(sent, self.serves[which], world, filling)
 
     def sent(self, which: PassName, cuts: Cuts, k: int) -> Mapping[str, Facts]:
-        """What each rank sends of a matrix of k columns in a pass: plane name -> shape and dtype."""
+        """What each rank sends in a pass, of a matrix with k columns: plane name -> shape and dtype."""
         return _sent(self, which, cuts, k)
 
     def slots(self, which: PassName, cuts: Cuts, k: int) -> tuple[int, ...]:
-        """The bytes of each slot of a pass's planes, where the two passes differ; else none.
+        """The bytes of each slot that a pass's planes are padded to, if the two passes differ; else ().
 
-        FSDP2 wants the same sizes in each pass, so a slot holds the larger of the two passes' planes.
+        FSDP2 needs the same sizes in each pass, so a slot has the size of the larger of the two passes' planes.
         """
         if which == "both" or not (self.slots_differ or (self.passes_differ and not cuts.aligned(self.block_rows))):
             return ()

@@ -1,6 +1,6 @@
-"""Building blocks of generated references: codes, packing, blocks. Plain torch, any device, no approximation.
+"""Building blocks of generated references: codes, packing, blocks. Plain torch, any device, no approximations.
 
-Every function is the definition of what it does; kernels are compared with it byte for byte.
+Each function is the definition of its operation; kernels are compared with it byte for byte.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ F32_MAX = torch.finfo(torch.float32).max
 
 
 def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_code: int) -> Tensor:
-    """fp32 values -> codes, one in a byte: as many thresholds as are <= |x|; NaN gives `nan_code`.
+    """fp32 values -> uint8 codes, one in a byte: the number of thresholds that are <= |x|; NaN gives `nan_code`.
 
-    `sign_bit` is the position of the sign in the code; None for formats without one. Saturates, since no threshold
-    leads past the largest finite code.
+    sign_bit: the sign's position in the code; None for formats without one. Saturates, since there is no threshold
+    above the largest finite code.
     """
     code = torch.bucketize(x.abs().contiguous(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
     if sign_bit is not None:
@@ -29,14 +29,15 @@ def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_c
 
 
 def cast_to_codes(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
-    """The same for formats that torch has: saturates at `largest`, converts to nearest even, NaN gives `nan_code`."""
+    """As `to_codes` for formats that torch has: saturates at `largest`, rounds to nearest even, NaN gives
+    `nan_code`."""
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
 def to_integer_codes(x: Tensor, bits: int, lowest: int, fraction: int, nan_code: int) -> Tensor:
     """fp32 values -> two's complement codes in steps of 2**-fraction, one in a byte; NaN gives `nan_code`.
 
-    To nearest even, saturating at `lowest` and at the largest code.
+    Rounds to nearest even, and saturates at `lowest` and at the largest code.
     """
     steps = (x * float(1 << fraction)).round().clamp(lowest, (1 << (bits - 1)) - 1).nan_to_num(0.0)
     return (steps.to(torch.int32) & ((1 << bits) - 1)).to(torch.uint8).masked_fill_(x.isnan(), nan_code)
@@ -54,13 +55,15 @@ def from_codes(codes: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def cast_from_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same for formats that torch has."""
+    """As `from_codes` for formats that torch has."""
     return codes.view(dtype).float()
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, rounded once; one of them at least a tensor. With a plain number, torch may multiply by a rounded
-    reciprocal instead."""
+    """a / b, rounded once; at least one of them is a tensor.
+
+    Numbers are made tensors first: torch may multiply by the rounded reciprocal of a plain number.
+    """
     if isinstance(b, Tensor):
         return (a if isinstance(a, Tensor) else torch.full_like(b, a)) / b
     assert isinstance(a, Tensor)
@@ -78,10 +81,10 @@ def _lane(bits: int) -> torch.dtype:
 
 
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
-    """Codes below 8 bits, one in a byte -> bytes, along the last dim. Code c takes bits c * bits onwards of the row.
+    """Packs codes of less than 8 bits along the last dim: (..., n) uint8 -> (..., n * bits / 8) uint8.
 
-    `low_first` counts bits from the low end of each byte, else from the high end. Shape (..., n) -> (..., n * bits /
-    8).
+    Code c begins at bit c * bits of its row. low_first: bits count from the low end of each byte, else from the high
+    end.
     """
     group = 8 // gcd(bits, 8)
     lanes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group).to(_lane(group * bits))
@@ -94,7 +97,7 @@ def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
-    """Inverse of pack."""
+    """The inverse of `pack`."""
     group = 8 // gcd(bits, 8)
     nbytes = group * bits // 8
     lanes = packed.reshape(*packed.shape[:-1], packed.shape[-1] // nbytes, nbytes).to(_lane(group * bits))
@@ -108,7 +111,8 @@ def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
 
 
 def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
-    """(m, k) -> (m blocks, block_m, k blocks, block_k), partial blocks filled with zeros; None: one block for all."""
+    """(m, k) -> (m blocks, block_m, k blocks, block_k), with partial blocks padded by zeros; None: one block for
+    all."""
     m, k = x.shape
     block_m, block_k = block_m or max(m, 1), block_k or k
     rows, columns = cdiv(m, block_m), cdiv(k, block_k)
@@ -118,25 +122,26 @@ def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
-    """Inverse of to_blocks: cuts the filling off."""
+    """The inverse of `to_blocks`: cuts the padding off."""
     rows, block_m, columns, block_k = blocks.shape
     return blocks.reshape(rows * block_m, columns * block_k)[:m, :k]
 
 
 def block_amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each block, (m blocks, k blocks). NaN propagates. No rows: no blocks."""
+    """The largest magnitude of each block, (m blocks, k blocks). NaN propagates."""
     return blocks.abs().amax(dim=(1, 3))
 
 
 def block_range(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each block, each (m blocks, k blocks). NaN propagates."""
+    """The smallest and the largest value of each block, each (m blocks, k blocks). NaN propagates."""
     return blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
 
 
 def block_sum(blocks: Tensor, first: str) -> Tensor:
-    """Sum of each block, (m blocks, k blocks), in a fixed order: along the axis `first` one by one, then by halves.
+    """The sum of each block, (m blocks, k blocks), in a fixed order: along axis `first` one by one, then by halves.
 
-    Halves of the other axis: entry i and entry i + half, where half is the power of two that leaves at most as many.
+    By halves: along the other axis, entry i + half is added to entry i, where half is the largest power of two below
+    the number of entries, until one entry is left.
     """
     blocks = blocks if first == "k" else blocks.transpose(1, 3).transpose(0, 2)
     total = blocks[..., 0]
@@ -150,8 +155,7 @@ def block_sum(blocks: Tensor, first: str) -> Tensor:
 
 
 def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Entry by entry, the values of the candidate with the smallest error; of equals, and where one is NaN, the
-    first."""
+    """Entry by entry, the values of the candidate with the smallest error; the first one of equal or NaN errors."""
     best, smallest = candidates[0], errors[0]
     for values, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < smallest
@@ -161,19 +165,19 @@ def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) ->
 
 
 def column_amax(x: Tensor, block_k: int) -> Tensor:
-    """Largest magnitude of each block of `block_k` columns over all rows, fp32, (1, k blocks). NaN propagates."""
+    """The largest magnitude of each `block_k` columns over all rows: fp32, (1, k blocks). NaN propagates."""
     columns = x.abs().amax(dim=0).float() if x.shape[0] else torch.zeros(x.shape[1], device=x.device)
     blocks = cdiv(x.shape[1], block_k)
     return pad_to(columns, blocks * block_k).view(blocks, block_k).amax(dim=1).view(1, blocks)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of a tensor, fp32, shape (1,). NaN propagates; 0 when it has no elements."""
+    """The largest magnitude of a tensor: fp32, (1,). NaN propagates; 0 for a tensor without elements."""
     return x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
 
 
 def per_element(values: Tensor, block_m: int | None, block_k: int | None, m: int, k: int) -> Tensor:
-    """Block values (m blocks, k blocks), or (1,) for one block -> a tensor that broadcasts to (m, k)."""
+    """Values of blocks, (m blocks, k blocks), or (1,) for one block -> a tensor that broadcasts to (m, k)."""
     if values.dim() == 1:
         return values.reshape(1, 1)
     if block_m is not None and block_m > 1:
@@ -184,12 +188,12 @@ def per_element(values: Tensor, block_m: int | None, block_k: int | None, m: int
 
 
 def repeat(values: Tensor, dim: int, times: int, limit: int) -> Tensor:
-    """Each entry of a dim `times` times in a row, cut at `limit` entries."""
+    """Repeats each entry of a dim `times` times in a row; keeps the first `limit` entries."""
     return values.repeat_interleave(times, dim=dim).narrow(dim, 0, limit)
 
 
 def pad_to(values: Tensor, *sizes: int) -> Tensor:
-    """Zero bytes appended up to a shape of `sizes`; contiguous."""
+    """Pads with zeros to a shape of `sizes`; contiguous."""
     if values.shape == sizes:
         return values.contiguous()
     padded = values.new_zeros(sizes)

@@ -1,4 +1,4 @@
-"""Which operators dequantized without being asked to: counted always, refused under `strict()`."""
+"""Implicit dequantizes, by operators that were not asked to: always counted, and refused under `strict()`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _counts: Counter[str] = Counter()
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Within it, an operator that would dequantize a weight unasked raises ImplicitDequantize instead.
+    """Inside, an operator that would implicitly dequantize a weight raises ImplicitDequantize instead.
 
-    Products (mm, addmm, bmm and what they make up), `dequantize()` and copies into plain tensors are asked for.
+    Products (linear, matmul and the like), `dequantize()` and copies into plain tensors are not implicit.
     """
     token = _strict.set(enabled)
     try:
@@ -27,7 +27,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def implicit_dequantizes() -> Counter[str]:
-    """How often each operator has dequantized unasked in this process, by operator name. A copy."""
+    """How often each operator has implicitly dequantized in this process, by operator name. A copy."""
     return Counter(_counts)
 
 
@@ -36,6 +36,6 @@ def note(operator: str, label: str) -> None:
     if _strict.get():
         raise ImplicitDequantize(
             f"{operator} is not exact on stored bytes and would dequantize {label}; "
-            "call .dequantize() first where that is meant, or leave layoutc.strict()"
+            "call .dequantize() first if that is intended, or leave layoutc.strict()"
         )
     _counts[operator] += 1

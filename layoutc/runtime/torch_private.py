@@ -1,7 +1,7 @@
-"""Private names of torch that layoutc needs, beside FSDP2's: each stands here once, with what is relied on.
+"""Private names of torch that layoutc needs, other than FSDP2's: each appears here once, with what is relied on.
 
-tests/runtime/test_torch_private.py has a test for each: where a release of torch fails one, it says what has changed.
-What FSDP2 keeps private is read in `layoutc/runtime/sharding/registry.py`, and call stacks in `callers`.
+tests/runtime/test_torch_private.py has a test for each; if a release of torch fails one, that says what has changed.
+FSDP2's private names are read in `layoutc/runtime/sharding/registry.py`, and call stacks in `callers`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ c10d_functional: Any = torch.ops._c10d_functional
 #: DTensor's operators; `shard_dim_alltoall` moves a cut from one dim to another.
 dtensor_ops: Any = torch.ops._dtensor
 
-#: What functional collectives return: waits when it is first used.
+#: The result of a functional collective: it waits when it is first used.
 AsyncCollectiveTensor: Any = functional.AsyncCollectiveTensor
 
-#: The code by which DistributedDataParallel sends the first rank's weights when it is made.
+#: The function by which DistributedDataParallel sends the first rank's weights when it is constructed.
 ddp_sends_weights: Callable[..., Any] = _sync_params_and_buffers
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name (`group.group_name`). Raises RuntimeError where there is none."""
+    """The process group of a name (`group.group_name`). Raises RuntimeError if there is none."""
     group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
     return group  # type: ignore[no-any-return]
 
@@ -67,18 +67,18 @@ def dispatch_modes() -> int:
 
 
 def in_backward() -> bool:
-    """True in what autograd runs, its hooks included."""
+    """True while autograd runs a backward pass, its hooks included."""
     return torch._C._current_graph_task_id() != -1
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
-    """Writes in here are not counted as changes: autograd does not take what it saved for stale."""
+    """Inside, writes don't raise the tensor's version, so autograd does not consider saved tensors modified."""
     kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return kept
 
 
 def set_element(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Puts a value into a nested state dict where torch.distributed.checkpoint says that it belongs."""
-    from torch.distributed.checkpoint._traverse import set_element  # it takes a while, and only loads need it
+    """Puts a value into a nested state dict, at a path as torch.distributed.checkpoint gives it."""
+    from torch.distributed.checkpoint._traverse import set_element  # a slow import that only loads need
 
     set_element(state, path, value)

@@ -117,7 +117,7 @@ def perturbs(change: str, meshed: str | None) -> str:
         ("shape", None, ["layers.0.weight: shape: (64, 64) on rank 0; (128, 64) on rank 1"]),
         ("orientation", None, ["layers.0.weight: orientations: rowwise+columnwise on rank 0; rowwise on rank 1"]),
         ("dtype", None, ["layers.0.bias: dtype: torch.float32 on rank 0; torch.bfloat16 on rank 1"]),
-        ("one more", None, ["more: rank 1 alone, of the ranks that share it: shape (8,)"]),
+        ("one more", None, ["more: only on rank 1, of the ranks that share it: shape (8,)"]),
         ("order", None, ["the order of parameters: parameter 0: layers.0.weight on rank 0; head.weight on rank 1"]),
         ("amax", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),
         ("history", None, ["layers.0.weight: amax: ", "on rank 0", "on rank 1"]),

@@ -363,7 +363,7 @@ def refuses_what_fsdp2_has_sharded() -> str:
 
 def test_a_weight_that_fully_shard_has_made_is_refused(two: Ranks) -> None:
     assert (
-        two.run(refuses_what_fsdp2_has_sharded) == ["weight is sharded already: call quantize_ before fully_shard"] * 2
+        two.run(refuses_what_fsdp2_has_sharded) == ["weight is already sharded: call quantize_ before fully_shard"] * 2
     )
 
 

@@ -59,4 +59,4 @@ def test_masters_go_along_cut_as_the_new_parameters(two: Ranks, recipe: str, sam
     """Where the new parameter holds what the old one did; else masters are made of what it holds."""
     for message in two.run(follows, recipe, same):
         assert "of shape (96, 96) was put into the groups of MasterWeights" in message
-        assert "after a step; make the optimizer anew" in message
+        assert "after a step; create a new optimizer" in message

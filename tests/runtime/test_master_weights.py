@@ -166,7 +166,7 @@ def test_masters_that_start_from_codes_are_said_once() -> None:
     assert not warned(lambda: get_optimizer_state_dict(model, optimizer))
     (message,) = warned(lambda: steps(model, optimizer))
     assert (
-        "masters of quantized weights (0.weight in mxfp8 first, 2 in all) start as what those dequantize to" in message
+        "masters of quantized weights (0.weight in mxfp8 first, 2 in all) start as the dequantized weights" in message
     )
     assert "layoutc.checkpoint.load(state, folder, convert=True)" in message
     assert not warned(lambda: steps(model, optimizer, 3))

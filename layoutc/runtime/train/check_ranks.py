@@ -1,8 +1,8 @@
-"""check_ranks: whether ranks hold the same model, before a gather hangs on it or trains on it.
+"""check_ranks: whether all ranks hold the same model, before a gather hangs or trains on a difference.
 
-FSDP2 exchanges nothing when it shards: ranks that differ meet in a collective of unequal sizes, or never. Each rank
-makes *claims* here, of what it holds and of how many ranks must say the same. All ranks see all claims, as numbers, and
-so come to the same verdict; words are exchanged only when that is bad.
+FSDP2 exchanges nothing when it shards, so ranks that differ end up in collectives of unequal sizes, or wait forever.
+Here each rank makes *claims*: what it holds, and how many ranks must hold the same. All ranks see all claims as hashes
+and so reach the same verdict; words are exchanged only if that is bad.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHOWN = 8  # disagreements that a message spells out
 
 
 class Claim(NamedTuple):
-    """What a rank holds of a subject (a parameter, or the list of them), and how many ranks must hold the same."""
+    """What a rank holds of a subject (a parameter, or their order), and how many ranks must hold the same."""
 
     subject: str
     held: Mapping[str, str]
@@ -41,14 +41,14 @@ class Claim(NamedTuple):
 def check_ranks(model: nn.Module) -> int:
     """Checks that all ranks hold the same model; returns the number of sharded parameters that were checked.
 
-    Collective: every rank of the default process group calls it, with whatever it holds. Compared among the ranks that
-    share a parameter's device mesh: names and order of parameters, shape, dtype and placements; recipe, layout id and
-    orientations of quantized weights; the bytes of scales, amaxes and histories that shards share, those of a block
-    that a cut goes through included; and all bytes of replicas (HSDP). Weights that are cast on gather count, as do
-    gathered ones, by their shards. Parameters that are no DTensors are not looked at. Two small all-gathers, whatever
-    the number of parameters; bytes are hashed on the host.
+    Collective: every rank of the default process group calls it. The ranks of a parameter's device mesh compare names
+    and order of parameters, shape, dtype and placements; recipe, layout id and orientations of quantized weights; the
+    bytes of scales, amaxes and histories that shards share, also of blocks that a cut splits; and all bytes of replicas
+    (HSDP). Weights that are cast on gather are checked too, and gathered weights by their shards. Parameters that are
+    not DTensors are skipped. It takes two small all-gathers, whatever the number of parameters; bytes are hashed on the
+    host.
 
-    Raises LayoutError on all ranks alike, with the parameters, what differs, and on which ranks.
+    Raises LayoutError on all ranks if something differs, and names the parameters, the difference and the ranks.
     """
     claims: dict[int, Claim] = {}
     named: dict[str, list[str]] = defaultdict(list)
@@ -69,7 +69,7 @@ def check_ranks(model: nn.Module) -> int:
 
 # --------------------------------------------------------------------------------------------------- what a rank claims
 def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
-    """(what, claim): claims of the same `what` about a parameter are compared."""
+    """(kind, claim) pairs: claims of the same kind about the same parameter are compared."""
     local, ranks = param._local_tensor, _ranks(param)
     facts = {
         "shape": str(tuple(param.shape)),
@@ -102,7 +102,7 @@ def _stored(local: Tensor) -> dict[str, Tensor]:
 
 
 def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) -> Iterator[tuple[str, Claim]]:
-    """What all shards hold alike; of shards of columns, what does not belong to columns."""
+    """Claims of what all shards have in common; shards of columns differ in what belongs to columns."""
     layout, last = local.LAYOUT, param.dim() - 1
     of_columns = {mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == last > 0}
     by_columns = set(layout.shared_by_columns)
@@ -119,7 +119,7 @@ def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) ->
 
 
 def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple[str, Claim]]:
-    """The scales of blocks that several ranks hold, since a cut goes through them."""
+    """Claims of the scales of blocks that a cut splits, which several ranks hold."""
     shard_place = place_of(param, local)
     if shard_place is None or not shard_place.joins(local.LAYOUT) or not local._rows:
         return
@@ -136,7 +136,7 @@ def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple
 
 
 def _along(param: DTensor, dims: set[int]) -> list[int]:
-    """The ranks that differ from this one in these mesh dims alone."""
+    """The ranks whose mesh coordinates differ from this one's in these dims only."""
     mesh = param.device_mesh
     here: Any = mesh.get_coordinate() or [0] * mesh.ndim
     ranks: Tensor = mesh.mesh[tuple(slice(None) if dim in dims else here[dim] for dim in range(mesh.ndim))]
@@ -149,7 +149,7 @@ def _ranks(param: DTensor) -> str:
 
 # ----------------------------------------------------------------------------------------------------- what is compared
 def _compare(claims: dict[int, Claim]) -> None:
-    """Raises LayoutError where claims differ, or fewer ranks make one than must."""
+    """Raises LayoutError if claims differ, or if fewer ranks than required make one."""
     mine = torch.tensor([[number, _value(claim), claim.ranks] for number, claim in claims.items()], dtype=torch.int64)
     everywhere = torch.cat([piece.view(torch.int64).view(-1, 3) for piece in _exchanged(mine.view(-1, 3))])
     numbers, order = everywhere[:, 0].sort()
@@ -163,7 +163,7 @@ def _compare(claims: dict[int, Claim]) -> None:
 
 
 def _exchanged(mine: Tensor) -> list[Tensor]:
-    """The bytes of a tensor of any length of every rank: uint8, on the host."""
+    """Gathers the bytes of every rank's tensor, whose lengths may differ: uint8, on the host."""
     group: Any = dist.group.WORLD
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     sent = mine.contiguous().flatten().view(torch.uint8).to(device)
@@ -175,7 +175,7 @@ def _exchanged(mine: Tensor) -> list[Tensor]:
 
 
 def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
-    """What ranks say of each other: the same words on all of them. Collective."""
+    """The error message, which is the same on all ranks. Collective."""
     claimed = json.dumps([[number, claims[number].subject, dict(claims[number].held)] for number in bad]).encode()
     by_claim: dict[int, dict[int, tuple[str, dict[str, str]]]] = defaultdict(dict)
     for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(claimed), dtype=torch.uint8))):
@@ -188,7 +188,7 @@ def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     shown = [*lines][:SHOWN]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n  ".join(
-        ["ranks hold different models; build, load and write them alike on all ranks, or start again:", *shown, *more]
+        ["ranks hold different models; build, load and write them in the same way on all ranks:", *shown, *more]
     )
 
 
@@ -205,7 +205,7 @@ def _lines(subject: str, held_by: Mapping[int, Mapping[str, str]]) -> Iterator[s
         yield f"{subject}: {of}{key}: " + "; ".join(f"{value} on {_ranks_text(on)}" for value, on in ranks.items())
     if not differing:
         said = ", ".join(f"{key} {value}" for key, value in next(iter(held_by.values())).items())
-        yield f"{subject}: {_ranks_text(list(held_by))} alone, of the ranks that share it: {said}"
+        yield f"{subject}: only on {_ranks_text(list(held_by))}, of the ranks that share it: {said}"
 
 
 def _ranks_text(ranks: list[int]) -> str:
@@ -226,7 +226,7 @@ def _int64(data: bytes) -> int:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of shape, dtype and bytes."""
+    """A hash of shape, dtype and bytes."""
     plain = tensor.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{tuple(plain.shape)} {plain.dtype}".encode(), digest_size=8)
     if plain.numel():
@@ -235,5 +235,5 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _shown(tensor: Tensor) -> str:
-    """A value, where there is one; else how many."""
+    """The value, if there is only one; else the shape."""
     return f"{tensor.item():g}" if tensor.numel() == 1 else f"{tuple(tensor.shape)}"

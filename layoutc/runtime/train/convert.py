@@ -1,4 +1,4 @@
-"""Which weights of a model a recipe serves: quantized in place, as the model is built, or at each gather."""
+"""Converting models: quantize weights in place, as the model is built, or at each gather."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ def quantize_(
     """Replaces `weight` of the chosen modules by quantized parameters; returns their names.
 
     recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
-    filter_fn(module, fully qualified name) chooses modules; default: every nn.Linear. Weights keep their dtype as the
-    one that they dequantize to, their device, and ties among chosen modules. Call it before fully_shard; weights that
-    tensor parallelism has sharded become shards of the whole weight quantized, byte for byte, on all ranks together.
+    filter_fn(module, fully qualified name): chooses modules; default: every nn.Linear. Weights (2 dims or more, fp32,
+    bf16 or fp16) keep their device, their dtype as the one that they dequantize to, and ties among chosen modules. Call
+    it before fully_shard. If tensor parallelism has sharded a weight, call it on all ranks: the shards get the same
+    bytes as the whole weight would.
 
     keep_values: weights that require a gradient keep the values that they are quantized from, in their own dtype, until
-    `MasterWeights` starts its masters from them; so do plain values that are written into them later. Each shard keeps
-    its own. Where no optimizer follows they would stay for good: pass False for inference. Frozen weights keep none.
+    `MasterWeights` starts its masters from them; they also keep plain values that are written into them later. Each
+    shard keeps its own. Without an optimizer they would stay forever: pass False for inference. Frozen weights keep
+    none.
 
-    Nothing is changed unless all of it can be: raises ValueError with the parameter's name where the recipe does not
-    take a shape or dtype, where a weight is sharded already, or where a chosen weight is tied to one that is not
-    chosen.
+    Changes nothing unless all of it can be done: raises ValueError with the parameter's name if the recipe does not
+    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
+    and ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't have.
     """
     cls = recipe_class(recipe)
     update_warnings.watch()
@@ -52,11 +54,11 @@ def quantize_(
 
 
 def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
-    """Makes `weight` of the chosen modules be quantized whenever FSDP2 gathers it; returns their names.
+    """Makes FSDP2 quantize `weight` of the chosen modules whenever it gathers it; returns their names.
 
-    The weights themselves stay as they are, in their dtype and memory, and any torch optimizer trains them. State dicts
-    hold plain values. Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; where no
-    fully_shard follows, products quantize the weight. See also `precompute_amaxes`.
+    The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
+    Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
+    quantize the weight. See also `precompute_amaxes`.
     """
     casts: type[CastOnGather] = _recipe(recipe).CastTensor
     chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
@@ -73,7 +75,7 @@ def _replace(
     caller: str = "quantize_",
     among: set[nn.Module] | None = None,
 ) -> dict[nn.Module, str]:
-    """Replaces weights of the chosen modules of all roots by make(weight, name); `among`: only of these."""
+    """Replaces weights of the chosen modules of all roots by make(weight, name). among: the only modules to look at."""
     chosen: dict[nn.Module, str] = {}
     for root in roots:
         for fqn, module in root.named_modules():
@@ -89,7 +91,7 @@ def _replace(
     tied: dict[int, list[nn.Module]] = defaultdict(list)
     for module in chosen:
         tied[id(module.weight)].append(module)
-    for modules in tied.values():  # what is replaced is freed before the next one is made
+    for modules in tied.values():  # each weight is freed before the next one is quantized
         weight = modules[0].weight
         assert isinstance(weight, nn.Parameter)
         made = nn.Parameter(make(weight, chosen[modules[0]]), requires_grad=weight.requires_grad)
@@ -101,7 +103,7 @@ def _replace(
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
     if isinstance(weight, DTensor) and (caller != "quantize_" or registry.holds(weight)):
-        raise ValueError(f"{name} is sharded already: call {caller} before fully_shard")
+        raise ValueError(f"{name} is already sharded: call {caller} before fully_shard")
     if weight.dtype not in FLOATS:
         raise ValueError(f"{name}: {cls.LAYOUT.name} quantizes float32, bfloat16 and float16, not {weight.dtype}")
     cls.LAYOUT.check_shape(tuple(weight.shape), name)
@@ -111,10 +113,10 @@ def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller:
 
 @contextmanager
 def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True) -> Iterator[None]:
-    """Modules built inside hold quantized weights when it ends, as after `quantize_` with the same arguments.
+    """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
 
-    Weights are quantized at the end, not as they are registered, so that every initializer has run in high precision.
-    On the meta device nothing is allocated. After an exception nothing is quantized.
+    Weights are quantized at the end, not when they are registered, so that every initializer runs in high precision. On
+    the meta device nothing is allocated. After an exception nothing is quantized. Raises as `quantize_`.
     """
     cls = recipe_class(recipe)
     built: dict[nn.Module, None] = {}
@@ -141,7 +143,7 @@ def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
 
 
 def _recipe(recipe: Recipe) -> ModuleType:
-    """The module of a recipe: one of layoutc's own, or of the entry points of the group `layoutc.recipes`."""
+    """The module of a recipe, of layoutc's own or of an entry point of the group `layoutc.recipes`."""
     if isinstance(recipe, ModuleType):
         return recipe
     recipes = importlib.import_module("layoutc.recipes")
@@ -151,11 +153,11 @@ def _recipe(recipe: Recipe) -> ModuleType:
     if recipe in shipped:
         return shipped[recipe].load()  # type: ignore[no-any-return]
     names = ", ".join([*recipes.RECIPES, *shipped])
-    raise ValueError(f"no recipe {recipe!r} in layoutc.recipes, nor in another package; there are {names}")
+    raise ValueError(f"there is no recipe {recipe!r}, in layoutc.recipes or in another package; there are {names}")
 
 
 def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:
-    """The weight's values quantized; of a DTensor each rank's shard, to the bytes that the whole weight would have."""
+    """Quantizes a weight; of a DTensor, this rank's shard, to the bytes that the whole weight would have there."""
     local = meshes.local_of(weight.detach())
     groups = meshes.amax_groups(cls.LAYOUT, weight, name)
     if local.is_meta:
@@ -180,13 +182,13 @@ def _cast(casts: type[CastOnGather], weight: Tensor, name: str) -> CastOnGather:
 
 
 def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:
-    """A weight used by a module that is not chosen must stay plain, so choosing it elsewhere is an error."""
+    """Raises ValueError for a chosen weight that a module which is not chosen uses too: there, it must stay plain."""
     weights = {module.weight: name for module, name in chosen.items()}
     for fqn, module in (pair for root in roots for pair in root.named_modules()):
         for key, param in module.named_parameters(recurse=False):
             if param in weights and not (module in chosen and key == "weight"):
                 raise ValueError(
-                    f"{weights[param]} is tied to {fqn}.{key}, which filter_fn does not choose: quantizing it in "
-                    f"{cls.LAYOUT.name} would untie them or dequantize it at each use; leave {weights[param]} out with "
-                    "filter_fn"
+                    f"{weights[param]} is tied to {fqn}.{key}, which filter_fn does not choose: quantizing it to "
+                    f"{cls.LAYOUT.name} would untie them, or dequantize it at each use; let filter_fn leave out "
+                    f"{weights[param]}"
                 )

@@ -1,4 +1,4 @@
-"""MasterWeights: fp32 masters around any torch optimizer, and quantized weights made anew from them after each step."""
+"""MasterWeights: any torch optimizer on fp32 masters, from which weights are requantized after each step."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the result back.
+    """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the results back.
 
     Quantized parameters are requantized from their masters, with one amax collective a step for each process group,
-    whatever the number of parameters; bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A
-    parameter without a gradient is left as it is, byte for byte, and one that does not require a gradient has no
-    master. Parameters may be DTensors (FSDP2) or plain.
+    whatever the number of parameters. bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A
+    parameter without a gradient keeps its bytes, and one that does not require a gradient has no master. Parameters may
+    be DTensors (FSDP2) or plain.
 
     A master starts from the values that its weight was quantized from, which quantize_ and quantized_init keep until
-    then; where there are none, as the dequantized weight, which is said in a warning at the first step. Weights that
-    somebody else has written since the last step (a checkpoint, an initializer) become the masters at the next one,
-    with the values that were written; masters loaded by `load_state_dict` win over them once.
+    then. If there are none, it starts as the dequantized weight, and the first step warns. If something else has
+    written a weight since the last step (a checkpoint, an initializer), its master takes over the written values at the
+    next step, unless masters were loaded by `load_state_dict` in between: those are used once instead.
 
     `param_groups` and `state` are keyed by the model's parameters, so that learning-rate schedulers and
-    torch.distributed.checkpoint.state_dict work; a parameter's state is the inner optimizer's and, under "master", its
-    master.
+    torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and its master under
+    "master".
 
-    Parameters that are put into `param_groups` in the place of others, as accelerate does when it shards the model, are
-    trained from then on; their masters go along.
+    If parameters in `param_groups` are replaced by others, as accelerate does when it shards the model, the new ones
+    are trained from then on and take over the masters.
 
-    A step raises LayoutError where it would train nothing, or something else: made before fully_shard, whose parameters
-    are others, or with a quantized weight that something has made plain since.
+    A step raises LayoutError if it would train nothing or the wrong thing: if the optimizer was made before
+    fully_shard, which makes new parameters, or if a quantized weight has been made plain since.
     """
 
-    STEPS_MASTERS = True  # not the quantized weights themselves
+    STEPS_MASTERS = True  # so `update_warnings` does not warn
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
         """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
@@ -63,7 +63,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._masters: dict[Tensor, Tensor] = {}
         self._recipes: dict[Tensor, tuple[str, str]] = {}
         self._written: dict[Tensor, Any] = {}
-        self._coarse: dict[Tensor, None] = {}  # whose masters come from codes
+        self._coarse: dict[Tensor, None] = {}  # parameters whose masters were made from codes
         self._loaded = False
         self._adopt([param for group in groups for param in group["params"]])
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
@@ -72,7 +72,7 @@ class MasterWeights(torch.optim.Optimizer):
         super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As Optimizer.add_param_group; masters are made for the new parameters."""
+        """As Optimizer.add_param_group. Makes masters for the new parameters."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
@@ -82,10 +82,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer on the masters, then every parameter that has a gradient from its master.
+        """Steps the inner optimizer on the masters, then rewrites every parameter that has a gradient from its master.
 
         Collective: every rank steps with the same parameters. Parameters of a group whose learning rate is 0 are not
-        written. A closure is called once, before the step.
+        written. closure: called once, before the step; its result is returned. Raises LayoutError as the class says,
+        TypeError for inner optimizers that need a closure (LBFGS).
         """
         loss = None
         if closure is not None:
@@ -110,10 +111,10 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores masters and the inner optimizer's state in fp32, as they were saved.
+        """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
-        Parameters are not touched: they come from the model's own state. Everything is checked before anything is
-        changed: raises ValueError when groups or parameters do not match.
+        Parameters are not touched: they belong to the model's state. Raises ValueError, before anything is changed, if
+        groups or parameters do not match.
         """
         replaced_parameters.follow(self)
         saved_groups = state_dict["param_groups"]
@@ -137,31 +138,31 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
-        """Each parameter, in the order of the groups, and its fp32 master, sharded as it is: what to average or export.
+        """Each parameter, in the order of the groups -> its fp32 master, sharded as it is. For averages and exports.
 
-        A parameter that is its own master (fp32, or it does not train) comes with itself. The tensors are the ones that
-        are stepped: read them; to change a weight, write into the parameter. Where weights have been written since the
-        last step, masters are made of them first.
+        A parameter that is its own master (it is fp32, or does not train) maps to itself. These are the tensors that
+        are stepped, so only read them; to change a weight, write into the parameter. Weights that were written since
+        the last step become masters first.
         """
         if not self._loaded:
             self._refresh_masters()
         return {param: self._masters[param].detach() for group in self.param_groups for param in group["params"]}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        """A copy on the copied parameters, as torch.optim gives one."""
+        """A copy on the copied parameters, as torch.optim makes it."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         for name, value in self.__dict__.items():
             other.__dict__[name] = copy.deepcopy(value, memo)
-        other._loaded = True  # the copied weights are new to it, and made of the copied masters
+        other._loaded = True  # the copied weights have new marks, but were made of the copied masters
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: Optimizer's own leaves out what it does not know. What is restored starts from its masters."""
+        """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
         return {**self.__dict__, "_loaded": True}
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
-        """Makes masters of parameters that are new to it."""
+        """Makes masters for new parameters."""
         for param in params:
             local = _local(param)
             if isinstance(local, QuantizedTensor):
@@ -172,13 +173,13 @@ class MasterWeights(torch.optim.Optimizer):
             self._written[param] = _stamp(param)
 
     def _master(self, param: Tensor) -> Tensor:
-        """An fp32 copy of a parameter, sharded as it is; the parameter itself when it is fp32, or does not train."""
+        """An fp32 copy of a parameter, sharded as it is; the parameter itself if it is fp32 or does not train."""
         local = _local(param)
         quantized = isinstance(local, QuantizedTensor)
         if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
             return param
         if isinstance(local, QuantizedTensor):
-            meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # refused now, not after the first step
+            meshes.amax_groups(local.LAYOUT, param, local._name or "a weight")  # raises now, not after the first step
             local._writes.trains = True
         with torch.no_grad():
             # Not DTensor.from_local, which would move an offloaded shard to the mesh's device.
@@ -187,8 +188,8 @@ class MasterWeights(torch.optim.Optimizer):
         return nn.Parameter(master)
 
     def _take_values(self, param: Tensor, master: Tensor) -> None:
-        """Gives a master its parameter's values: those that a weight was quantized from, which are freed, if it has
-        them."""
+        """Copies a parameter's values into its master: those that it was quantized from, which are then freed, if
+        any."""
         local = _local(param)
         self._coarse.pop(param, None)
         if not isinstance(local, QuantizedTensor):
@@ -213,29 +214,30 @@ class MasterWeights(torch.optim.Optimizer):
             self.inner.state[master].update(values)
 
     def _push_options(self) -> None:
-        """Learning rates and other options, which schedulers change on the outer groups, to the inner ones."""
+        """Copies learning rates and other options, which schedulers change on the outer groups, to the inner groups."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             _set_options(inner, {key: value for key, value in outer.items() if key != "params"})
 
     def _check_parameters(self) -> None:
-        """Raises LayoutError for parameters that are not what they were when masters were made. Alike on all ranks."""
+        """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
+        made."""
         for param, (name, recipe) in self._recipes.items():
             if not isinstance(_local(param), QuantizedTensor):
                 raise LayoutError(
                     f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
-                    f"plain {param.dtype} now: what module._apply was given has dequantized it; model.to(dtype) "
-                    "does not"
+                    f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
+                    "model.to(dtype), which does not"
                 )
         if all(param.grad is None for param in self._masters):
             for param, (name, _) in self._recipes.items():
                 if not isinstance(param, DTensor) and registry.trains_instead(name, tuple(param.shape)):
                     raise LayoutError(
-                        f"MasterWeights holds {name} of shape {tuple(param.shape)} as it was before fully_shard, which "
-                        "has made new parameters: create it after fully_shard"
+                        f"MasterWeights has {name} of shape {tuple(param.shape)} from before fully_shard, which made "
+                        "new parameters: create it after fully_shard"
                     )
 
     def _refresh_masters(self) -> None:
-        """Masters for parameters that have begun to train, and of weights that somebody else has written."""
+        """Makes masters for parameters that now train, and renews those of weights that something else has written."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for position, param in enumerate(outer["params"]):
                 master = self._masters[param]
@@ -259,7 +261,7 @@ class MasterWeights(torch.optim.Optimizer):
             self.state[param] = dict(state or {}) if master is param else {**(state or {}), "master": master.detach()}
 
     def _write_back(self) -> None:
-        """Parameters from masters; what shards must share is reduced for all parameters of a process group at once."""
+        """Rewrites parameters from masters, with one amax reduction for all parameters of a process group."""
         batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, Place | None]]] = defaultdict(list)
         groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         groups_that_move = [group["params"] for group in self.param_groups if bool(group.get("lr", 1))]
@@ -283,30 +285,32 @@ class MasterWeights(torch.optim.Optimizer):
         self._written = {param: _stamp(param) for param in self._masters}
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
-        """Warns once in a process of masters that are stepped and have started from codes."""
+        """Warns, once in a process, of masters that are stepped and were made from codes."""
         if self._coarse and (coarse := [param for param in moved if param in self._coarse]):
             name, recipe = self._recipes[coarse[0]]
             update_warnings.warn_once(
                 "coarse",
-                f"masters of quantized weights ({name} in {recipe} first, {len(coarse)} in all) start as what those "
-                "dequantize to, since the values before quantization are not known: a small learning rate changes few "
-                "codes for many steps. "
+                f"masters of quantized weights ({name} in {recipe} first, {len(coarse)} in all) start as the "
+                "dequantized weights, since the values before quantization are not known: for many steps, a small "
+                "learning rate changes few codes. "
                 "Load the optimizer's state together with the weights, or load high-precision weights with "
-                "layoutc.checkpoint.load(state, folder, convert=True); quantize_ and quantized_init keep the values "
-                "that they quantize, unless keep_values=False, for the first MasterWeights of a model",
+                "layoutc.checkpoint.load(state, folder, convert=True). quantize_ and quantized_init keep the values "
+                "that they quantize for the first MasterWeights of a model, unless keep_values=False",
             )
             self._coarse.clear()
 
 
 def _own_options(groups: Iterable[dict[str, Any]]) -> None:
-    """Lets options that are tensors be the inner optimizer's own: who sets one aside for a step expects it back."""
+    """Gives the inner optimizer its own copies of tensor options: code may replace one for a step and restore it."""
     for group in groups:
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
 
 
 def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Sets options of a parameter group. Tensors stay the objects that they are, as who reads them relies on it: graphs
-    of compiled steps, and optimizers that refuse a learning rate that is a number."""
+    """Sets options of a parameter group. Tensors are written in place, not replaced.
+
+    Graphs of compiled steps hold these tensors, and some optimizers refuse a learning rate that is a plain number.
+    """
     for key, value in options.items():
         current = group.get(key)
         if not isinstance(current, Tensor):
@@ -318,14 +322,16 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
-    """Optimizers that want a closure (LBFGS) evaluate it at new points, which masters can't offer: say so."""
+    """Steps the inner optimizer. Raises TypeError for those that need a closure (LBFGS): they move weights
+    themselves."""
     try:
         inner.step()
     except TypeError as error:
         if "closure" not in str(error):
             raise
         raise TypeError(
-            f"{type(inner).__name__} calls its closure at points of its own, where quantized weights are not made"
+            f"{type(inner).__name__} evaluates its closure at intermediate points, for which MasterWeights makes no "
+            "quantized weights; use an optimizer that steps without a closure"
         ) from error
 
 
@@ -334,9 +340,10 @@ def requantize_batch_(
     groups: list[dist.ProcessGroup],
     places: Sequence[Place | None] | None = None,
 ) -> None:
-    """Overwrites quantized tensors with new values; one MAX all-reduce a group carries what all of them share.
+    """Overwrites quantized tensors with new values, with one MAX all-reduce of all their amaxes for each group.
 
-    Shards that are cut inside a block take one all-gather a group more; `places` says which they are.
+    batch: (target, values of its shape). places: where each shard lies, for shards that are cut inside a block, which
+    take one more all-gather for each group; default: looked up.
     """
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
@@ -353,7 +360,7 @@ def requantize_batch_(
 
 
 def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
-    """Where a parameter's local tensor lies among its shards, where that can matter: some blocks have several rows."""
+    """Where a parameter's local tensor lies among its shards; None if that can't matter, as blocks have one row."""
     if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
         return None
     shard_place, cut = shards.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
@@ -369,7 +376,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _stamp(param: Tensor) -> Any:
-    """Changes whenever the parameter is written, or replaced by other bytes."""
+    """A value that changes whenever the parameter is written or gets other bytes."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, QuantizedTensor):
         return initial_values.mark(local)
@@ -389,5 +396,5 @@ def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
 
 
 def _moved(value: Any, master: Tensor, name: str) -> Any:
-    """State onto the master's device; step counters stay where they are, as torch.optim keeps them."""
+    """Optimizer state on the master's device. Step counters stay where they are, as in torch.optim."""
     return value.to(master.device) if isinstance(value, Tensor) and name != "step" else value

@@ -1,7 +1,7 @@
-"""Parameters that somebody has put into an optimizer's groups in the place of others: the sharded ones of a model that
-fully_shard has taken apart since, as accelerate does.
+"""Replaced parameters: ones that were put into an optimizer's groups in the place of others.
 
-A master goes along, cut as its new parameter is: it is finer than what the parameter dequantizes to.
+accelerate does so when it shards a model after the optimizer was made. The new parameter takes over the old one's
+master, cut as it is itself, since a master is finer than what the parameter dequantizes to.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def follow(optimizer: MasterWeights) -> None:
-    """Makes `optimizer` train what its groups hold now.
+    """Makes `optimizer` train the parameters that its groups hold now.
 
-    Raises LayoutError for a parameter of another shape, and where the optimizer has stepped since it was made: its
-    state would belong to other shards.
+    Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
+    belongs to the old shards.
     """
     masters = optimizer._masters
     owners = {id(master): param for param, master in masters.items()}
@@ -35,10 +35,10 @@ def follow(optimizer: MasterWeights) -> None:
             old = owners[id(master)]
             if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(master):
                 raise LayoutError(
-                    f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in the place "
-                    f"of one of shape {tuple(old.shape)}"
+                    f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place of "
+                    f"one of shape {tuple(old.shape)}"
                     + (", after a step" if optimizer.inner.state.get(master) else "")
-                    + "; make the optimizer anew, of the parameters that it is to train"
+                    + "; create a new optimizer with the parameters that it is to train"
                 )
             was_coarse = old in optimizer._coarse
             for record in (masters, optimizer._written, optimizer._recipes, optimizer._coarse):
@@ -50,9 +50,9 @@ def follow(optimizer: MasterWeights) -> None:
 
 
 def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool:
-    """Gives a master's values to the one that takes its place, where both parameters have the same ones; else false.
+    """Copies a master's values to the one that replaces it, if both parameters have the same values; else false.
 
-    A rank whose model held other weights than the first one's, which were sent to it since, has none to give.
+    They differ on a rank whose model had other weights, and has been sent those of the first rank since.
     """
     values = [
         _cut(one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one, param) for one in (old, master)
@@ -66,7 +66,7 @@ def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool
 
 
 def _cut(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that is cut as another; nothing is sent."""
+    """This rank's part of a tensor if it is cut as `like` is, without communication."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return _local(whole)
     cut: Any = distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
