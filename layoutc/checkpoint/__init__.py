@@ -1,7 +1,7 @@
 """Checkpoints of models with quantized weights: saved and loaded whole, checked, converted, listed.
 
-It stands on torch.distributed.checkpoint, whose own functions work too; what is added is that a folder is complete or
-not there, that every byte is checked before anything of a live model is written, and that precisions may differ.
+It builds on torch.distributed.checkpoint, whose own functions work too. It adds that a folder is either complete or not
+there, that every byte is checked before a live model is written, and that precisions may differ.
 """
 
 from layoutc.checkpoint.inspection import inspect as inspect

@@ -1,4 +1,4 @@
-"""What a load makes, on the host, of the pieces that a checkpoint has of one tensor; and how it gets into the model."""
+"""Assembly: puts a checkpoint's pieces of a tensor together on the host, and writes the result into the model."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 @dataclass
 class Destination:
-    """A tensor that this rank holds, and its new value, which pieces of the checkpoint are put into."""
+    """A tensor that this rank holds, and its new value, which is assembled from pieces of the checkpoint."""
 
     name: str
     live: Tensor  # this rank's shard
-    convert: bool  # other precisions and recipes are welcome
+    convert: bool  # whether other precisions and recipes are accepted
     value: Tensor | None = None
-    missing: int = 0  # elements
+    missing: int = 0  # elements that no piece has brought so far
 
     def __post_init__(self) -> None:
         self.missing = self.live.numel()
 
     @property
     def requantizes(self) -> bool:
-        """True for plain values that go into a quantized weight, for which ranks share amaxes."""
+        """True if plain values go into a quantized weight, so that ranks must share amaxes."""
         return isinstance(self.live, QuantizedTensor) and not isinstance(self.value, QuantizedTensor)
 
     def take(self, source: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Puts in a piece: source has the shape `lengths` and goes to `offsets` of the shard.
+        """Takes a piece: source has the shape `lengths` and belongs at `offsets` of the shard.
 
-        Raises LayoutError for a precision or layout that is not the shard's and may not be converted, for a weight that
-        can't be quantized where it is, and for pieces that were not quantized together.
+        Raises LayoutError for a precision or layout that differs from the shard's and may not be converted, for a
+        weight that can't be quantized where it is, and for pieces that were not quantized together.
         """
         self._check_kind(source)
         if isinstance(self.live, QuantizedTensor) and not isinstance(source, QuantizedTensor):
@@ -56,21 +56,21 @@ class Destination:
         if self.value is None:
             self.value = self._empty(source, same)
         if isinstance(self.value, QuantizedTensor) and not same:
-            raise DamagedError(f"{self.name}: some pieces of it are quantized in another way than others")
+            raise DamagedError(f"{self.name}: its pieces are not all quantized in the same layout; save it again")
         into = self.value
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             into = into.narrow(dim, offset, length)
         into.copy_(source)
 
     def check_complete(self) -> None:
-        """Raises LayoutError where the checkpoint has not all of it."""
+        """Raises DamagedError if the checkpoint does not have all of the tensor."""
         if self.missing:
             raise DamagedError(f"{self.name}: the checkpoint lacks {self.missing} of {self.live.numel()} elements")
         if isinstance(self.value, QuantizedTensor):
             check_whole(self.value)
 
     def commit(self) -> None:
-        """Writes the new value. Everything that can be wrong has been looked for by now."""
+        """Writes the new value into the model. Everything has been checked by now."""
         if self.value is not None:
             self.live.copy_(self.value)
 
@@ -113,7 +113,7 @@ class Destination:
             if not self.convert:
                 raise LayoutError(
                     f"{self.name} has layout {theirs} in the checkpoint and {ours} in the model: {what}; convert=True "
-                    "dequantizes and quantizes anew"
+                    "dequantizes it and quantizes it again"
                 )
             _check_takes_values(live)
             return
@@ -129,22 +129,22 @@ class Destination:
             _check_takes_values(live)
 
 
-def requantize(live: QuantizedTensor, found: Sequence[Destination]) -> None:
-    """Quantizes a shard's new values. Collective where it is a shard; a rank without rows brings none."""
-    values = [one.value for one in found if one.value is not None and one.value.shape == live.shape]
+def requantize(live: QuantizedTensor, destinations: Sequence[Destination]) -> None:
+    """Quantizes a shard's new values. Collective over its shards; a rank without rows has none."""
+    values = [one.value for one in destinations if one.value is not None and one.value.shape == live.shape]
     plain = values[0] if values else torch.zeros(live.shape)
     live.copy_(plain.dequantize(torch.float32) if isinstance(plain, QuantizedTensor) else plain)
 
 
 def local_of(value: object) -> Tensor | None:
-    """What this rank holds of an entry of a state dict; None for plain values."""
+    """This rank's part of an entry of a state dict; None for plain values."""
     if isinstance(value, DTensor):
         return value._local_tensor
     return value if isinstance(value, Tensor) else None
 
 
 def _check_takes_values(live: QuantizedTensor) -> None:
-    """Raises LayoutError where a weight takes no values to be quantized, as `copy_` would when others are written."""
+    """Raises LayoutError for a weight that can't be quantized, as `copy_` would after others have been written."""
     gathered_in_graphs.refuse_write(live)
     if live._transposed:
         raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
@@ -154,11 +154,11 @@ def _check_takes_values(live: QuantizedTensor) -> None:
 
 @cache
 def _casts(source: torch.dtype, to: torch.dtype) -> bool:
-    """True where torch converts one dtype to another, and neither fractions nor imaginary parts are lost."""
+    """True if torch converts one dtype to the other without losing fractions or imaginary parts."""
     lossy = (source.is_complex and not to.is_complex) or (source.is_floating_point and not _has_fractions(to))
     try:
         return source == to or (not lossy and torch.empty(1, dtype=source).to(to).dtype == to)
-    except (RuntimeError, TypeError):  # 4-bit codes, which have no values by themselves
+    except (RuntimeError, TypeError):  # 4-bit codes, which torch can't convert
         return False
 
 

@@ -1,6 +1,6 @@
-"""What is in a checkpoint folder: every entry, how it is stored, what it costs, and whether it can be read here.
+"""inspect: lists a checkpoint's entries, how each is stored, its size, and whether it can be read here.
 
-No weights are loaded: shapes and places come from `.metadata`, layouts from the few KB before each item's data.
+No weights are loaded: shapes and positions come from `.metadata`, layouts from the few KB before each item's data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layoutc.runtime.errors import LayoutError as LayoutError
 
 @dataclass(frozen=True)
 class TotalFacts:
-    """All entries of a kind together."""
+    """Totals of all entries of one kind."""
 
     kind: str
     entries: int
@@ -43,11 +43,11 @@ class TotalFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint: its entries in the order in which they are stored, and totals, largest first."""
+    """A checkpoint: its entries in stored order, and the totals of each kind, largest first."""
 
     folder: str
     form: str  # "torch.distributed.checkpoint" or "safetensors"
-    thorough: bool  # the header of every piece was read, not of one for each tensor
+    thorough: bool  # the headers of all pieces were read, not only one for each tensor
     entries: tuple[EntryFacts, ...]
     totals: tuple[TotalFacts, ...]
     files: int
@@ -56,13 +56,13 @@ class CheckpointFacts:
 
 
 def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
-    """Facts of a checkpoint folder: one that layoutc or torch.distributed.checkpoint saved, or of safetensors files.
+    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files.
 
-    thorough: reads the header of every piece, not of the largest of each tensor, and so finds tensors whose pieces are
-    in different layouts. Loads no weights, and runs nothing that a file says.
+    thorough: reads the headers of all pieces, not only of each tensor's largest one, and so finds tensors whose pieces
+    have different layouts. Loads no weights, and runs no code from the files.
 
-    Raises DamagedError where files are not what was written, LayoutError where the folder is no checkpoint, or its save
-    did not end.
+    Raises DamagedError if files are not what was written, LayoutError if the folder is not a checkpoint or its save did
+    not finish.
     """
     path = Path(folder)
     if not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
@@ -88,12 +88,14 @@ def _totals(entries: Sequence[EntryFacts]) -> tuple[TotalFacts, ...]:
     kinds: dict[str, list[EntryFacts]] = {}
     for entry in entries:
         kinds.setdefault(entry.kind, []).append(entry)
-    found = []
+    totals = []
     for kind, of_kind in kinds.items():
         elements = sum(math.prod(entry.shape) for entry in of_kind if entry.shape is not None)
-        held, in_bf16 = (sum(getattr(entry, what) for entry in of_kind) for what in ("stored_bytes", "bf16_bytes"))
-        found.append(TotalFacts(kind, len(of_kind), elements, held, held / elements if elements else None, in_bf16))
-    return tuple(sorted(found, key=lambda total: -total.stored_bytes))
+        stored, in_bf16 = (sum(getattr(entry, what) for entry in of_kind) for what in ("stored_bytes", "bf16_bytes"))
+        totals.append(
+            TotalFacts(kind, len(of_kind), elements, stored, stored / elements if elements else None, in_bf16)
+        )
+    return tuple(sorted(totals, key=lambda total: -total.stored_bytes))
 
 
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
@@ -117,23 +119,23 @@ def _tensor(folder: Path, metadata: Metadata, name: str, entry: TensorStorageMet
     largest = sorted(items, key=lambda index: -math.prod(items[index].sizes))
     read = largest if thorough else largest[:1]
     headers = [_header(folder, name, entry, items[index], infos[index]) for index in read]
-    held = sum(info.length for info in infos.values())
-    return entry_of(name, tuple(entry.size), entry.properties.dtype, headers, len(items), held)
+    stored = sum(info.length for info in infos.values())
+    return entry_of(name, tuple(entry.size), entry.properties.dtype, headers, len(items), stored)
 
 
 def _header(
     folder: Path, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, info: StorageInfo
 ) -> Mapping[str, Any] | None:
-    """What an item says that it is, which has to be what `.metadata` says."""
+    """An item's header. Raises DamagedError if it contradicts `.metadata`."""
     header = reading.header_of(folder, info)
     if header is None:
         return None
     expected = (str(entry.properties.dtype).removeprefix("torch."), tuple(chunk.sizes))
-    found = (str(header.get("dtype")).removeprefix("torch."), tuple(header.get("shape", ())))
-    if "value" in header or found != expected:
-        shape, dtype = (header["value"], "") if "value" in header else (found[1], f" in {found[0]}")
+    actual = (str(header.get("dtype")).removeprefix("torch."), tuple(header.get("shape", ())))
+    if "value" in header or actual != expected:
+        shape, dtype = (header["value"], "") if "value" in header else (actual[1], f" in {actual[0]}")
         raise DamagedError(
-            f"{reading.where_of(folder, info)} holds {shape}{dtype}, but {reading.METADATA} says that it is "
+            f"{reading.where_of(folder, info)} holds {shape}{dtype}, but {reading.METADATA} says that it holds "
             f"{expected[1]} in {expected[0]}, of {name}"
         )
     return header

@@ -1,4 +1,4 @@
-"""Items of a checkpoint's files, read whole and checked; tensors stand where their bytes were read, uncopied."""
+"""Reads whole items of a checkpoint's files, and checks them. Tensors are views of the bytes read, not copies."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from layoutc.runtime.weight.checksums import crc32
 
 
 def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> Any:
-    """A stored item, every byte of it checked, as torch.load gives it on the host.
+    """A stored item as torch.load would return it, on the host, after all of its bytes have been checked.
 
-    name: of the entry of the state dict, for messages. is_tensor: a tensor is expected; it keeps all bytes of the item
-    in memory, and asks for no gradient.
+    name: of the state dict's entry, for messages. is_tensor: a tensor is expected; it keeps all bytes of the item in
+    memory, and requires no gradient.
 
-    Raises DamagedError where the item is not what was saved, or holds anything but tensors and plain values; nothing is
-    run. LayoutError where no installed recipe has the layout of a quantized tensor.
+    Raises DamagedError if the item is not what was saved, or holds anything but tensors and plain values; none of its
+    code is run. Raises LayoutError if no installed recipe has a quantized tensor's layout.
     """
     where = f"{folder / info.relative_path} at {info.offset} ({name})"
     if info.transform_descriptors:
         raise LayoutError(
-            f"{where} was written through {', '.join(info.transform_descriptors)}, which is not read here"
+            f"{where} was transformed when it was written ({', '.join(info.transform_descriptors)}), which layoutc "
+            "can't read: save without transforms"
         )
     data = _bytes(folder / info.relative_path, name, info, where)
     directory = zips.check(memoryview(data.numpy()), where)  # type: ignore[arg-type]
     if getattr(info, "crc32", directory.crc32) != directory.crc32:
-        raise DamagedError(f"{where} is another item than was saved there")
+        raise DamagedError(f"{where} is not the item that was saved there; read another copy of the file")
     program, places = _program(data, directory, where)
     if is_tensor and program and (value := _tensor(data, directory, program, places, where)) is not None:
         return value
@@ -49,7 +50,7 @@ def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> An
 
 
 def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
-    """The bytes of an item, in memory that torch has aligned; none is asked for where the file has not as many."""
+    """The bytes of an item, in memory that torch aligns. Allocates no more than the file has."""
     try:
         with open_file(path) as file:
             there = max(os.fstat(file.fileno()).st_size - info.offset, 0)
@@ -66,13 +67,13 @@ def _bytes(path: Path, name: str, info: StorageInfo, where: str) -> Tensor:
 
 
 def _any(data: Tensor, name: str, where: str) -> Any:
-    """What torch.load makes of an item."""
+    """An item as torch.load reads it."""
     try:
         with stored_form.at_most(2 * data.numel()):
             return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except pickle.UnpicklingError as error:
-        told = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
-        raise DamagedError(f"{where} holds more than tensors and plain values; nothing was run: {told}") from error
+        reason = next((line.strip() for line in str(error).splitlines() if "global" in line.lower()), str(error))
+        raise DamagedError(f"{where} holds more than tensors and plain values; none of it was run: {reason}") from error
     except LayoutError as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -86,7 +87,7 @@ class _Storage(NamedTuple):
 
 
 def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes, dict[str, slice]]:
-    """The pickle of an item, b"" where it has none; and where each of its records lies."""
+    """The pickle of an item, b"" if it has none; and where each of its records lies."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
 
     def place_of(record: zips.Record) -> slice:
@@ -101,25 +102,25 @@ def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes
 def _tensor(
     data: Tensor, directory: zips.Directory, program: bytes, places: dict[str, slice], where: str
 ) -> Tensor | None:
-    """The tensor that an item is, over the item's bytes; None for what only torch.load can make, or refuse."""
+    """The tensor of an item, as a view of the item's bytes; None if torch.load must read the item, or refuse it."""
     order = data[places["byteorder"]].numpy().tobytes() if "byteorder" in places else b"little"
     if len(places) < len(directory.records) or order != sys.byteorder.encode():
         return None
-    starts = (data.data_ptr() + place.start for place in places.values())
+    starts = (data.data_ptr() + record.start for record in places.values())
     checked = {(start, one.size): one.crc32 for start, one in zip(starts, directory.records, strict=True) if one.size}
 
     def crc32_of(plane: Tensor) -> int:
-        known = checked.get((plane.data_ptr(), plane.nbytes)) if plane.is_contiguous() else None
-        return crc32(plane) if known is None else known
+        checksum = checked.get((plane.data_ptr(), plane.nbytes)) if plane.is_contiguous() else None
+        return crc32(plane) if checksum is None else checksum
 
     def storage(pid: Any) -> _Storage:
         if not is_storage(pid):
-            raise DamagedError(f"{where} has a persistent id that names no storage")
+            raise DamagedError(f"{where} has a persistent id that does not name a storage")
         _, dtype, key, _, elements = pid
-        place = places.get(f"data/{key}")
-        if place is None or (found := data[place]).numel() != elements * dtype.itemsize:
-            raise DamagedError(f"{where} has a storage of another size than its tensor says")
-        return _Storage(dtype, found)
+        record = places.get(f"data/{key}")
+        if record is None or (content := data[record]).numel() != elements * dtype.itemsize:
+            raise DamagedError(f"{where} has a storage whose size is not what its tensor says")
+        return _Storage(dtype, content)
 
     def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, *more: Any) -> Tensor:
         return _view(storage, offset, shape, strides, storage.dtype, any(more))
@@ -133,7 +134,7 @@ def _tensor(
 
     def restored(state: Any) -> Any:
         if next(calls):
-            raise DamagedError(f"{where} is one tensor, and restores several")
+            raise DamagedError(f"{where} should hold one tensor, but restores several")
         return stored_form.restored(state, crc32_of)
 
     names = names_of(tensor, typed_tensor, restored)
@@ -145,13 +146,13 @@ def _tensor(
 
 
 def _view(storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype, more: bool) -> Tensor:
-    """A tensor over a storage. Raises ValueError where there is more to it, or it reaches beyond its storage."""
+    """A view of a storage. Raises ValueError if it reaches beyond the storage, or is not a plain tensor."""
     sizes = is_shape(shape) and is_shape(strides) and len(shape) == len(strides)
     if not sizes or type(offset) is not int or not isinstance(dtype, torch.dtype):
-        raise ValueError("no shape, strides, offset and dtype of a tensor")
+        raise ValueError("not the shape, strides, offset and dtype of a tensor")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     beyond = prod(shape) > 0 and last * dtype.itemsize >= storage.data.numel()
     if more or beyond or offset < 0:
-        raise ValueError("no plain tensor within its storage")
+        raise ValueError("not a plain tensor within its storage")
     flat = storage.data.view(dtype)
     return flat.as_strided(shape, strides, int(flat.storage_offset()) + offset)

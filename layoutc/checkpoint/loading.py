@@ -1,6 +1,6 @@
-"""Loading: every byte is read, checked and put together on the host before the first one of a live model is written.
+"""Loading: all bytes are read, checked and assembled on the host before any byte of a live model is written.
 
-So a load that fails has changed nothing, on any rank. Torch's own load reads into the model as it goes along.
+So a failed load has changed nothing, on any rank. Torch's own load reads straight into the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READERS = min(8, os.cpu_count() or 1)  # threads that read and check items
 
 @dataclass
 class Loaded:
-    """What a rank has read: the new value of each tensor that it holds, and of each plain value."""
+    """What a rank has read: the new values of the tensors that it holds, and the plain values."""
 
     tensors: dict[MetadataIndex, Destination] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -55,28 +55,28 @@ def load(
     """Loads a folder that `save` or torch.distributed.checkpoint has written into the tensors of a state dict.
 
     state_dict: as for torch.distributed.checkpoint.load, sharded over any number of ranks in any way. convert: let
-    quantized weights take plain ones (quantized as a whole: amaxes are shared over ranks; float64 is rounded to float32
-    first, float8 is exact in it), plain weights take quantized ones (dequantized), and one recipe another's; else
-    LayoutError says what differs. strict: refuse checkpoints with
-    entries, under the outer keys of the state dict, that it does not have.
+    quantized weights take plain ones (quantized as a whole, with amaxes over all ranks; float64 is rounded to float32
+    first), plain weights take quantized ones (dequantized), and weights of one recipe those of another; without it,
+    LayoutError says what differs. strict: refuse a checkpoint that has entries under the state dict's outer keys which
+    the state dict lacks. process_group: the ranks that load; default: all.
 
-    Collective. Raises on all ranks alike, and before anything of a live model is written: DamagedError for files that
-    are torn, changed, missing or swapped, or hold anything but tensors and plain values (none of which is run);
-    LayoutError for entries, shapes, layouts and cuts that don't fit. The new values stand in host memory meanwhile.
+    Collective. Raises on all ranks, before a live model is written: DamagedError for files that are torn, changed,
+    missing or swapped, or that hold anything but tensors and plain values (none of which is run); LayoutError for
+    entries, shapes, layouts and cuts that don't fit. Until then, the new values are in host memory.
     """
     path, group = Path(folder), process_group
     states = {key: live.state_dict() if isinstance(live, Stateful) else live for key, live in state_dict.items()}
     metadata, path = from_first(lambda: _metadata(path), group)
     planner = together(lambda: _planned(states, metadata, path, strict, rank_of(group) == 0), group)
     loaded = together(lambda: _read(planner, metadata, path, convert), group)
-    mine = [found.name for found in loaded.tensors.values() if found.requantizes]
+    mine = [destination.name for destination in loaded.tensors.values() if destination.requantizes]
     collective = {name for names in everywhere(mine, group) for name in names}
     with torch.no_grad():
         together(lambda: _write([one for one in loaded.tensors.values() if one.name not in collective]), group)
-        for name, value in planner.state_dict.items():  # in one order on all ranks, since quantizing is collective
+        for name, value in planner.state_dict.items():  # in the same order on all ranks, since quantizing is collective
             live = local_of(value)
             if name in collective and isinstance(live, QuantizedTensor):
-                requantize(live, [found for found in loaded.tensors.values() if found.name == name])
+                requantize(live, [destination for destination in loaded.tensors.values() if destination.name == name])
     for name, value in loaded.values.items():
         planner.put(name, value)
     for key, live in state_dict.items():
@@ -87,9 +87,9 @@ def load(
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, which says what is read; plain values come from `put`, never from a pickle that runs code."""
+    """Torch's planner, which decides what is read. Plain values are set by `put`, never by a pickle that runs code."""
 
-    reads: Sequence[ReadItem] = ()  # what this rank reads
+    reads: Sequence[ReadItem] = ()  # the items that this rank reads
 
     def put(self, name: str, value: Any) -> None:
         """Sets a plain value in the state dict."""
@@ -97,19 +97,19 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _metadata(folder: Path) -> tuple[Metadata, Path]:
-    """What a folder says of itself, checked, and where it is. On one rank: a large model's takes seconds to read."""
+    """The checked metadata of a folder, and the folder. Called on one rank, since a large model's takes seconds."""
     folder = resolved(folder)
     if not folder.exists() and previous(folder).exists():
-        warnings.warn(f"{folder} was being replaced when that save ended: {previous(folder)} is loaded", stacklevel=4)
+        warnings.warn(f"a save stopped while it replaced {folder}: loading {previous(folder)} instead", stacklevel=4)
         folder = previous(folder)
     if folder.name.endswith(INCOMPLETE):
-        raise LayoutError(f"{folder} was being written when its save ended: load an earlier checkpoint, and delete it")
+        raise LayoutError(f"{folder} is from a save that did not finish: load an earlier checkpoint, and delete it")
     check_manifest(folder)
     return read_metadata(folder), folder
 
 
 def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: bool, is_first: bool) -> _Planner:
-    """What this rank is to read. Raises LayoutError where the checkpoint does not fit the state dict."""
+    """Plans what this rank reads. Raises LayoutError if the checkpoint does not fit the state dict."""
     planner = _Planner()
     try:
         planner.set_up_planner(states, metadata, is_first)
@@ -122,7 +122,7 @@ def _planned(states: dict[str, Any], metadata: Metadata, folder: Path, strict: b
 
 
 def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metadata) -> None:
-    """Raises LayoutError for entries under keys of the state dict that it does not have."""
+    """Raises LayoutError for entries under the state dict's outer keys which the state dict lacks."""
     nested = {key for key, value in states.items() if isinstance(value, dict | list | tuple)}
     paths = metadata.planner_data or {}
     extra = [
@@ -133,18 +133,18 @@ def _check_unexpected(states: dict[str, Any], planner: _Planner, metadata: Metad
     if extra:
         more = ", ..." if len(extra) > 3 else ""
         raise LayoutError(
-            f"the checkpoint has {', '.join(extra[:3])}{more}, which the state dict has not ({len(extra)} entries); "
-            "strict=False leaves them unread"
+            f"the checkpoint has {', '.join(extra[:3])}{more}, which the state dict lacks ({len(extra)} entries); "
+            "pass strict=False to skip them"
         )
 
 
 def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) -> Loaded:
-    """Reads what the plan says, each stored item once, checks it and puts it together."""
+    """Reads the planned items, each stored item once, checks them and assembles the new values."""
     loaded, wanted = Loaded(), defaultdict(list)
     for item in planner.reads:
         name = item.dest_index.fqn
         if item.type == LoadItemType.BYTE_IO and isinstance(planner.state_dict[name], Tensor):
-            raise LayoutError(f"{name} is a tensor in the state dict, and a plain value in the checkpoint")
+            raise LayoutError(f"{name} is a tensor in the state dict, but a plain value in the checkpoint")
         wanted[item.storage_index].append(item)
         if item.type != LoadItemType.BYTE_IO and item.dest_index not in loaded.tensors:
             live = planner.lookup_tensor(item.dest_index).detach()
@@ -168,7 +168,7 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
 
 
 def _ahead(work: Callable[[T], Any], todo: Sequence[T]) -> Iterator[tuple[T, Any]]:
-    """Each with its result, in order, some of them worked on ahead: not all, as they would stand in memory."""
+    """Each item with its result, in order; threads work some items ahead, not all, to bound the memory."""
     with ThreadPoolExecutor(READERS) as pool:
         under_way: deque[tuple[T, Future[Any]]] = deque()
         for one in todo:
@@ -181,19 +181,19 @@ def _ahead(work: Callable[[T], Any], todo: Sequence[T]) -> Iterator[tuple[T, Any
 
 
 def _write(new: Sequence[Destination]) -> None:
-    """Writes new values that need no other rank. Raises LayoutError where the device fails."""
+    """Writes new values that need no other rank. Raises LayoutError if the device fails."""
     for one in new:
         try:
             one.commit()
         except Exception as error:
             raise LayoutError(
-                f"{one.name} could not be written, and some weights have been: don't use the model before a load "
+                f"{one.name} could not be written, though other weights have been: don't use the model before a load "
                 f"succeeds ({type(error).__name__}: {error})"
             ) from error
 
 
 def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> None:
-    """Puts an item, or a part of it, where it goes."""
+    """Hands an item, or the part of it that is wanted, to its destination."""
     name = item.dest_index.fqn
     if item.type == LoadItemType.BYTE_IO:
         loaded.values[name] = value
@@ -201,16 +201,19 @@ def _take(loaded: Loaded, item: ReadItem, value: Any, metadata: Metadata) -> Non
     chunks: Any = metadata.state_dict_metadata[name]
     chunk = next((c for c in chunks.chunks if c.offsets == item.storage_index.offset), None)
     if not isinstance(value, Tensor) or chunk is None or value.shape != chunk.sizes:
-        held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise DamagedError(f"{name}: {held} is stored where a piece of shape {chunk and tuple(chunk.sizes)} belongs")
+        stored = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise DamagedError(
+            f"{name}: {stored} is stored in place of a piece of shape {chunk and tuple(chunk.sizes)}; read another "
+            "copy of the files"
+        )
     if (dtype := chunks.properties.dtype) != value.dtype:
-        raise DamagedError(f"{name}: {value.dtype} is stored where {METADATA} says {dtype}")
+        raise DamagedError(f"{name}: {value.dtype} is stored, but {METADATA} says {dtype}")
     whole = value.numel()
     try:
         for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             if (offset, length) != (0, value.shape[dim]):
                 value = value.narrow(dim, offset, length)
-        # A copy, where the rest of what was read would stay in memory for it.
+        # Copied if a view would keep much more in memory than it shows.
         value = value.clone() if 5 * value.numel() < 4 * whole else value
         loaded.tensors[item.dest_index].take(value, item.dest_offsets, item.lengths)
     except LayoutError as error:

@@ -1,4 +1,4 @@
-"""layoutc.json, the last file of a save: the CRC-32 of `.metadata`, and the size of every file that it names."""
+"""The manifest, layoutc.json, the last file of a save: the CRC-32 of `.metadata`, and the size of every file in it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 FORMAT = 1
-_BYTES = 2**26  # the largest that is read: a million files
+_BYTES = 2**26  # the largest manifest that is read: a million files
 
 
 def write_manifest(partial: Path, metadata: Metadata, results: Iterable[WriteResult]) -> None:
-    """Writes layoutc.json into the folder of a save of which all ranks have written their files, with these results.
+    """Writes layoutc.json into the folder of a save, after all ranks have written their files with these results.
 
-    Raises LayoutError where something that `.metadata` names is not there.
+    Raises LayoutError if something that `.metadata` names is missing.
     """
     sizes = _written(partial, metadata, {result.index: result.storage_data for result in results})
-    held = (partial / METADATA).read_bytes()
+    metadata_bytes = (partial / METADATA).read_bytes()
     manifest = {
         "format": FORMAT,
         "layoutc": __version__,
         "torch": torch.__version__,
-        "metadata": {"bytes": len(held), "crc32": zlib.crc32(held)},
+        "metadata": {"bytes": len(metadata_bytes), "crc32": zlib.crc32(metadata_bytes)},
         "files": sizes,
     }
     with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -46,7 +46,7 @@ def write_manifest(partial: Path, metadata: Metadata, results: Iterable[WriteRes
 
 
 def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> dict[str, int]:
-    """The size of each file that the metadata names. Raises LayoutError for what is not there, or not whole."""
+    """The size of each file that the metadata names. Raises LayoutError for files that are missing or too short."""
     for name, entry in metadata.state_dict_metadata.items():
         offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
         for offset in offsets:
@@ -63,37 +63,38 @@ def _written(partial: Path, metadata: Metadata, stored: Mapping[MetadataIndex, A
         if sizes[name] < least:
             there = f"has {sizes[name]:,} bytes" if sizes[name] >= 0 else "is not there"
             raise LayoutError(
-                f"the save is not complete: {file} {there}, and a rank has told of {least:,} that it wrote. The ranks "
-                "do not share that folder, or something else has written in it"
+                f"the save is not complete: {file} {there}, but a rank reported that it wrote {least:,}. The ranks do "
+                "not share that folder, or something else has written into it"
             )
     if more := sorted({file.name for file in partial.glob("*.distcp")} - needed.keys()):
         raise LayoutError(
-            f"the save is not complete: no rank of it has written {partial / more[0]}. Another save into the same "
-            "folder goes on at the same time"
+            f"the save is not complete: {partial / more[0]} was written by none of its ranks. Another save into the "
+            "same folder is running; save into different folders"
         )
     return sizes
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises DamagedError where `.metadata`, or a file's size, is not what layoutc.json says, if there is one."""
+    """Raises DamagedError if `.metadata` or a file's size is not what layoutc.json says. Without one, checks
+    nothing."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return
-    manifest = json_of(read_whole(path, _BYTES), f"{path} is no manifest of a checkpoint: what it holds")
+    manifest = json_of(read_whole(path, _BYTES), f"{path} is not a checkpoint's manifest: its content")
     if (form := manifest.get("format")) != FORMAT:
         if type(form) is int:
-            raise LayoutError(f"{path} has form {form}; this version of layoutc reads {FORMAT}")
-        raise DamagedError(f"{path} is no manifest of a checkpoint: it has no form")
+            raise LayoutError(f"{path} has format {form}; this version of layoutc reads {FORMAT}")
+        raise DamagedError(f"{path} is not a checkpoint's manifest: it has no format")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(_is_file(*pair) for pair in files.items()):
-        raise DamagedError(f"{path} is no manifest of a checkpoint: it has no files with their sizes")
-    held = read_whole(folder / METADATA, METADATA_BYTES) if os.path.lexists(folder / METADATA) else b""
-    if {"bytes": len(held), "crc32": zlib.crc32(held)} != manifest.get("metadata"):
+        raise DamagedError(f"{path} is not a checkpoint's manifest: it does not list files and their sizes")
+    metadata = read_whole(folder / METADATA, METADATA_BYTES) if os.path.lexists(folder / METADATA) else b""
+    if {"bytes": len(metadata), "crc32": zlib.crc32(metadata)} != manifest.get("metadata"):
         raise DamagedError(f"{folder / METADATA} is not what was saved: its CRC-32 or size differs from {MANIFEST}")
     for name, size in files.items():
         file = folder / name
         if not file.is_file():
-            raise DamagedError(f"{file} is missing")
+            raise DamagedError(f"{file} is missing; copy the whole folder")
         if file.stat().st_size != size:
             raise DamagedError(f"{file} has {file.stat().st_size} bytes, not the {size} that were saved")
 

@@ -1,7 +1,7 @@
-"""Process groups for saves that go on while the ranks do other things.
+"""Process groups of saves that run in the background.
 
-Collectives of one group have to come in the same order on all ranks. A save in a thread that shared a group with
-training would break that at random, and hang.
+The collectives of one group must be called in the same order on all ranks. A save in a thread that shared its group
+with training would break that order at random, and hang.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _apart: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDiction
 _last: WeakKeyDictionary[dist.ProcessGroup, Future[Any]] = WeakKeyDictionary()
 
 
-def apart(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of a save: the given one, or a gloo group of all ranks that nothing else uses, made on the first call.
+def apart(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of a save: `group`, else a gloo group of all ranks that nothing else uses, made on the first call.
 
-    None without a default group. Collective. Where the last save in that group still runs, waits for it; what it raised
-    is for whoever holds its future. A group of fewer ranks can't be made here: torch.distributed.new_group wants a call
-    on every rank, or, with use_local_synchronization, as many groups on each of those that call (torch 2.11, 2.13).
+    None without a default group. Collective. Waits for the last save in that group; its errors are left to its future.
+    A group of fewer ranks can't be made here: torch.distributed.new_group must be called on every rank, or, with
+    use_local_synchronization, equally often on each rank that calls it (torch 2.11, 2.13).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD
     assert world is not None  # there is a default group
-    if given is None and world not in _apart:
+    if group is None and world not in _apart:
         _apart[world] = dist.new_group(backend="gloo")
-    group = given or _apart[world]
+    group = group or _apart[world]
     if (last := _last.get(group)) is not None:
         wait([last])
     return group
 
 
 def goes_on(group: dist.ProcessGroup | None, save: Future[Any]) -> None:
-    """Remembers the save that uses a group from `apart`."""
+    """Remembers that a save uses a group from `apart`, for the next save to wait for."""
     if group is not None:
         _last[group] = save

@@ -1,8 +1,8 @@
-"""Parts of a torch.distributed.checkpoint folder, read without trusting it: its metadata, and what each item is.
+"""Reads the metadata of a torch.distributed.checkpoint folder, and the headers of its items, without trusting them.
 
-torch reads `.metadata` with plain pickle, which runs whatever a file says. Here it may only make what such metadata is
-made of, and it is checked before it is used. What an item holds is told from its zip's directory and its pickle, of a
-few KB each; no tensor data is read for that.
+torch reads `.metadata` with plain pickle, which runs any code in the file. Here a pickle can only make the objects that
+such metadata consists of, and these are checked before they are used. An item's header comes from its zip's directory
+and its pickle, a few KB each; no tensor data is read for it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.stored_form import FORMAT, wrong_in
 
 METADATA = ".metadata"
-METADATA_BYTES = 2**30  # the largest that is read: some ten million pieces
-_PICKLE_BYTES = 2**26  # the largest pickle of an item: those of tensors have a few KB
+METADATA_BYTES = 2**30  # the largest metadata that is read: some ten million pieces
+_PICKLE_BYTES = 2**26  # the largest pickle of an item that is read: those of tensors have a few KB
 
 
 class Plain(NamedTuple):
-    """A tensor of which only this is known."""
+    """A tensor in a file, without its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,11 +35,11 @@ class Plain(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------------ metadata
 def read_metadata(folder: Path) -> dcp.Metadata:
-    """The metadata of a checkpoint folder, of plain classes of torch, checked: every tensor is covered by its chunks
-    once, every chunk has an item, and every item a file of this folder.
+    """The metadata of a checkpoint folder, in torch's own classes, and checked.
 
-    Raises LayoutError where there is none, since the save has not ended, or the folder is no checkpoint of this kind;
-    DamagedError where it is not what torch.distributed.checkpoint writes. Runs nothing that the file says.
+    Every tensor is covered exactly once by its chunks, every chunk has an item, and every item lies in a file of this
+    folder. Runs no code from the file. Raises LayoutError if there is no metadata, since the save did not finish or the
+    folder is not such a checkpoint; DamagedError if it is not what torch.distributed.checkpoint writes.
     """
     path = folder / METADATA
     try:
@@ -51,22 +51,22 @@ def read_metadata(folder: Path) -> dcp.Metadata:
 
 def _missing(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist"
     if any(folder.glob("__*.metadata")):
         return (
-            f"{folder} has metadata of each rank (dcp.save with use_collectives=False), which layoutc does not read: "
-            "save with collectives"
+            f"{folder} has one metadata file for each rank (dcp.save with use_collectives=False), which layoutc "
+            "does not read: save with collectives"
         )
     if any(folder.glob("*.distcp")) or any(folder.glob("*.metadata.tmp")):
         return (
-            f"{folder} has no {METADATA}, which is written last: the save that made it did not end. Its weights are "
-            "not all there; use an earlier checkpoint, and delete this one"
+            f"{folder} has no {METADATA}, which is written last: the save did not finish. Some of its weights are "
+            "missing; use an earlier checkpoint, and delete this one"
         )
-    return f"{folder} is no checkpoint: it has no {METADATA}"
+    return f"{folder} is not a checkpoint: it has no {METADATA}"
 
 
 def check_files(folder: Path, metadata: dcp.Metadata) -> None:
-    """Raises DamagedError where a file of a checkpoint is missing, or shorter than what its items need."""
+    """Raises DamagedError if a file of a checkpoint is missing, or shorter than its items."""
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
@@ -74,31 +74,36 @@ def check_files(folder: Path, metadata: dcp.Metadata) -> None:
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
-            raise DamagedError(f"{folder / name} is missing, and {METADATA} names it; copy the whole folder") from None
+            raise DamagedError(
+                f"{folder / name} is missing, though {METADATA} names it; copy the whole folder"
+            ) from None
         if size < least:
-            raise DamagedError(f"{folder / name} has {size:,} bytes, and its items end at {least:,}: it was cut off")
+            raise DamagedError(
+                f"{folder / name} has {size:,} bytes, but its items end at {least:,}: it is truncated; copy it again"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- items
 def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
-    """What an item is, without its data.
+    """An item's header, read without its data.
 
-    The state of a quantized tensor (`stored_form.state_of`; planes as `Plain`), {"dtype", "shape"} of a plain tensor,
-    {"value": name of its type} of any other plain value.
+    For a quantized tensor, its state (`stored_form.state_of`, with planes as `Plain`); for a plain tensor, {"dtype",
+    "shape"}; for any other plain value, {"value": the name of its type}. None for an item that was transformed when it
+    was written (compressed, say), which can't be read.
 
-    None for an item that was transformed on its way to the file (compressed, say), which can't be looked into.
-    Raises DamagedError where the item is no torch.save zip, or names something that is in neither kind of tensor.
+    Raises DamagedError if the item is not a torch.save zip, or refers to anything that neither kind of tensor consists
+    of.
     """
     if info.transform_descriptors:
         return None
     where = where_of(folder, info)
     with _Window(folder, info) as read:
-        found = zips.directory(read, info.length, where)
-        if getattr(info, "crc32", found.crc32) != found.crc32:
+        directory = zips.directory(read, info.length, where)
+        if getattr(info, "crc32", directory.crc32) != directory.crc32:
             raise DamagedError(f"{where} is not the item that was saved (the CRC-32 of its directory differs)")
-        pickles = [r for r in found.records if r.name.count("/") == 1 and r.name.endswith("/data.pkl")]
+        pickles = [r for r in directory.records if r.name.count("/") == 1 and r.name.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].size > _PICKLE_BYTES:
-            raise DamagedError(f"{where} is not a whole torch.save zip: it has no data.pkl of a fit size")
+            raise DamagedError(f"{where} is not a complete torch.save zip: it has no data.pkl of a plausible size")
         first = zips.place_of(read, pickles[0], where)
         data = bytes(read(first, pickles[0].size))
     if zlib.crc32(data) != pickles[0].crc32:
@@ -107,21 +112,21 @@ def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
 
 
 def directory_crc_of(folder: Path, info: StorageInfo) -> int:
-    """The CRC-32 of an item's directory, which has the names, sizes and CRC-32 of all its records: its fingerprint.
+    """The CRC-32 of an item's directory: a fingerprint of the item, since the directory has all records' CRC-32.
 
-    Only the tail of the item is read. Raises DamagedError where it has none.
+    Only the end of the item is read. Raises DamagedError if there is no directory.
     """
     with _Window(folder, info) as read:
         return zips.directory(read, info.length, where_of(folder, info)).crc32
 
 
 def where_of(folder: Path, info: StorageInfo) -> str:
-    """How messages name an item."""
+    """An item's name in messages."""
     return f"{folder / info.relative_path}, bytes {info.offset:,} to {info.offset + info.length:,}"
 
 
 class _Window:
-    """The bytes of an item, in its file; a context that closes the file and gives a function that reads."""
+    """The bytes of an item in its file. As a context it gives a function that reads them, and closes the file."""
 
     def __init__(self, folder: Path, info: StorageInfo) -> None:
         self._info = info
@@ -129,7 +134,7 @@ class _Window:
         try:
             self._file = open_file(path)
         except FileNotFoundError as error:
-            raise DamagedError(f"{path} can't be read, and {METADATA} names it: {error.strerror}") from error
+            raise DamagedError(f"{path} can't be read, though {METADATA} names it: {error.strerror}") from error
 
     def __enter__(self) -> zips.Read:
         return self._read
@@ -167,7 +172,7 @@ class _Storage(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What restore_tensor was given."""
+    """The argument of layoutc.restore_tensor."""
 
     state: Any
 
@@ -175,15 +180,20 @@ class _State(NamedTuple):
 def names_of(
     tensor: Callable[..., Any], typed_tensor: Callable[..., Any], restored: Callable[[Any], Any]
 ) -> dict[tuple[str, str], Any]:
-    """What the names in an item's pickle stand for. tensor, typed_tensor: called as torch._utils._rebuild_tensor_v2 and
-    _v3 are; restored: as layoutc.restore_tensor. In persistent ids, a storage's class is its dtype."""
+    """The objects that the names in an item's pickle stand for.
+
+    tensor, typed_tensor: called in place of torch._utils._rebuild_tensor_v2 and _v3. restored: called in place of
+    layoutc.restore_tensor. In persistent ids, a storage's class stands for its dtype.
+    """
     return {
         **{("torch", name): dtype for name, dtype in _STORAGES.items()},
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("torch._utils", "_rebuild_tensor_v2"): tensor,
         ("torch._utils", "_rebuild_tensor_v3"): typed_tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, requires_grad, hooks: data,
-        ("layoutc", "restore_tensor"): lambda state: restored(state),  # no function that a pickle could change
+        ("layoutc", "restore_tensor"): lambda state: restored(
+            state
+        ),  # a new function each time, which a pickle may change
         ("collections", "OrderedDict"): lambda: {},
     }
 
@@ -191,7 +201,7 @@ def names_of(
 def _header(data: bytes, where: str) -> dict[str, Any]:
     def storage(pid: Any) -> _Storage:
         if not is_storage(pid):
-            raise DamagedError(f"{where} has a persistent id that names no storage")
+            raise DamagedError(f"{where} has a persistent id that does not name a storage")
         return _Storage(pid[1], pid[4])
 
     def tensor(storage: _Storage, offset: int, shape: Any, strides: Any, *rest: Any) -> Plain:
@@ -213,7 +223,7 @@ def _header(data: bytes, where: str) -> dict[str, Any]:
 
 def _plain(storage: Any, shape: Any, dtype: Any, where: str) -> Plain:
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or not is_shape(shape):
-        raise DamagedError(f"{where} holds a tensor whose storage, shape or dtype is none")
+        raise DamagedError(f"{where} holds a tensor with an invalid storage, shape or dtype")
     return Plain(dtype, tuple(shape))
 
 
@@ -222,12 +232,12 @@ def _is_size(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """True for a tuple of as many sizes as a tensor may have."""
+    """True for a tuple of sizes that a tensor can have."""
     return isinstance(value, tuple) and len(value) <= DIMS and all(map(_is_size, value))
 
 
 def is_storage(pid: Any) -> bool:
-    """True for what stands for a storage: ("storage", dtype, key, device, elements)."""
+    """True for the persistent id of a storage: ("storage", dtype, key, device, elements)."""
     if not isinstance(pid, tuple) or len(pid) != 5:
         return False
     kind, dtype, key, _, elements = pid
@@ -235,11 +245,11 @@ def is_storage(pid: Any) -> bool:
 
 
 def _checked(state: Any, where: str) -> dict[str, Any]:
-    """A state of which every part has the type that `state_of` gives it."""
+    """A quantized tensor's state. Raises DamagedError if a part does not have the type that `state_of` gives it."""
     if not isinstance(state, dict):
         raise DamagedError(f"{where} holds a quantized tensor without a state")
     if type(form := state.get("format")) is not int or form != FORMAT:
-        raise LayoutError(f"{where} holds a tensor in form {short(form)}; this version of layoutc reads {FORMAT}")
+        raise LayoutError(f"{where} holds a tensor in format {short(form)}; this version of layoutc reads {FORMAT}")
     if (wrong := wrong_in(state, lambda plane: isinstance(plane, Plain))) is not None:
-        raise DamagedError(f"{where} holds a quantized tensor whose {wrong}")
+        raise DamagedError(f"{where} holds a damaged quantized tensor: {wrong}")
     return state

@@ -1,7 +1,7 @@
-"""Saving: torch.distributed.checkpoint's files, in a folder that is complete or not there, with checksums of all bytes.
+"""Saving: torch.distributed.checkpoint's files in a folder that is complete or not there, with checksums of all bytes.
 
-What torch.save writes of a tensor is a zip with a CRC-32 of each record. `.metadata` remembers the CRC-32 of each
-zip's directory, and `layoutc.json` that of `.metadata`, so that files that were torn, changed or swapped are found.
+torch.save writes each tensor as a zip with a CRC-32 of each record. `.metadata` has the CRC-32 of each zip's directory,
+and `layoutc.json` that of `.metadata`, so that torn, changed and swapped files are detected.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
-    """Saves as torch.distributed.checkpoint.save does, into a folder that appears when it is complete.
+    """Saves as torch.distributed.checkpoint.save does, into a folder that appears only when it is complete.
 
     state_dict: nested dicts of tensors, DTensors and plain values, as from get_state_dict. Quantized tensors are stored
-    as they are. folder: the same on all ranks, on a file system that all of them see; a symbolic link is the folder to
-    which it leads when the save begins. overwrite: replace the checkpoint that is there, once the new one is complete.
-    options: of torch's `save` (planner).
+    as they are. folder: the same on all ranks, on a file system that all of them share; a symbolic link is followed
+    when the save begins. overwrite: replace an existing checkpoint, once the new one is complete. process_group: the
+    ranks that save; default: all. options: of torch's `save` (planner).
 
-    Collective. Raises LayoutError on all ranks, before anything is written, where they name different folders or do not
-    see the same one, where the folder exists, and with overwrite=True where it holds anything but a checkpoint; and
-    before the folder has its name, where not everything is there that the ranks have written.
+    Collective. Raises LayoutError on all ranks. Before anything is written: if they name different folders or don't see
+    the same one, if the folder exists, or, with overwrite=True, if it holds anything but a checkpoint. Before the
+    folder gets its name: if a file that a rank has written is missing.
     """
     writer = prepare(folder, overwrite, process_group)
     try:
         state_dict_saver.save(state_dict, storage_writer=writer, process_group=process_group, **options)
-    except CheckpointException as error:  # no Exception, and of many lines
+    except CheckpointException as error:  # a BaseException with a message of many lines
         refused = (cause for _, (cause, _) in sorted(error.failures.items()) if isinstance(cause, LayoutError))
         if (cause := next(refused, None)) is not None:
             raise type(cause)(*cause.args) from error
@@ -66,56 +66,57 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Any:
-    """Saves as torch.distributed.checkpoint.async_save does, and returns what it returns: a future.
+    """Saves as torch.distributed.checkpoint.async_save does; returns the same as that: a future.
 
-    The state dict is copied to the host before this returns, so the model may be changed. Arguments as for `save`;
-    options: async_checkpointer_type (thread or process), async_stager (pinned or shared memory; it may be used again
-    from torch 2.12 on, and is its owner's to close), planner. process_group: one with a CPU backend, that nothing else
-    uses meanwhile; by default a gloo group of all ranks is made for these saves, so that training may use any other. A
-    save that is begun before the last one is done waits for it. A save that is killed leaves no folder. Raises what
-    `save` does, at once or, where files are missing in the end, inside of torch's CheckpointException from the future.
+    The state dict is copied to the host before this returns, so the model may be changed afterwards. Arguments as for
+    `save`. options: async_checkpointer_type (thread or process), planner, async_stager (pinned or shared memory; the
+    caller closes it, and may use it again from torch 2.12 on). process_group: one with a CPU backend that nothing else
+    uses meanwhile; by default a gloo group of all ranks is made for these saves, so that training may use any other
+    group. If the last save is still running, a new one waits for it. A save that is killed leaves no folder. Raises
+    what `save` does, at once; if files are missing in the end, from the future, inside torch's CheckpointException.
     """
     group = apart(process_group)
     writer = prepare(folder, overwrite, group)
-    # Not the writer itself, which torch would take for the stager that copies as zeros_like does: to dense tensors.
-    given = options.pop("async_stager", None)
-    stager = given or DefaultStager(StagingOptions(False, False, False, False))
+    # Without a stager torch would use the writer as one, which copies by zeros_like, to dense tensors.
+    own_stager = options.pop("async_stager", None)
+    stager = own_stager or DefaultStager(StagingOptions(False, False, False, False))
     response: Any = state_dict_saver.async_save(
         state_dict, storage_writer=writer, process_group=group, async_stager=stager, **options
     )
     upload = getattr(response, "upload_completion", response)
     goes_on(group, upload)
-    if given is None:
+    if own_stager is None:
         upload.add_done_callback(lambda _: stager.close())
     return response
 
 
 def prepare(folder: str | os.PathLike[str], overwrite: bool, group: dist.ProcessGroup | None) -> Writer:
-    """The writer of a folder, on which all ranks agree. Raises on all ranks what `folders.agreed` does. Collective."""
+    """The writer of a folder that all ranks agree on. Raises as `folders.agreed`, on all ranks. Collective."""
     return Writer(folders.agreed(folder, overwrite, group), overwrite)
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, which writes beside the folder and renames when all ranks are done. May be pickled."""
+    """torch's writer, made to write into `folders.incomplete` and to rename it when all ranks are done. Can be
+    pickled."""
 
     def __init__(self, folder: Path, replaces: bool = False, **options: Any) -> None:
-        """replaces: a checkpoint that has the folder's name by then. options: of FileSystemWriter (thread_count,
+        """replaces: whether to replace a checkpoint of that name. options: of FileSystemWriter (thread_count,
         sync_files)."""
         self.folder, self.replaces = folder, replaces
         super().__init__(folders.incomplete(folder), overwrite=True, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """As torch's; the folder stays what it was made for."""
+        """As torch's method, but the folder stays the one that the writer was made for."""
         super().reset(None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As torch's, which would warn of what an earlier save has left beside the folder."""
+        """As torch's method, without its warning about files that an earlier save has left."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files; to where each item lies it adds the CRC-32 of the item's directory."""
+        """Writes this rank's files, and adds the CRC-32 of each item's directory to the record of where it lies."""
         results = super().write_data(plan, planner).wait()
         for result in results:
             info = result.storage_data
@@ -125,7 +126,8 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: .metadata, layoutc.json, and the folder's name."""
+        """On the coordinator, after all ranks have written: writes .metadata and layoutc.json, and renames the
+        folder."""
         super().finish(metadata, results)
         write_manifest(Path(self.path), metadata, chain.from_iterable(results))
         folders.publish(self.folder, self.replaces)

@@ -178,16 +178,16 @@ def test_a_pickle_can_change_nothing_that_stays() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x80\x02K\x01r\xff\xff\xff\x7f.", "numbers a value that is not there"),
+        (b"\x80\x02K\x01r\xff\xff\xff\x7f.", "stores a value under an impossible number"),
         (b"\x80\x02\x8b\xff\xff\xff\x7f.", "no instruction"),
         (b"\x80\x02\x8a\x20" + bytes(32) + b".", "a number of 32 bytes"),
         (b"\x80\x02\x96\xff\xff\xff\xff\xff\xff\xff\x00.", "no instruction"),
-        (b"\x80\x02X\xff\xff\xff\x7fabc.", "does not end where"),
-        (b"\x80\x02cos\nsystem", "does not end where"),
-        (b"\x80\x02N.N.", "does not end where"),
+        (b"\x80\x02X\xff\xff\xff\x7fabc.", "does not end with its last value"),
+        (b"\x80\x02cos\nsystem", "does not end with its last value"),
+        (b"\x80\x02N.N.", "does not end with its last value"),
         (b"\x80\x02(i__main__\nx\n.", "no instruction"),
         (b"\x80\x02.", "damaged"),
-        (b"", "does not end where"),
+        (b"", "does not end with its last value"),
     ],
 )
 def test_pickles_that_ask_for_too_much(data: bytes, message: str) -> None:
@@ -364,34 +364,34 @@ def at_path(path: object) -> Callable[[dcp.Metadata], None]:
 
 
 BAD: dict[str, tuple[Callable[[dcp.Metadata], Any], str]] = {
-    "a path up": (at_path("../__0_0.distcp"), "no file of this folder"),
-    "a path": (at_path("a/b"), "no file of this folder"),
-    "a path of Windows": (at_path("a\\b"), "no file of this folder"),
-    "an absolute path": (at_path("/etc/passwd"), "no file of this folder"),
-    "the folder above": (at_path(".."), "no file of this folder"),
-    "no path": (at_path(""), "no file of this folder"),
-    "a number as path": (at_path(3), "no file of this folder"),
-    "a negative offset": (lambda m: setattr(info_of(m), "offset", -1), "no place in its file"),
-    "a length that is none": (lambda m: setattr(info_of(m), "length", 1.5), "no place in its file"),
-    "a length that is true": (lambda m: setattr(info_of(m), "length", True), "no place in its file"),
+    "a path up": (at_path("../__0_0.distcp"), "not a file of this folder"),
+    "a path": (at_path("a/b"), "not a file of this folder"),
+    "a path of Windows": (at_path("a\\b"), "not a file of this folder"),
+    "an absolute path": (at_path("/etc/passwd"), "not a file of this folder"),
+    "the folder above": (at_path(".."), "not a file of this folder"),
+    "no path": (at_path(""), "not a file of this folder"),
+    "a number as path": (at_path(3), "not a file of this folder"),
+    "a negative offset": (lambda m: setattr(info_of(m), "offset", -1), "no valid offset and length"),
+    "a length that is none": (lambda m: setattr(info_of(m), "length", 1.5), "no valid offset and length"),
+    "a length that is true": (lambda m: setattr(info_of(m), "length", True), "no valid offset and length"),
     "shared bytes": (lambda m: setattr(info_of(m), "length", 10**9), "share bytes"),
-    "a hole": (with_chunks(((0, 0), (64, 128))), "8,192 elements together, and the tensor 16,384"),
+    "a hole": (with_chunks(((0, 0), (64, 128))), "8,192 elements in all, but the tensor has 16,384"),
     "an overlap": (with_chunks(((0, 0), (64, 128)), ((32, 0), (64, 128))), "overlap, at"),
     "an overlap of columns": (with_chunks(((0, 0), (128, 64)), ((0, 32), (128, 64))), "overlap, at"),
     "rows outside": (with_chunks(((64, 0), (128, 128))), "outside of its"),
     "too few dims": (with_chunks(((0,), (128,))), "as many dims"),  # type: ignore[arg-type]
     "pieces nowhere": (with_chunks(((0, 0), (64, 128)), ((64, 0), (64, 128))), "nowhere stored"),
-    "an entry nowhere": (lambda m: m.state_dict_metadata.update(x=dcp.BytesStorageMetadata()), "x is nowhere stored"),
-    "an item too many": (lambda m: m.state_dict_metadata.pop("extra.codes"), "extra.codes at .* no entry has it"),
-    "a dtype that is none": (lambda m: setattr(tensor_entry(m).properties, "dtype", "float32"), "no tensor has"),
-    "a size that is none": (lambda m: setattr(tensor_entry(m), "size", (128, 128)), "a size or an offset"),
+    "an entry nowhere": (lambda m: m.state_dict_metadata.update(x=dcp.BytesStorageMetadata()), "x is not stored"),
+    "an item too many": (lambda m: m.state_dict_metadata.pop("extra.codes"), "extra.codes at .* belongs to no entry"),
+    "a dtype that is none": (lambda m: setattr(tensor_entry(m).properties, "dtype", "float32"), "invalid properties"),
+    "a size that is none": (lambda m: setattr(tensor_entry(m), "size", (128, 128)), "an invalid size or offset"),
     "chunks that are none": (lambda m: setattr(tensor_entry(m), "chunks", None), "no list of chunks"),
     "an unknown field": (lambda m: setattr(info_of(m), "color", 1), "has color"),
     "a missing field": (lambda m: delattr(info_of(m), "length"), "has no length"),
     "a name that is none": (lambda m: m.state_dict_metadata.update({3: dcp.BytesStorageMetadata()}), "the name 3"),
     "another name": (lambda m: m.planner_data.update(x=("y",)), "x is not the name"),
     "other planner data": (lambda m: setattr(m, "planner_data", [1]), "its planner data"),
-    "no items": (lambda m: setattr(m, "storage_data", None), "no list of what is stored"),
+    "no items": (lambda m: setattr(m, "storage_data", None), "or the list of stored items"),
     "transforms": (lambda m: setattr(info_of(m), "transform_descriptors", [1]), "transforms"),
     "a version": (lambda m: setattr(m, "version", 1), "its version"),
     "modules": (lambda m: setattr(m.storage_meta, "modules", [1]), "the modules"),
@@ -429,18 +429,18 @@ def test_pieces_of_every_form_cover_a_tensor(saved: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- folders
 def test_folders_that_are_no_whole_checkpoint(saved: Any, tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="is no folder"):
+    with pytest.raises(LayoutError, match="does not exist"):
         reading.read_metadata(tmp_path / "none")
-    with pytest.raises(LayoutError, match="is no checkpoint: it has no"):
+    with pytest.raises(LayoutError, match="is not a checkpoint: it has no"):
         reading.read_metadata(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(LayoutError, match="the save that made it did not end"):
+    with pytest.raises(LayoutError, match="the save did not finish"):
         reading.read_metadata(tmp_path)
     (tmp_path / "__0.metadata").write_bytes(b"")
     with pytest.raises(LayoutError, match="use_collectives=False"):
         reading.read_metadata(tmp_path)
     (tmp_path / ".metadata").write_bytes(saved.raw)
-    with pytest.raises(DamagedError, match=r"has 0 bytes, and its items end at .*: it was cut off"):
+    with pytest.raises(DamagedError, match=r"has 0 bytes, but its items end at .*: it is truncated"):
         reading.check_files(tmp_path, reading.read_metadata(tmp_path))
     (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(DamagedError, match="is missing"):
@@ -484,9 +484,9 @@ def test_states_that_no_tensor_has(tmp_path: Path, saved: Any) -> None:
     assert header(state)["layout_id"] == state["layout_id"]
     for name in state.keys() - {"format"}:
         for bad in ({key: value for key, value in state.items() if key != name}, state | {name: [3]}):
-            with pytest.raises(DamagedError, match=f"whose {name} is not what layoutc writes"):
+            with pytest.raises(DamagedError, match=f"damaged quantized tensor: {name} is not what layoutc writes"):
                 header(bad)
-    with pytest.raises(LayoutError, match="in form 9"):
+    with pytest.raises(LayoutError, match="in format 9"):
         header(state | {"format": 9})
     with pytest.raises(DamagedError, match="different numbers of elements"):
         header(state | {"shape": (1, 1)})

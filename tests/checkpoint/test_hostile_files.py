@@ -86,9 +86,9 @@ def entry(**changes: Any) -> bytes:
 BRACKETS, DEEP = b'{"a": ' + b"[" * 10**6, b'{"a": ' + b"[                " * 10**5
 TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a deep header": (header(DEEP), "header is nested too deeply"),
-    "brackets": (header(BRACKETS), "header is made of little more than brackets"),
-    "a header as large as the file": (header(b"{", 2**36), "announces a header of 68,719,476,728 bytes"),
-    "NaN": (header(entry(shape=[float("nan")])), "header has NaN in it"),
+    "brackets": (header(BRACKETS), "header is little more than brackets"),
+    "a header as large as the file": (header(b"{", 2**36), "should have a header of 68,719,476,728 bytes"),
+    "NaN": (header(entry(shape=[float("nan")])), "header contains NaN"),
     "a name twice": (header(entry()[:-1] + b"," + entry()[1:]), "header has 'weight' twice"),
     "many dims": (header(entry(shape=[2**62] * 10_000)), "entry of weight has no dtype"),
     "large sizes": (header(entry(shape=[2**62] * 60, data_offsets=[0, 2**62])), "is truncated"),
@@ -97,11 +97,11 @@ TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a long number": (header(entry(shape=["x"]).replace(b'"x"', b"9" * 10**6)), "header is not JSON"),
     "a pipe": (lambda f: hostile.to_fifo(f / "model.safetensors"), "neither model"),
     "a deep index": (index(DEEP.decode()), "index is nested too deeply"),
-    "an index of files above": (index('{"weight_map": {"weight": ".."}}'), "not a file of its own folder"),
-    "an index of files elsewhere": (index('{"weight_map": {"weight": "/etc/passwd"}}'), "not a file of its own"),
+    "an index of files above": (index('{"weight_map": {"weight": ".."}}'), "not a file of the same folder"),
+    "an index of files elsewhere": (index('{"weight_map": {"weight": "/etc/passwd"}}'), "not a file of the same"),
     "an index of a pipe": (
         lambda f: (index('{"weight_map": {"weight": "p"}}')(f), os.mkfifo(f / "p")),
-        "names p, which is not there",
+        "names p, which is missing",
     ),
     "nested metadata": (
         header(json.dumps({"__metadata__": {"layoutc": DEEP.decode()}}).encode()),

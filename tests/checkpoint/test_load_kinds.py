@@ -104,7 +104,7 @@ def test_an_item_of_another_dtype_than_its_metadata_says(tmp_path: Path) -> None
     info.relative_path, info.offset, info.length, info.crc32 = "__1_0.distcp", 0, len(data.getvalue()), None
     (tmp_path / "plain" / "__1_0.distcp").write_bytes(data.getvalue())
     (tmp_path / "plain" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedError, match=r"m: torch.float64 is stored where \.metadata says torch.float32"):
+    with pytest.raises(DamagedError, match=r"m: torch.float64 is stored, but \.metadata says torch.float32"):
         checkpoint.load(live("float32"), tmp_path / "plain")
 
 
@@ -113,6 +113,6 @@ def test_a_plain_value_where_the_model_has_a_tensor_is_refused(tmp_path: Path) -
     saved(tmp_path / "plain", 3)  # type: ignore[arg-type]
     state = live("float32")
     before = {name: raw(tensor) for name, tensor in state.items()}
-    with pytest.raises(LayoutError, match="m is a tensor in the state dict, and a plain value in the checkpoint"):
+    with pytest.raises(LayoutError, match="m is a tensor in the state dict, but a plain value in the checkpoint"):
         checkpoint.load(state, tmp_path / "plain")
     assert {name: raw(tensor) for name, tensor in state.items()} == before

@@ -170,7 +170,7 @@ def test_one_orientation_is_exported_and_loads_where_no_other_is_held(tmp_path: 
     assert same(model.weight.data, rowwise)
     layoutc.quantize_(both := nn.Linear(128, 128, bias=False, dtype=BF16), "mxfp8")
     before = state(both)
-    with pytest.raises(LayoutError, match=r"weight: the files hold rowwise_data.* also columnwise_data"):
+    with pytest.raises(LayoutError, match=r"weight: the files have its rowwise_data.* also needs columnwise_data"):
         load_safetensors(both, tmp_path / "out")
     assert state(both) == before
 
@@ -268,19 +268,19 @@ def described(change: Any) -> Any:
 
 
 FORGED: list[tuple[Any, str]] = [
-    (lambda h: h["layer.bias"].pop("shape"), "entry of layer.bias has no dtype, shape and data_offsets"),
+    (lambda h: h["layer.bias"].pop("shape"), "entry for layer.bias lacks a valid dtype, shape or data_offsets"),
     (lambda h: h["layer.bias"].update(shape=[-1, -128]), "entry of layer.bias has no"),
     (lambda h: h["layer.bias"].update(shape=[127]), r"layer.bias of shape \(127,\) in BF16 can't be bytes"),
     (lambda h: h["layer.bias"]["data_offsets"].__setitem__(1, 1 << 40), "is truncated: layer.bias ends at byte"),
     (lambda h: h.pop("layer.bias"), "its header describes|begins at byte"),
     (lambda h: h.update(again=h["layer.bias"]), "begins at byte"),
-    (lambda h: h.update(__metadata__=[]), "metadata of the header is no mapping"),
+    (lambda h: h.update(__metadata__=[]), "metadata of the header is not a mapping"),
     (lambda h: h["__metadata__"].update(layoutc="{"), "metadata of layoutc is not JSON"),
     (described(lambda e: e.pop("crc32")), "metadata of layer.weight is not what export_safetensors writes"),
     (described(lambda e: e["crc32"].update(rowwise_data=1)), r"CRC-32 differs"),
     (described(lambda e: e.update(shape=[256, 64])), "should be Facts"),
     (described(lambda e: e["planes"].update(more="uint8") or e["crc32"].update(more=1)), "does not hold"),
-    (described(lambda e: e.update(format=99)), "in form 99; this version of layoutc reads 1"),
+    (described(lambda e: e.update(format=99)), "in format 99; this version of layoutc reads 1"),
     (described(lambda e: e.update(layout_id="0" * 12)), "which no installed recipe has"),
 ]
 

@@ -65,7 +65,7 @@ def a_folder_named_as_a_file(path: Path) -> None:
 
 OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file": (a_file, "is a file: overwrite=True replaces a checkpoint"),
-    "a file more": (a_file_beside_a_checkpoint, r"holds train_state\.json, which is no part of a checkpoint"),
+    "a file more": (a_file_beside_a_checkpoint, r"holds train_state\.json, which is not part of a checkpoint"),
     "folders": (folders_below, r"holds step_0/, step_1/, .*step_5/ and 3 more, which"),
     "a link": (a_link_in_a_checkpoint, r"holds __9_0\.distcp, which"),
     "a folder of that name": (a_folder_named_as_a_file, r"holds \.metadata/, which"),
@@ -112,7 +112,7 @@ def test_what_comes_into_the_folder_meanwhile_is_kept(tmp_path: Path, monkeypatc
         finish(self, **given)
 
     monkeypatch.setattr(saving.Writer, "finish", late)
-    with pytest.warns(UserWarning, match=r"\.latest\.previous is left, since it holds notes\.txt"):
+    with pytest.warns(UserWarning, match=r"\.latest\.previous is kept: it holds notes\.txt"):
         checkpoint.save(state(2), folder, overwrite=True)
     monkeypatch.undo()
     assert step_in(folder) == 2
@@ -129,7 +129,7 @@ def test_a_folder_that_comes_to_be_meanwhile_is_kept(tmp_path: Path, monkeypatch
         finish(self, **given)
 
     monkeypatch.setattr(saving.Writer, "finish", late)
-    with pytest.raises(LayoutError, match="has come to be while it was saved"):
+    with pytest.raises(LayoutError, match="was created by something else during the save"):
         checkpoint.save(state(2), tmp_path / "there")
     assert step_in(tmp_path / "there") == 1
 
@@ -142,7 +142,7 @@ def test_another_save_into_the_same_folder_is_noticed(tmp_path: Path, monkeypatc
         return write(self, *args)
 
     monkeypatch.setattr(saving.Writer, "write_data", beside)
-    with pytest.raises(LayoutError, match=r"no rank of it has written .*__7_0\.distcp\. Another save"):
+    with pytest.raises(LayoutError, match=r"__7_0\.distcp was written by none of its ranks\. Another save"):
         checkpoint.save(state(1), tmp_path / "there")
     assert names(tmp_path) == [".there.incomplete"]
 
@@ -176,7 +176,7 @@ def test_what_is_in_the_way_is_named_and_kept(what: str, end: str, tmp_path: Pat
     if what == "tree":
         (beside / "mine" / "deep").write_text("mine")
     before = tree(tmp_path)
-    words = "is no folder" if what in ("file", "link") else "holds mine/, which no save has written"
+    words = "is not a folder" if what in ("file", "link") else "holds mine/, which no save writes"
     with pytest.raises(LayoutError, match=rf"{beside.name} {words}, and saving .* needs that name: move it away"):
         checkpoint.save(state(1), tmp_path / "there")
     assert tree(tmp_path) == before
@@ -184,7 +184,7 @@ def test_what_is_in_the_way_is_named_and_kept(what: str, end: str, tmp_path: Pat
 
 def test_a_place_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match=r"\.there\.incomplete can't be written, where .* is saved: Not a directory"):
+    with pytest.raises(OSError, match=r"can't be saved: .*\.there\.incomplete can't be written: Not a directory"):
         checkpoint.save(state(1), tmp_path / "file" / "there")
     with pytest.raises(LayoutError, match="can't be a checkpoint: it is the root"):
         checkpoint.save(state(1), "/")
@@ -215,7 +215,7 @@ def test_the_previous_checkpoint_is_there_until_the_next_one_is(
     checkpoint.save(state(1), folder)
     killed_between_renames(folder, 2)
     assert names(tmp_path) == [".latest.incomplete", ".latest.previous"]
-    with pytest.warns(UserWarning, match=r"was being replaced when that save ended: .*\.latest\.previous is loaded"):
+    with pytest.warns(UserWarning, match=r"a save stopped while it replaced .*: loading .*\.latest\.previous instead"):
         assert step_in(folder) == 1
 
     def fails(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_the_previous_checkpoint_is_there_until_the_next_one_is(
         patched.setattr(saving, "write_manifest", fails)
         with pytest.raises(LayoutError, match="no room"):
             checkpoint.save(state(3), folder)
-    with pytest.warns(UserWarning, match="is loaded"):
+    with pytest.warns(UserWarning, match="a save stopped while it replaced"):
         assert step_in(folder) == 1
     killed_between_renames(folder, 3)
     assert step_in(old) == 1
@@ -246,7 +246,7 @@ def test_a_link_is_the_folder_that_it_leads_to(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"run exists: save into another folder"):
         checkpoint.save(state(4), tmp_path / "latest")
     killed_between_renames(tmp_path / "latest", 5)
-    with pytest.warns(UserWarning, match="is loaded"):
+    with pytest.warns(UserWarning, match="a save stopped while it replaced"):
         assert step_in(tmp_path / "latest") == 3
     checkpoint.save(state(6), tmp_path / "latest")  # a link to nothing: what it names is made
     assert step_in(tmp_path / "disk" / "run") == 6

@@ -243,13 +243,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half of .metadata": (lambda f: truncate(f / ".metadata", 500), r"\.metadata"),
     "no .metadata": (lambda f: (f / ".metadata").unlink(), r"\.metadata"),
     "an empty .metadata": (lambda f: truncate(f / ".metadata", 0), r"\.metadata"),
-    "a manifest that is no JSON": (lambda f: (f / "layoutc.json").write_text("{"), r"layoutc\.json is no manifest"),
+    "a manifest that is no JSON": (
+        lambda f: (f / "layoutc.json").write_text("{"),
+        r"layoutc\.json is not a checkpoint's manifest",
+    ),
     "a manifest of the future": (
         lambda f: (f / "layoutc.json").write_text('{"format": 9, "metadata": {}, "files": {}}'),
         "has form 9",
     ),
     "swapped files": (swap, "another item|bytes, not the|not a whole"),
-    "swapped items": (swap_items, "another item than was saved"),
+    "swapped items": (swap_items, "not the item that was saved"),
     "a file of another checkpoint": (
         lambda f: shutil.copy(f.parent / "other" / "__1_0.distcp", data_file(f, 1)),
         "another item|bytes, not the|CRC-32",
@@ -273,7 +276,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: replace_item(f, QUANTIZED, changed_item(f, QUANTIZED, lambda s: s["crc32"].update(rowwise_data=1))),
         "layers.0.weight.*rowwise_data.*CRC-32",
     ),
-    "a pipe in place of a file": (lambda f: to_pipe(f / ".metadata"), "is no regular file"),
+    "a pipe in place of a file": (lambda f: to_pipe(f / ".metadata"), "is not a regular file"),
     "a pipe in place of a shard": (lambda f: to_pipe(data_file(f, 1)), "is missing"),
     "a halo of more rows than there are": (
         lambda f: replace_item(
@@ -285,9 +288,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tuples in tuples as a key": (
         lambda f: replace_item(f, "optimizer.param_groups.0.lr", torch_saved({tuples_in_tuples(): 1})),
-        "many times over",
+        "nests tuples too often",
     ),
-    "a value in place of a tensor": (lambda f: replace_item(f, PLAIN, torch_saved({"a": 1})), "dict is stored where"),
+    "a value in place of a tensor": (
+        lambda f: replace_item(f, PLAIN, torch_saved({"a": 1})),
+        "dict is stored in place of",
+    ),
 }
 
 
@@ -333,7 +339,7 @@ def test_a_malicious_pickle_is_not_run(two: Ranks, sound: Path, tmp_path: Path, 
     [
         ("recipe", (), "layers.0.weight has layout .* in the checkpoint and .* in the model: recipe fp8_block"),
         ("wide", (), "layers.0"),
-        ("sound", ("layers.0.weight",), "has model.layers.0.weight, which the state dict has not"),
+        ("sound", ("layers.0.weight",), "has model.layers.0.weight, which the state dict lacks"),
     ],
     ids=["another recipe", "other shapes", "an entry too many"],
 )

@@ -404,15 +404,15 @@ def refuses(kind: str, where: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("missing", "LayoutError", ["layers.1.weight: not in the files"]),
-        ("unexpected", "LayoutError", ["layers.9.weight: in the files, not in the model"]),
+        ("missing", "LayoutError", ["layers.1.weight is not in the files"]),
+        ("unexpected", "LayoutError", ["layers.9.weight is in the files, but not in the model"]),
         ("shape", "LayoutError", ["head.weight: shape (128, 64) in the files, (128, 128) in the model"]),
         ("dtype", "LayoutError", ["head.weight: F8_E4M3 in the files", "dequantize the checkpoint first"]),
         ("integers", "LayoutError", ["layers.0.bias: I32 in the files", "float32"]),
         ("truncated", "DamagedError", ["model-00001-of-00002.safetensors is truncated"]),
         ("header", "DamagedError", ["the header is not JSON"]),
-        ("lost file", "DamagedError", ["names model-00001-of-00002.safetensors, which is not there"]),
-        ("outside", "DamagedError", ["'../model-00001-of-00002.safetensors', which is not a file of its own folder"]),
+        ("lost file", "DamagedError", ["names model-00001-of-00002.safetensors, which is missing"]),
+        ("outside", "DamagedError", ["'../model-00001-of-00002.safetensors', which is not a file of the same folder"]),
         ("crc", "DamagedError", ["are not those that were written (CRC-32 differs)"]),
         ("layout", "LayoutError", ["in the files", "recipe mxfp8 in the file, nvfp4 here", "convert=True"]),
         ("plain", "LayoutError", ["the files have it quantized in nvfp4, the model has it plain", "convert=True"]),
@@ -458,7 +458,7 @@ def refuses_to_export(kind: str, where: str) -> tuple[str, str, list[str]]:
 @pytest.mark.parametrize(
     ("kind", "error", "words", "left"),
     [
-        ("not empty", "FileExistsError", "files is there and not empty", ["files"]),
+        ("not empty", "FileExistsError", "files exists and is not empty", ["files"]),
         ("disk full", "OSError", "No space left on device", []),
         ("gathering", "LayoutError", "MemoryError: no memory", []),
     ],

@@ -131,7 +131,7 @@ def test_a_folder_of_other_things_is_not_replaced(two: Ranks, tmp_path: Path) ->
     (runs / "notes.txt").write_text("do not lose me")
     told = two.run(replaces, str(runs))
     assert told[0] == told[1]
-    assert f"{runs} holds notes.txt, step_1/, which is no part of a checkpoint" in told[0]
+    assert f"{runs} holds notes.txt, step_1/, which is not part of a checkpoint" in told[0]
     assert two.run(steps_in, str(runs / "step_1")) == [1, 1]
     assert (runs / "notes.txt").read_text() == "do not lose me"
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}

@@ -306,30 +306,30 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a zip after other bytes": (
         lambda f: put_item(f, PLAIN, zipped(records(item(f, PLAIN)), b"PK\3\4 something else")),
-        "its records overlap, have holes",
+        "its records overlap, have gaps",
     ),
     **{
-        f"{name} that is a pipe": (lambda f, name=name: to_fifo(f / name), "is no regular file|is missing|has 0 bytes")
+        f"{name} that is a pipe": (lambda f, name=name: to_fifo(f / name), "not a regular file|is missing|has 0 bytes")
         for name in (".metadata", "layoutc.json", "__0_0.distcp")
     },
     **{name: (lambda f, made=made: with_program(f, VALUE, made), "") for name, made in STEP.items()},
     **{f"{name} in .metadata": (lambda f, made=made: with_version(f, made), "") for name, made in VERSION.items()},
-    "many chunks": (many_chunks, "in a way that no save cuts"),
+    "many chunks": (many_chunks, "in a way that no save produces"),
     "a size of many dims": (
         lambda f: with_version(f, named("torch", "Size") + b"(" + b"K\2" * 70 + b"t\x85R"),
         "more than 64 dims",
     ),
-    "a long .metadata": (lambda f: sparse(f / ".metadata", 2**40, b"\x80\x02"), "and such a file never more than"),
-    "a long item": (long_item, "has more bytes than it needs"),
+    "a long .metadata": (lambda f: sparse(f / ".metadata", 2**40, b"\x80\x02"), "but such a file has at most"),
+    "a long item": (long_item, "has more bytes than its elements can need"),
     "a deep manifest": (lambda f: (f / "layoutc.json").write_bytes(b'{"files": ' + DEEP), "brackets"),
     "a nested manifest": (
         lambda f: (f / "layoutc.json").write_bytes(b'{"files": ' + b'[                ' * 100_000),
         "nested too deeply",
     ),
-    "a manifest of files elsewhere": (lambda f: manifest(f, lambda m: m["files"].update({"../x": 1})), "no files with"),
+    "a manifest of files elsewhere": (lambda f: manifest(f, lambda m: m["files"].update({"../x": 1})), "list files"),
     "a manifest without numbers": (
         lambda f: (f / "layoutc.json").write_text('{"format": 1, "files": {"a": NaN}}'),
-        "has NaN in it",
+        "contains NaN",
     ),
     "a manifest that says things twice": (
         lambda f: (f / "layoutc.json").write_text('{"format": 1, "format": 1}'),

@@ -116,7 +116,7 @@ def test_mixed_tensors_are_named() -> None:
 def test_damaged_and_torn_folders(saved: Path, tmp_path: Path) -> None:
     result = run("--checkpoint", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"error: {tmp_path} is no checkpoint")
+    assert result.stderr.startswith(f"error: {tmp_path} is not a checkpoint")
     (tmp_path / "__0_0.distcp").touch()
     result = run("--checkpoint", tmp_path, "--json")
     assert (result.exit_code, result.stdout) == (1, "")

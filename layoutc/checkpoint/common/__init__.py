@@ -1,1 +1,1 @@
-"""What every kind of checkpoint needs: folders, ranks that agree, which part of a weight a rank holds."""
+"""What all kinds of checkpoints share: folders, ranks that agree, and which part of a weight a rank holds."""

@@ -1,4 +1,4 @@
-"""An entry of a checkpoint, as facts: how it is stored, what it costs, whether an installed recipe reads it."""
+"""The facts of a checkpoint's entry: how it is stored, its size, and whether an installed recipe reads it."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ BF16 = 2  # bytes
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """A layout that pieces of a tensor are stored in, and whether an installed recipe has it."""
+    """A layout that pieces of a tensor have, and whether an installed recipe reads it."""
 
     recipe: str
     layout_id: str
     language: int  # version of the spec language
     spec_sha256: str
     installed: bool
-    difference: str | None  # from the installed recipe of that name, in words; None where it is installed
-    pieces: int  # of those whose headers were read
+    difference: str | None  # from the installed recipe of that name, in words; None if the layout is installed
+    pieces: int  # pieces of this layout, of those whose headers were read
 
 
 @dataclass(frozen=True)
 class EntryFacts:
     """An entry of a checkpoint.
 
-    kind: the recipe of a quantized tensor; the dtype of a plain one; "value" of what is no tensor; "mixed" where pieces
-    of a tensor are stored in different ways, which `layouts` and `plain` list; "unread" where the writer has
-    transformed the bytes.
+    kind: the recipe of a quantized tensor; the dtype of a plain one; "value" if it is not a tensor; "mixed" if its
+    pieces are stored in different ways, which `layouts` and `plain` list; "unread" if the writer has transformed the
+    bytes.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...] | None  # of the whole tensor; None for a value
-    dtype: str | None  # of the values, which a quantized tensor computes in
+    dtype: str | None  # of the values; for a quantized tensor, the one that it dequantizes to
     layouts: tuple[LayoutFacts, ...]  # () for a plain tensor
-    plain: int  # pieces that are plain, of those whose headers were read
+    plain: int  # plain pieces, of those whose headers were read
     planes: tuple[str, ...]
     orientations: tuple[str, ...]
     pieces: int
     stored_bytes: int
-    bytes_per_element: float | None  # None where there is no element
-    bf16_bytes: int  # the same with floating point values in bf16, without headers
+    bytes_per_element: float | None  # None if there are no elements
+    bf16_bytes: int  # bytes if floating-point values were in bf16, without headers
 
 
 def entry_of(
@@ -60,16 +60,16 @@ def entry_of(
     pieces: int,
     stored_bytes: int,
 ) -> EntryFacts:
-    """The facts of a tensor, from what the headers of its pieces say."""
+    """The facts of a tensor, from the headers of its pieces."""
     layouts = [header for header in headers if header is not None and "layout_id" in header]
     plain = sum(header is not None and "layout_id" not in header for header in headers)
     ids = dict.fromkeys(header["layout_id"] for header in layouts)
     value = str(dtype).removeprefix("torch.")
     kinds = {header["recipe"] for header in layouts} | ({value} if plain else set())
     kind = UNREAD if not kinds else kinds.pop() if len(kinds) == 1 and len(ids) < 2 else MIXED
-    elements, known = math.prod(shape), vars(torch).get(value)
-    itemsize = known.itemsize if isinstance(known, torch.dtype) else 0
-    floating = isinstance(known, torch.dtype) and known.is_floating_point
+    elements, as_dtype = math.prod(shape), vars(torch).get(value)
+    itemsize = as_dtype.itemsize if isinstance(as_dtype, torch.dtype) else 0
+    floating = isinstance(as_dtype, torch.dtype) and as_dtype.is_floating_point
     return EntryFacts(
         name,
         kind,

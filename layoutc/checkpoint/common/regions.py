@@ -1,4 +1,5 @@
-"""Which part of a whole weight a rank holds, and which entries of a stored plane that part needs. Integers only."""
+"""Regions: the part of a whole weight that a rank holds, and the entries of stored planes that it needs. Integers
+only."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its size in each dim."""
+        """Its sizes."""
         return tuple(b - a for a, b in zip(self.first, self.last, strict=True))
 
     @property
@@ -41,9 +42,9 @@ class Rows(NamedTuple):
 
 
 def box_of(tensor: Tensor) -> Box:
-    """What this rank holds of a DTensor, in entries of the whole; all of another tensor.
+    """This rank's part of a DTensor, in entries of the whole; all of any other tensor.
 
-    Raises ValueError where the shard has another size than its placements say.
+    Raises ValueError if the shard's size is not what its placements say.
     """
     slices = meshes.slices_of(tensor)
     box, local = (
@@ -52,13 +53,15 @@ def box_of(tensor: Tensor) -> Box:
     )
     if box.shape != local:
         raise ValueError(
-            f"this rank's shard has shape {local}, but its placements {box.shape} of {tuple(tensor.shape)}"
+            f"this rank's shard has shape {local}, but by its placements it should have {box.shape} of "
+            f"{tuple(tensor.shape)}"
         )
     return box
 
 
 def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
-    """The runs of adjacent rows of the (m, k) matrix that a box of a weight of `shape` is; none for an empty box."""
+    """The runs of adjacent rows of the (m, k) matrix that a box of a weight of `shape` consists of; [] if it is
+    empty."""
     if 0 in box.shape:
         return []
     lead = list(shape[:-1])
@@ -66,9 +69,9 @@ def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
     while dim > 0 and box.shape[dim] == lead[dim]:
         dim -= 1
     inner, runs = prod(lead[dim + 1 :]), []
-    for place in product(*(range(a, b) for a, b in zip(box.first[:dim], box.last[:dim], strict=True))):
+    for index in product(*(range(a, b) for a, b in zip(box.first[:dim], box.last[:dim], strict=True))):
         start = 0
-        for size, at in zip(lead, place, strict=False):
+        for size, at in zip(lead, index, strict=False):
             start = start * size + at
         start *= lead[dim]
         runs.append(
@@ -78,7 +81,7 @@ def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
 
 
 def whole_blocks(rows: Rows, block_rows: int, block_columns: int, m: int, k: int) -> Rows:
-    """The blocks of an (m, k) matrix that rows are part of."""
+    """The whole blocks of an (m, k) matrix that rows touch."""
     return Rows(
         rows.r0 // block_rows * block_rows,
         min(up(rows.r1, block_rows), m),
@@ -88,7 +91,7 @@ def whole_blocks(rows: Rows, block_rows: int, block_columns: int, m: int, k: int
 
 
 def entries_of(plane: Plane, shape: Sequence[int], rows: Rows, k: int) -> tuple[slice, ...]:
-    """The entries of a stored plane of `shape` that rows have part in, of a weight of k columns."""
+    """The entries of a stored plane of `shape` that cover rows of a weight with k columns."""
     index = [slice(0, size) for size in shape]
     if plane.rows_per_value is not None:
         index[0] = slice(rows.r0 // plane.rows_per_value, cdiv(rows.r1, plane.rows_per_value))

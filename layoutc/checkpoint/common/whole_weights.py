@@ -1,4 +1,4 @@
-"""The whole of a sharded weight, on every rank, quantized as it is: one weight at a time."""
+"""Gathers a whole sharded weight on every rank, still quantized, one weight at a time."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def gathered_whole(value: Tensor) -> Tensor:
-    """The whole of a DTensor, on a device that its group's backend knows; another tensor is whole. Collective.
+    """The whole of a DTensor, on a device that its group's backend supports; any other tensor as it is. Collective.
 
-    Weights that are cast on gather are their values. Raises LayoutError where a mesh without names cuts inside blocks
-    and along another dim as well.
+    A weight that is cast on gather gives its values. Raises LayoutError if a mesh without dim names cuts inside blocks
+    and also along another dim.
     """
     if not isinstance(value, DTensor):
         return value.plain if isinstance(value, CastOnGather) else value
     mesh, local = value.device_mesh, value._local_tensor
     if isinstance(local, QuantizedTensor):
-        held: Any = local.to(mesh.device_type)
+        on_device: Any = local.to(mesh.device_type)
         cuts = [(mesh_dim, dim) for mesh_dim, dim in meshes.cuts(value) if mesh.size(mesh_dim) > 1]
         between = [cut for cut in cuts if 0 < cut[1] < value.dim() - 1]
-        place = place_of(value, local)
-        if place is not None and place.joins(local.LAYOUT):
-            of_place = dist.get_process_group_ranks(place.group)
+        shard_place = place_of(value, local)
+        if shard_place is not None and shard_place.joins(local.LAYOUT):
+            of_place = dist.get_process_group_ranks(shard_place.group)
             rest = [cut for cut in cuts if dist.get_process_group_ranks(mesh.get_group(cut[0])) != of_place]
-            return _rejoined(value, _joined(held, 0, place.cuts.rows // prod(local.shape[1:-1]), place.group), rest)
+            entries = shard_place.cuts.rows // prod(local.shape[1:-1])
+            return _rejoined(value, _joined(on_device, 0, entries, shard_place.group), rest)
         if between:
             mesh_dim, dim = between[0]
             rest = [cut for cut in cuts if cut != between[0]]
-            return _rejoined(value, _joined(held, dim, value.shape[dim], mesh.get_group(mesh_dim)), rest)
-    found: Any = meshes.with_local(value, local.plain) if isinstance(local, CastOnGather) else value
+            return _rejoined(value, _joined(on_device, dim, value.shape[dim], mesh.get_group(mesh_dim)), rest)
+    plain: Any = meshes.with_local(value, local.plain) if isinstance(local, CastOnGather) else value
     if local.device.type != mesh.device_type:  # offloaded
-        found = found.to(mesh.device_type)
-    whole: Tensor = found.full_tensor()
+        plain = plain.to(mesh.device_type)
+    whole: Tensor = plain.full_tensor()
     return whole
 
 
 def _joined(local: QuantizedTensor, dim: int, size: int, group: dist.ProcessGroup) -> QuantizedTensor:
-    """Shards of a group, cut along a dim that has `size` entries in all, as one: where DTensor does not join planes.
+    """Joins a group's shards along a dim of `size` entries in all, in cases where DTensor can't join planes.
 
-    Each rank sends the entries that its own rows have part in; what several hold of a block is the same on all.
+    Each rank sends the entries that cover its own rows. Entries that several ranks hold are equal on all of them.
     """
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
     layout, m, k, each = local.LAYOUT, prod(shape[:-1]), shape[-1], cdiv(size, group.size())

@@ -1,4 +1,4 @@
-"""A model with quantized weights as Hugging Face safetensors: as they are, plane by plane, or as plain values."""
+"""Exports a model to Hugging Face safetensors: quantized weights as planes, or dequantized to plain values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Item(NamedTuple):
-    """One weight: its name in the files, and the tensors that are written of it."""
+    """A weight: its name in the files, and the tensors that are written for it."""
 
     name: str
     value: Tensor
@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in a file."""
+        """Its bytes in a file."""
         return sum(facts.nbytes for facts in self.tensors.values())
 
 
@@ -54,20 +54,21 @@ def export_safetensors(
     rename: Rename | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Writes a folder of safetensors files as Hugging Face lays them out; returns the names of the files.
+    """Writes a folder of safetensors files as Hugging Face names them; returns the names of the files.
 
-    dtype=None: quantized weights as they are, each plane of the whole weight as a tensor `<weight>.<plane>`, compact
-    and without padding, with layouts and checksums in each file's metadata; `load_safetensors` reads them back byte for
-    byte. dtype=torch.bfloat16 (float16, float32): all that is floating point in that dtype, quantized weights
-    dequantized, under the usual names. rename: a name of the state dict -> the name in the files. Of tied weights the
-    first is written; what is no tensor is left out.
+    dtype: None keeps quantized weights quantized: each plane of the whole weight is a tensor `<weight>.<plane>`,
+    compact and without padding, with layouts and checksums in each file's metadata, and `load_safetensors` reads the
+    same bytes back. A floating-point dtype (torch.bfloat16, float16, float32) converts all floating-point tensors to
+    it, quantized weights dequantized, under their usual names. max_shard_bytes: the size of a file, unless one weight
+    is larger. rename: a name of the state dict -> the name in the files. Of tied weights only the first is written.
+    Values that are not tensors are left out.
 
-    Collective where torch.distributed is initialized: all ranks of `process_group` (default: all) call. Shards are
-    gathered one weight at a time; rank 0 of the group writes, and holds one file's worth. Files come to be in a folder
-    beside, which is renamed when complete.
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
+    gathered one weight at a time; rank 0 of the group writes, and keeps one file's tensors in memory. Files are written
+    into a folder beside, which is renamed when it is complete.
 
-    Every rank raises what any rank finds: FileExistsError where the folder has something in it, LayoutError and
-    ValueError before anything is gathered or written, OSError where writing failed; then nothing is left behind.
+    If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
+    ValueError before anything is gathered or written; OSError if writing fails, and then nothing is left behind.
     """
     problems: list[Problem] = []
     folder, files = Path(folder), list[list[Item]]()
@@ -77,9 +78,9 @@ def export_safetensors(
         items = _items(_state(model_or_state_dict), dtype, rename, problems)
         files = _split(items, max_shard_bytes)
         if writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} is there and not empty: export into a new folder")
-    told = repr([[(item.name, item.tensors) for item in file] for file in files])
-    facts = hashlib.sha256(told.encode()).hexdigest()
+            raise FileExistsError(f"{folder} exists and is not empty: export into a new folder")
+    described = repr([[(item.name, item.tensors) for item in file] for file in files])
+    facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
     names = [SINGLE]
     if len(files) > 1:
@@ -103,20 +104,20 @@ def export_safetensors(
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
-def _state(given: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name, each once: of names that share memory the first."""
-    state = given.state_dict(keep_vars=True) if isinstance(given, nn.Module) else given
-    found = {}
+def _state(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by name, each once: of several names of the same memory, the first."""
+    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
+    tensors = {}
     seen = set()
     for name, value in state.items():
         if isinstance(value, Tensor) and (key := _identity(value.detach())) not in seen:
             seen.add(key)
-            found[name] = value.detach()
-    return found
+            tensors[name] = value.detach()
+    return tensors
 
 
 def _identity(value: Tensor) -> Any:
-    """Alike for tensors that are the same values in the same memory: for empty shards as well, so on all ranks."""
+    """Equal for tensors that are the same values in the same memory; also for empty shards, so equal on all ranks."""
     local = meshes.local_of(value)
     if isinstance(local, QuantizedTensor):
         return id(local._planes), tuple(value.shape)
@@ -128,7 +129,7 @@ def _identity(value: Tensor) -> Any:
 def _items(
     state: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None, problems: list[Problem]
 ) -> list[Item]:
-    """What is written, checked on this rank. Raises ValueError."""
+    """The weights to write, after this rank's checks. Raises ValueError."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()
@@ -138,9 +139,11 @@ def _items(
             item = Item(to := file_name(name, rename), value, _tensors(to, value, dtype))
             for one, facts in item.tensors.items():
                 if one in taken:
-                    raise ValueError(f"{name} and {taken[one]} would both be {one} in the files")
+                    raise ValueError(
+                        f"{name} and {taken[one]} would both be named {one} in the files; rename one of them"
+                    )
                 if facts.dtype not in DTYPES.values():
-                    raise ValueError(f"{name}: files that others can read hold no {facts.dtype}")
+                    raise ValueError(f"{name}: safetensors files that others can read can't hold {facts.dtype}")
                 taken[one] = name
             items.append(item)
     return items
@@ -149,20 +152,22 @@ def _items(
 def _check(name: str, value: Tensor) -> None:
     local = meshes.local_of(value)
     if local.is_meta:
-        raise LayoutError(f"{name} is on the meta device: it has no values to export")
+        raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        raise LayoutError(f"{name} is sharded over ranks that this one is none of; pass their process_group")
+        raise LayoutError(f"{name} is sharded over ranks that don't include this one; pass their process_group")
     if not isinstance(local, QuantizedTensor):
         return
     pending_writes.check_readable(local)
     if local._transposed or (value is local and (local._halo.rows or local._peers == ())):
         raise LayoutError(f"{name}: {local._label()} is a view or a part of a weight; export the weight itself")
     if local.shape[-1:] != local._matrix[1:]:
-        raise LayoutError(f"{name}: {local._label()} is a view of another shape than the weight's")
+        raise LayoutError(
+            f"{name}: {local._label()} is a view with another shape than the weight; export the weight itself"
+        )
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
-    """Name -> shape and dtype of what is written of a value."""
+    """The tensors that are written for a value: name -> shape and dtype."""
     local, shape = meshes.local_of(value), tuple(value.shape)
     if not isinstance(local, QuantizedTensor) or dtype is not None:
         to = dtype if dtype is not None and value.is_floating_point() else value.dtype
@@ -176,22 +181,24 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
 
 
 def _in_files(dtype: torch.dtype) -> torch.dtype:
-    """uint8 for codes whose dtype loaders of safetensors do not know."""
+    """The dtype in files: uint8 for codes of a dtype that loaders of safetensors don't know."""
     return dtype if dtype in DTYPES.values() or dtype.itemsize != 1 else torch.uint8
 
 
 def _split(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """Weights in order into files of at most `limit` bytes, or of one weight. Raises ValueError for no limit."""
+    """Splits weights, in order, into files of at most `limit` bytes, or of one weight. Raises ValueError if it is not
+    positive."""
+
     if limit <= 0:
         raise ValueError(f"max_shard_bytes must be positive, not {limit}")
     files: list[list[Item]] = [[]]
-    held = 0
+    used = 0
     for item in items:
-        if files[-1] and held + item.nbytes > limit:
+        if files[-1] and used + item.nbytes > limit:
             files.append([])
-            held = 0
+            used = 0
         files[-1].append(item)
-        held += item.nbytes
+        used += item.nbytes
     return files
 
 
@@ -199,9 +206,9 @@ def _split(items: Sequence[Item], limit: int) -> list[list[Item]]:
 def _write_file(
     path: Path, items: Sequence[Item], dtype: torch.dtype | None, writes: bool, problems: list[Problem]
 ) -> None:
-    """Gathers the weights of a file, on all ranks, and writes it on one.
+    """Gathers a file's weights on all ranks, and writes the file on one.
 
-    What fails there is noted after all gathers, for which the others wait.
+    What fails there is noted, not raised, since the other ranks wait in the gathers.
     """
     tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
@@ -217,7 +224,7 @@ def _write_file(
     if writes and not problems:
         with noted(problems):
             metadata = {"format": "pt"} | ({OURS: json.dumps(described)} if described else {})
-            path.touch()  # with the mode that new files have, which save_file does not ask for
+            path.touch()  # with the usual mode of new files, which save_file would not give it
             mode = path.stat().st_mode
             library().save_file(tensors, path, metadata=metadata)
             path.chmod(mode)
@@ -225,16 +232,16 @@ def _write_file(
 
 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an item, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
+    """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if not isinstance(whole, QuantizedTensor):
-        found = {item.name: whole}
+        tensors = {item.name: whole}
     elif dtype is not None:
-        found = {item.name: whole.dequantize(dtype)}
+        tensors = {item.name: whole.dequantize(dtype)}
     else:
         gathered_in_graphs.check_held(whole)
-        found = {f"{item.name}.{plane}": whole._entries(plane) for plane in whole.planes()}
+        tensors = {f"{item.name}.{plane}": whole._entries(plane) for plane in whole.planes()}
     for name, facts in item.tensors.items():
-        tensor = found[name]
+        tensor = tensors[name]
         if tuple(tensor.shape) != facts.shape:
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)} when gathered, not {facts.shape}")
         plain = tensor.view(facts.dtype) if isinstance(whole, QuantizedTensor) and dtype is None else tensor
@@ -242,20 +249,20 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tupl
 
 
 def _description(name: str, whole: QuantizedTensor, made: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the metadata of a file says of a quantized weight, in values that JSON knows."""
+    """A quantized weight as the metadata of a file describes it, in JSON values."""
     return {
         "format": stored_form.FORMAT,
         **stored_form.describe(whole.LAYOUT),
         "shape": list(whole.shape),
         "dtype": str(whole.dtype).removeprefix("torch."),
         "orientations": list(whole._orientations),
-        "planes": {plane: str(held.dtype).removeprefix("torch.") for plane, held in whole.planes().items()},
+        "planes": {plane: str(tensor.dtype).removeprefix("torch.") for plane, tensor in whole.planes().items()},
         "crc32": {plane: checksums.crc32(made[f"{name}.{plane}"]) for plane in whole.planes()},
     }
 
 
 def _finish(partly: Path, folder: Path, names: Sequence[str], files: Sequence[Sequence[Item]]) -> None:
-    """Writes the index, where there is more than one file, and gives the folder its name."""
+    """Writes the index, if there are several files, and gives the folder its name."""
     if len(files) > 1:
         where = {
             tensor: name for name, file in zip(names, files, strict=True) for item in file for tensor in item.tensors
@@ -265,5 +272,5 @@ def _finish(partly: Path, folder: Path, names: Sequence[str], files: Sequence[Se
         (partly / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         sync(partly / INDEX)
     sync(partly)
-    os.replace(partly, folder)  # where a folder is, it is empty
+    os.replace(partly, folder)  # which is empty, if it exists
     sync(folder.parent)

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: headers and indexes are checked before they are believed, and read slice by slice."""
+"""Folders of safetensors files: headers and indexes are checked before use, and tensors are read slice by slice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.weight.stored_form import is_facts
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OURS = "layoutc"  # the key of a file's metadata under which quantized weights are described
-HEADER = 100_000_000  # the most bytes of a header, or of an index; the safetensors library reads no longer ones
-CHUNK = 1 << 24  # bytes of a file that are held at once where only a checksum is asked for
+OURS = "layoutc"  # the key in a file's metadata under which quantized weights are described
+HEADER = 100_000_000  # the most bytes of a header or an index, as in the safetensors library
+CHUNK = 1 << 24  # bytes of a file that are read at a time for its checksum
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,7 +40,7 @@ DTYPES = {
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, by its header: bytes `begin` to `end` of the file."""
+    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file."""
 
     path: Path
     name: str
@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a folder holds: tensors by name, described quantized weights by name, and a digest of all headers."""
+    """The contents of a folder: tensors by name, descriptions of quantized weights by name, a digest of all headers."""
 
     tensors: dict[str, Stored]
     described: dict[str, Mapping[str, Any]]
@@ -59,7 +59,7 @@ class Contents(NamedTuple):
 
 
 def library() -> ModuleType:
-    """The module safetensors.torch. Raises ImportError that says what to install."""
+    """The module safetensors.torch. Raises ImportError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -70,9 +70,9 @@ def library() -> ModuleType:
 
 
 def read_folder(folder: Path) -> Contents:
-    """The headers of a folder's files, as Hugging Face lays them out: one file, or several and an index.
+    """Reads the headers of a folder as Hugging Face lays it out: one file, or several and an index.
 
-    Raises FileNotFoundError without either, DamagedError for a file or index that can't be what was written.
+    Raises FileNotFoundError if there is neither, DamagedError for a file or index that can't be what was written.
     """
     if (folder / SINGLE).is_file():
         files: dict[str, list[str] | None] = {SINGLE: None}
@@ -85,29 +85,29 @@ def read_folder(folder: Path) -> Contents:
     for name, wanted in files.items():
         path = folder / name
         if not path.is_file():
-            raise DamagedError(f"{folder / INDEX} names {name}, which is not there")
+            raise DamagedError(f"{folder / INDEX} names {name}, which is missing; copy the whole folder")
         tensors, metadata, header = read_header(path)
         digest.update(f"{name} {len(header)} ".encode() + header)
         if lacking := [one for one in wanted or () if one not in tensors]:
-            raise DamagedError(f"{folder / INDEX} says that {path.name} holds {lacking[0]}, which it does not")
+            raise DamagedError(f"{folder / INDEX} says that {path.name} holds {lacking[0]}, but it does not")
         described = _described(path, metadata)
         planes = {f"{weight}.{plane}" for weight, of in described.items() for plane in of["planes"]}
         if lost := sorted(planes - tensors.keys()):
-            raise DamagedError(f"{path} describes {lost[0]}, which it does not hold")
+            raise DamagedError(f"{path} describes {lost[0]}, but does not hold it")
         contents.described.update(described)
         contents.tensors.update({one: tensors[one] for one in (tensors if wanted is None else wanted)})
     return contents._replace(digest=digest.hexdigest())
 
 
 def _index(path: Path) -> dict[str, list[str] | None]:
-    """File name -> names of tensors in it, of an index."""
+    """An index: file name -> names of the tensors in it."""
     mapping = json_of(read_whole(path, HEADER), f"{path}: the index").get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
         raise DamagedError(f"{path} has no weight_map of names to files")
     files: dict[str, list[str] | None] = {}
     for name, file in mapping.items():
         if Path(file).name != file or file in (".", "..") or {*file} & {"/", "\\", "\0", ":"}:
-            raise DamagedError(f"{path} names {short(file)}, which is not a file of its own folder")
+            raise DamagedError(f"{path} names {short(file)}, which is not a file of the same folder")
         names = files.setdefault(file, [])
         assert names is not None
         names.append(name)
@@ -117,29 +117,30 @@ def _index(path: Path) -> dict[str, list[str] | None]:
 def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any], bytes]:
     """(tensors by name, metadata, the header's bytes) of one file.
 
-    Raises DamagedError where the header is none, or does not describe a file of this size.
+    Raises DamagedError if it has no valid header, or one that does not describe a file of this size.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(read_at(file, 0, 8), "little") if size >= 8 else size
         if length > size - 8:
             raise DamagedError(
-                f"{path} is truncated or no safetensors file: {size} bytes, of which a header of {length} is announced"
+                f"{path} is truncated or not a safetensors file: it has {size} bytes, and should have a header of "
+                f"{length}"
             )
         if length > HEADER:
-            raise DamagedError(f"{path} announces a header of {length:,} bytes, and none has more than {HEADER:,}")
+            raise DamagedError(f"{path} should have a header of {length:,} bytes, but the most is {HEADER:,}")
         raw = read_at(file, 8, length)
     header = json_of(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise DamagedError(f"{path}: the metadata of the header is no mapping")
+        raise DamagedError(f"{path}: the metadata of the header is not a mapping")
     start = 8 + length
     tensors = {name: _stored(path, name, entry, start, size) for name, entry in header.items()}
     end = start
     for tensor in sorted(tensors.values(), key=lambda one: (one.begin, one.end)):
         if tensor.begin != end:
             raise DamagedError(
-                f"{path}: {tensor.name} begins at byte {tensor.begin}, and what is before it ends at {end}"
+                f"{path}: {tensor.name} begins at byte {tensor.begin}, but what precedes it ends at {end}"
             )
         end = tensor.end
     if end != size:
@@ -154,22 +155,22 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
     except (TypeError, KeyError, ValueError):
         numbers = (-1,)
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or not isinstance(dtype, str):
-        raise DamagedError(f"{path}: the header's entry of {name} has no dtype, shape and data_offsets")
+        raise DamagedError(f"{path}: the header's entry for {name} lacks a valid dtype, shape or data_offsets")
     if start + end > size:
         raise DamagedError(f"{path} is truncated: {name} ends at byte {start + end}, the file at {size}")
-    known = DTYPES.get(dtype)
-    if end < begin or (known is not None and end - begin != prod(shape) * known.itemsize):
+    as_dtype = DTYPES.get(dtype)
+    if end < begin or (as_dtype is not None and end - begin != prod(shape) * as_dtype.itemsize):
         raise DamagedError(f"{path}: {name} of shape {shape} in {dtype} can't be bytes {begin} to {end}")
     return Stored(path, name, dtype, shape, start + begin, start + end)
 
 
 def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The quantized weights that a file's metadata describes, in the form that `export_safetensors` writes."""
+    """The quantized weights that a file's metadata describes, as `export_safetensors` writes them."""
     if OURS not in metadata:
         return {}
     text = metadata[OURS]
-    found = json_of(text.encode() if isinstance(text, str) else b"", f"{path}: the metadata of {OURS}")
-    for name, entry in found.items():
+    weights = json_of(text.encode() if isinstance(text, str) else b"", f"{path}: the metadata of {OURS}")
+    for name, entry in weights.items():
         try:
             lacking = [plane for plane in entry["planes"] if not isinstance(entry["crc32"].get(plane), int)]
             fine = not lacking and isinstance(entry["format"], int)
@@ -186,12 +187,12 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str
             fine = False
         if not fine:
             raise DamagedError(f"{path}: the metadata of {name} is not what export_safetensors writes")
-    return found
+    return weights
 
 
 # ------------------------------------------------------------------------------------------------------------- contents
 class Slices:
-    """Files of a folder, mapped into memory when first asked for: what is not sliced is never read."""
+    """Files of a folder, mapped into memory at first use. Only slices that are asked for are read."""
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
@@ -205,7 +206,7 @@ class Slices:
         self._open.close()
 
     def open(self, path: Path) -> Any:
-        """The file. Raises DamagedError where safetensors refuses it."""
+        """The mapped file. Raises DamagedError if safetensors refuses it."""
         if path not in self._files:
             import safetensors
 
@@ -216,25 +217,25 @@ class Slices:
         return self._files[path]
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, on the CPU: a view of mapped memory, to be copied from and let go."""
+        """A slice of a tensor on the CPU: a view of mapped memory, to be copied and dropped."""
         file = self.open(stored.path)
         return read_slice(file, stored, index)
 
 
 def read_slice(file: Any, stored: Stored, index: tuple[slice, ...]) -> Tensor:
     """The one place where values are read."""
-    found: Tensor = file.get_slice(stored.name)[index] if index else file.get_tensor(stored.name)
-    return found
+    values: Tensor = file.get_slice(stored.name)[index] if index else file.get_tensor(stored.name)
+    return values
 
 
 def crc32_of(stored: Stored) -> int:
-    """CRC-32 of a tensor's bytes in its file, CHUNK bytes at a time."""
-    found, left = 0, stored.end - stored.begin
+    """The CRC-32 of a tensor's bytes in its file, read CHUNK bytes at a time."""
+    checksum, left = 0, stored.end - stored.begin
     with open_file(stored.path) as file:
         file.seek(stored.begin)
         while left:
             piece = file.read(min(left, CHUNK))
             if not piece:
-                raise DamagedError(f"{stored.path} has become shorter while it was read")
-            found, left = zlib.crc32(piece, found), left - len(piece)
-    return found
+                raise DamagedError(f"{stored.path} was truncated while it was read; something else writes into it")
+            checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+    return checksum

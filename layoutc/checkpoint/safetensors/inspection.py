@@ -1,4 +1,4 @@
-"""What is in a folder of safetensors files, as `inspect` tells it: read from headers, by which no code can be run."""
+"""The entries of a folder of safetensors files, for `inspect`: read from headers, which can't run code."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from layoutc.runtime.weight.stored_form import FORMAT, is_facts
 
 
 def entries(folder: Path) -> tuple[EntryFacts, ...]:
-    """The entries of a folder, in the order of their bytes; the planes of a quantized weight are one.
+    """The entries of a folder, in the order of their bytes. The planes of a quantized weight are one entry.
 
-    Raises DamagedError where a header or an index is not what was written, LayoutError where the files are not named
-    as Hugging Face names them.
+    Raises DamagedError if a header or an index is not what was written, LayoutError if the files are not named as
+    Hugging Face names them.
     """
     try:
         contents = read_folder(folder)
     except FileNotFoundError as error:
         raise LayoutError(str(error)) from error
     owners = {f"{name}.{plane}": name for name, entry in contents.described.items() for plane in entry["planes"]}
-    found: dict[str, EntryFacts] = {}
+    facts: dict[str, EntryFacts] = {}
     for tensor in sorted(contents.tensors.values(), key=lambda tensor: (tensor.path.name, tensor.begin)):
         if (name := owners.get(tensor.name)) is None:
-            found[tensor.name] = _plain(tensor)
-        elif name not in found:
+            facts[tensor.name] = _plain(tensor)
+        elif name not in facts:
             planes = [contents.tensors[f"{name}.{plane}"] for plane in contents.described[name]["planes"]]
-            found[name] = _quantized(name, contents.described[name], planes)
-    return tuple(found.values())
+            facts[name] = _quantized(name, contents.described[name], planes)
+    return tuple(facts.values())
 
 
 def _plain(tensor: Stored) -> EntryFacts:
@@ -41,11 +41,11 @@ def _plain(tensor: Stored) -> EntryFacts:
 def _quantized(name: str, described: Mapping[str, Any], planes: list[Stored]) -> EntryFacts:
     path, form = planes[0].path, described["format"]
     if form != FORMAT:
-        raise LayoutError(f"{path}: {name} is in form {form}; this version of layoutc reads {FORMAT}")
+        raise LayoutError(f"{path}: {name} is in format {form}; this version of layoutc reads {FORMAT}")
     shape, language = tuple(described["shape"]), described.get("language")
     words = [*described["orientations"], *described["planes"]]
     fits = type(language) is int and min(shape, default=0) >= 0 and all(isinstance(word, str) for word in words)
     if not fits or not is_facts(described["facts"]):
         raise DamagedError(f"{path}: the metadata of {name} is not what export_safetensors writes")
-    held = sum(plane.end - plane.begin for plane in planes)
-    return entry_of(name, shape, described["dtype"], [described], 1, held)
+    stored = sum(plane.end - plane.begin for plane in planes)
+    return entry_of(name, shape, described["dtype"], [described], 1, stored)

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors into a model whose weights are quantized and sharded: each rank reads what it holds."""
+"""Loads Hugging Face safetensors into a model of quantized and sharded weights: each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Rename = Callable[[str], str]
 
 
 class Loaded(NamedTuple):
-    """Names of a model that a load has left as they were, and names of the files that it had no use for."""
+    """Names of the model that a load found nothing for, and names of the files that the model does not have."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
 class Entry(NamedTuple):
-    """A quantized weight in a file."""
+    """A quantized weight in the files."""
 
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One parameter or buffer, and where its values come from."""
+    """A parameter or buffer, and the source of its values."""
 
     name: str
     param: Tensor
@@ -62,20 +62,20 @@ def load_safetensors(
     convert: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Loads model.safetensors, or the files that model.safetensors.index.json names, into a model as it is sharded.
+    """Loads model.safetensors, or the files that model.safetensors.index.json names, into a sharded or whole model.
 
-    Plain values (F32, BF16, F16) are quantized to the bytes that the whole weight would have, whatever the cuts;
-    weights that are cast on gather take them as they are. Weights that `export_safetensors` wrote as they were go into
-    the same layout byte for byte; with convert=True they are dequantized for another layout, or a plain parameter.
-    Each rank reads the slices that it holds, one parameter at a time, and nothing else but headers and its share of
-    checksums. rename: a name of the model's state dict -> the name in the files. Tied parameters need one of their
-    names; buffers that the files leave out stay as they are. strict=False lets names be missing and unexpected.
+    Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight would have, whatever the cuts;
+    weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` go into the same
+    layout byte for byte; with convert=True they are dequantized for another layout or a plain parameter. Each rank
+    reads the slices that it holds, one parameter at a time, beside headers and its share of checksums. rename: a name
+    of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers that the files
+    leave out stay as they are. strict: raise for names that are missing in the files or unexpected there.
 
-    Collective where torch.distributed is initialized: all ranks of `process_group` (default: all) call.
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
-    All of it is checked before anything is written, and every rank raises what any rank finds: FileNotFoundError
-    without files, DamagedError for a truncated or changed file, LayoutError for names, shapes, dtypes and layouts that
-    don't fit, ImportError without safetensors.
+    Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
+    FileNotFoundError without files, DamagedError for truncated or changed files, LayoutError for names, shapes, dtypes
+    and layouts that don't fit, ImportError without the safetensors package.
     """
     problems: list[Problem] = []
     steps: list[Step] = []
@@ -103,37 +103,37 @@ def load_safetensors(
 def _plan(
     model: nn.Module, contents: Contents, rename: Rename | None, strict: bool, problems: list[Problem]
 ) -> tuple[list[Step], Loaded]:
-    """What to write, in the order of the model's state dict, which is that of all ranks."""
+    """The steps, in the order of the model's state dict, which is the same on all ranks."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
     there = (contents.tensors.keys() - of_planes) | contents.described.keys()
-    # With their variables: tied parameters are one object, and weights that are cast on gather show themselves.
+    # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     aliases: dict[int, list[str]] = {}
     for name, value in state.items():
         aliases.setdefault(id(value), []).append(name)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    steps, missing, expected = [], [], set()
+    steps, missing, expected = list[Step](), list[str](), set[str]()
     for names in aliases.values():
         files = {name: file_name(name, rename) for name in names}
         expected |= set(files.values())
-        found = next((name for name in names if files[name] in there), None)
-        if found is None:
+        source = next((name for name in names if files[name] in there), None)
+        if source is None:
             missing.append(names[0])
             if strict and names[0] not in buffers:
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
                 renamed = f" (as {files[names[0]]})" if files[names[0]] != names[0] else ""
-                problems.append(Problem("LayoutError", f"{names[0]}: not in the files{renamed}{also}"))
+                problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
             continue
         with noted(problems):
-            steps.append(Step(found, state[found], _source(files[found], contents)))
+            steps.append(Step(source, state[source], _source(files[source], contents)))
     unexpected = sorted(there - expected)
     if strict:
-        problems += [Problem("LayoutError", f"{name}: in the files, not in the model") for name in unexpected]
+        problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
     return steps, Loaded(tuple(missing), tuple(unexpected))
 
 
 def file_name(name: str, rename: Rename | None) -> str:
-    """The name in a file of a name in a state dict: what torch.compile puts in front is no part of it."""
+    """The name in the files for a name in a state dict, without the prefix that torch.compile adds."""
     name = name.replace("_orig_mod.", "")
     return name if rename is None else rename(name)
 
@@ -142,17 +142,17 @@ def _source(name: str, contents: Contents) -> Stored | Entry:
     if (entry := contents.described.get(name)) is None:
         return contents.tensors[name]
     if entry["format"] != stored_form.FORMAT:
-        raise LayoutError(f"{name} is in form {entry['format']}; this version of layoutc reads {stored_form.FORMAT}")
+        raise LayoutError(f"{name} is in format {entry['format']}; this version of layoutc reads {stored_form.FORMAT}")
     cls, shape = stored_form.class_of(entry), tuple(entry["shape"])
     facts = cls.LAYOUT.planes(prod(shape[:-1]), shape[-1])
     planes = {plane: contents.tensors[f"{name}.{plane}"] for plane in entry["planes"]}
-    for plane, found in planes.items():
+    for plane, stored in planes.items():
         wanted = facts.get(plane)
-        fits = wanted is not None and found.shape == wanted.shape and wanted.nbytes == found.end - found.begin
-        if not fits or found.dtype not in DTYPES:
+        fits = wanted is not None and stored.shape == wanted.shape and wanted.nbytes == stored.end - stored.begin
+        if not fits or stored.dtype not in DTYPES:
             raise DamagedError(
                 f"{plane} of {name} of shape {shape} in {cls.LAYOUT.name} should be {wanted}, but the file has "
-                f"{found.shape} {found.dtype}"
+                f"{stored.shape} {stored.dtype}"
             )
     return Entry(cls, shape, tuple(entry["orientations"]), planes)
 
@@ -163,7 +163,7 @@ def _sources(step: Step) -> list[Stored]:
 
 # ---------------------------------------------------------------------------------------------------------------- check
 def _check(step: Step, convert: bool) -> None:
-    """Raises LayoutError where the source can't be written into the parameter."""
+    """Raises LayoutError if the source can't be written into the parameter."""
     name, param, source = step
     local = meshes.local_of(param)
     if source.shape != tuple(param.shape):
@@ -191,27 +191,27 @@ def _check(step: Step, convert: bool) -> None:
         if not convert:
             raise LayoutError(_other(name, local, source))
         if not local.is_floating_point():
-            raise LayoutError(f"{name} is {local.dtype}: a quantized weight converts to floating point")
+            raise LayoutError(f"{name} is {local.dtype}, but a quantized weight only converts to floating point")
     elif not _converts(source.dtype, local):
         raise LayoutError(f"{name}: {_unfit(source, local)}")
     if isinstance(local, QuantizedTensor):
-        groups, place = _sharing(name, param, local)
-        check_place(local, place)
+        groups, shard_place = _sharing(name, param, local)
+        check_place(local, shard_place)
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
 def _holds(param: Tensor) -> bool:
-    """False for a DTensor of other ranks alone."""
+    """False for a DTensor that only other ranks have."""
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
 def _converts(dtype: str, local: Tensor) -> bool:
-    known = DTYPES.get(dtype)
+    as_dtype = DTYPES.get(dtype)
     if isinstance(local, QuantizedTensor):
-        return known in weights.FLOATS
+        return as_dtype in weights.FLOATS
     if local.is_floating_point():
-        return known in (*weights.FLOATS, torch.float64)
-    return known == local.dtype
+        return as_dtype in (*weights.FLOATS, torch.float64)
+    return as_dtype == local.dtype
 
 
 def _unfit(source: Stored, local: Tensor) -> str:
@@ -229,7 +229,7 @@ def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Ro
     layout = local.LAYOUT
     if lacking := [plane for plane in local._planes if plane not in source.planes]:
         raise LayoutError(
-            f"{name}: the files hold {', '.join(source.planes)} of it, but the model also {', '.join(lacking)}"
+            f"{name}: the files have its {', '.join(source.planes)}, but the model also needs {', '.join(lacking)}"
         )
     if len(runs) > 1 and any(rows.r0 % layout.block_rows or rows.r1 % layout.block_rows for rows in runs):
         raise LayoutError(f"{name} is cut inside blocks of {layout.block_rows} rows on a dim other than the first")
@@ -244,11 +244,11 @@ def _other(name: str, local: Tensor, source: Entry) -> str:
         ours = local.LAYOUT
         how = stored_form.difference(stored_form.describe(theirs), stored_form.describe(ours))
         differs = f"layout {theirs.layout_id} in the files, {ours.layout_id} in the model: {how}"
-    return f"{name}: {differs}. convert=True dequantizes what the files have"
+    return f"{name}: {differs}. convert=True dequantizes the files' weight"
 
 
 def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
-    """Checks a part of all checksums, so that the ranks of a group check each once. Raises DamagedError."""
+    """Checks this rank's share of the checksums: each is checked on one rank of the group. Raises DamagedError."""
     loads = [0] * size_of(group)
     planes = [
         (contents.tensors[f"{name}.{plane}"], entry["crc32"][plane])
@@ -267,14 +267,14 @@ def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dist.ProcessGroup], Any]:
-    """Whom this rank shares amaxes with, and where its shard lies among those that share blocks with it."""
+    """The groups that this rank shares amaxes with, and its shard's Place among those that it may share blocks with."""
     if isinstance(param, DTensor):
         return meshes.amax_groups(local.LAYOUT, param, name), place_of(param, local)
     return shards.amax_groups(local)[0], shards.place(local)
 
 
 def _write(step: Step, slices: Slices) -> None:
-    """Collective where the parameter's shards share amaxes, or blocks that cuts go through."""
+    """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split."""
     name, param, source = step
     if not _holds(param):
         return
@@ -288,35 +288,35 @@ def _write(step: Step, slices: Slices) -> None:
     else:
         values = slices.read(source, box_of(param).slices)
     if isinstance(local, QuantizedTensor):
-        # As copy_ does, and also for shards that fully_shard has not made.
-        groups, place = _sharing(name, param, local)
+        # As copy_, but also for shards that were not made by fully_shard.
+        groups, shard_place = _sharing(name, param, local)
         tag = shards.tag(local) if groups else None
         values = values.to(local.device).contiguous()
-        weights.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=place)
+        weights.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=shard_place)
     elif isinstance(local, CastOnGather):
         local.plain.copy_(values)
-        local._agreed.forget()  # a history of amaxes has nothing to do with these values
+        local._agreed.forget()  # the history of amaxes is unrelated to these values
     else:
         local.copy_(values)
 
 
 def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Slices) -> None:
-    """The entries that the shard's own rows have part in, run by run; what all rows share also where it has none."""
+    """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rows(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
     for name in local._planes:
-        plane, found, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
+        plane, stored, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
-            piece = slices.read(found, entries_of(plane, found.shape, rows, k)).view(into.dtype)
+            piece = slices.read(stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
             into[start : start + len(piece)].copy_(piece)
             start += len(piece)
     written([local])
 
 
 def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dtype: torch.dtype) -> Tensor:
-    """The values of this rank's part, from the blocks of the files that it is part of, in the local shape."""
+    """The values of this rank's part in its local shape, dequantized from the whole blocks that it touches."""
     cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
-    found = []
+    runs = []
     for rows in rows_of(source.shape, box_of(param)):
         blocks = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k)
         matrix = (blocks.r1 - blocks.r0, blocks.c1 - blocks.c0)
@@ -325,7 +325,7 @@ def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dt
             piece = slices.read(file, entries_of(layout.stored[name], file.shape, blocks, k))
             planes[name] = piece.to(local.device).contiguous().view(layout.dtypes[name])
         values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
-        found.append(values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0])
-    if not found:
+        runs.append(values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0])
+    if not runs:
         return torch.empty(local.shape, dtype=dtype, device=local.device)
-    return torch.cat(found).view(local.shape)
+    return torch.cat(runs).view(local.shape)

@@ -1,1 +1,1 @@
-"""Files that are not trusted: read up to a limit, and checked before they are believed."""
+"""Untrusted files: read up to a limit, and checked before they are used."""

@@ -1,4 +1,4 @@
-"""Files that are not trusted: opened where they are files, read up to a limit; JSON that asks for little memory."""
+"""Opening and reading untrusted files: regular files only, up to a limit, and JSON that can't exhaust memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, BinaryIO, NoReturn
 
 from layoutc.runtime.errors import DamagedError
 
-DIMS = 64  # of a tensor: torch takes no more
-_CONTAINERS = 8  # bytes of JSON to each list and mapping in it, at the least: what is written has twice as many
+DIMS = 64  # the most that a torch tensor has
+_CONTAINERS = 8  # the fewest bytes of JSON for each list or mapping in it: files of ours have twice as many
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file to read, unbuffered. Raises DamagedError for what is there and no file: a pipe would make readers wait.
+    """Opens a regular file for reading, unbuffered.
 
-    FileNotFoundError where there is none; DamagedError where it may not be read.
+    Raises FileNotFoundError if there is none; DamagedError if it can't be read or is not a regular file, since a pipe
+    would make readers wait forever.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
@@ -29,59 +30,62 @@ def open_file(path: Path) -> BinaryIO:
         raise DamagedError(f"{path} can't be read: {error.strerror or error}") from error
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise DamagedError(f"{path} is no regular file")
+        raise DamagedError(f"{path} is not a regular file")
     return os.fdopen(number, "rb", buffering=0)
 
 
 def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    """That many bytes, or as many as there are."""
+    """`length` bytes from `offset` on, or as many as there are."""
     file.seek(offset)
-    found = bytearray()
-    while len(found) < length and (more := file.read(min(length - len(found), 2**26))):
-        found += more
-    return bytes(found)
+    data = bytearray()
+    while len(data) < length and (more := file.read(min(length - len(data), 2**26))):
+        data += more
+    return bytes(data)
 
 
 def read_whole(path: Path, limit: int) -> bytes:
-    """All bytes of a file. Raises DamagedError where it has more than `limit`, or is no file."""
+    """All bytes of a file. Raises DamagedError if it has more than `limit`, or is not a regular file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise DamagedError(f"{path} has {size:,} bytes, and such a file never more than {limit:,}")
+            raise DamagedError(f"{path} has {size:,} bytes, but such a file has at most {limit:,}")
         return read_at(file, 0, size)
 
 
 def json_of(raw: bytes, about: str) -> dict[str, Any]:
-    """The mapping that bytes of JSON are. Raises DamagedError, which begins with `about`, for anything else: also for
-    names that come twice, numbers that are none, and nesting or lists beyond what any such file has."""
+    """Parses bytes of JSON that hold a mapping.
+
+    Raises DamagedError, whose message begins with `about`, for anything else, and also for duplicate keys, NaN and
+    infinities, and for more nesting or lists than such a file ever has.
+    """
 
     def refuse(why: str) -> NoReturn:
         raise DamagedError(f"{about} {why}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             names = sorted(name for name, _ in pairs)
-            refuse(f"has {short(next(a for a, b in pairwise(names) if a == b))} twice")
-        return found
+            refuse(f"has the key {short(next(a for a, b in pairwise(names) if a == b))} twice")
+        return mapping
 
     if _CONTAINERS * (raw.count(b"[") + raw.count(b"{")) > len(raw) + 1024:
-        refuse("is made of little more than brackets")
+        refuse("is little more than brackets")
     try:
-        found = json.loads(raw, object_pairs_hook=unique, parse_constant=lambda name: refuse(f"has {name} in it"))
+        parsed = json.loads(raw, object_pairs_hook=unique, parse_constant=lambda name: refuse(f"contains {name}"))
     except DamagedError:
         raise
     except RecursionError:
         refuse("is nested too deeply")
     except ValueError as error:
         refuse(f"is not JSON ({error})")
-    if not isinstance(found, dict):
-        refuse(f"is JSON of {type(found).__name__}, not of a mapping")
-    return found
+    if not isinstance(parsed, dict):
+        refuse(f"is JSON of a {type(parsed).__name__}, not of a mapping")
+    return parsed
 
 
 def short(value: object) -> str:
-    """A value of a file in a message: never longer than a line, however large or nested the value is."""
+    """A file's value for a message: at most one line, however large or nested the value is."""
     if isinstance(value, str | bytes):
         return repr(value[:80]) + ("..." if len(value) > 80 else "")
     if value is None or isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""The bytes of `.metadata` as torch's metadata classes, by way of stand-ins that a pickle can't do harm with."""
+"""Reads `.metadata` into torch's metadata classes, by way of stand-ins that a hostile pickle can't misuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutc.checkpoint.untrusted import unpickling
 from layoutc.checkpoint.untrusted.files import DIMS, short
 from layoutc.runtime.errors import DamagedError
 
-StorageInfo = _StorageInfo  # where an item lies in a file; private, and in every .metadata
+StorageInfo = _StorageInfo  # where an item lies in a file: a private class of torch that is in every .metadata
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 # The fields of each class, and whether a file must have them.
@@ -40,35 +40,35 @@ _FIELDS: dict[tuple[str, str], dict[str, bool]] = {
         "offset": True,
         "length": True,
         "transform_descriptors": False,
-        "crc32": False,  # of the item's directory, which layoutc.checkpoint.save adds
+        "crc32": False,  # of the item's directory; added by layoutc.checkpoint.save
     },
     (_FILES, "_StoragePrefix"): {"prefix": True},
 }
-_KEYS = {  # of each class: those that it may have, and those that it must have
+_KEYS = {  # for each class: the fields that it may have, and those that it must have
     name: (frozenset(fields), frozenset(field for field, needed in fields.items() if needed))
     for (_, name), fields in _FIELDS.items()
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by the number in the file
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by their number in the file
 
 
-_PAIRS = 20  # of chunks that are compared, for each chunk of a tensor that is cut in no grid
-_ELEMENT, _REST = 32, 2**20  # bytes of an item for each element, and besides: several times what any recipe stores
+_PAIRS = 20  # pairs that are compared at most for each chunk, in a tensor that is not cut in a grid
+_ELEMENT, _REST = 32, 2**20  # the most bytes of an item, for each element and besides: several times what recipes store
 
 
-class _Given:
-    """An object of a file: its class, and what the file sets on it."""
+class _StandIn:
+    """A stand-in for an object in a file: its class, and the fields that the file sets on it."""
 
     _class = ""
 
     def __setstate__(self, state: Any) -> None:
         known = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
         if type(state) is not dict or len(state) > 2 * len(known) + 2 or not all(type(key) is str for key in state):
-            raise ValueError(f"a {self._class} has a state that is none")
+            raise ValueError(f"a {self._class} has an invalid state")
         vars(self).update(state)
 
 
-class _Properties(_Given):
+class _Properties(_StandIn):
     state: Any
 
     def __setstate__(self, state: Any) -> None:
@@ -76,15 +76,15 @@ class _Properties(_Given):
 
 
 def metadata_of(data: bytes, where: str) -> dcp.Metadata:
-    """The metadata in the bytes of a `.metadata` file; DamagedError, which begins with `where`, where it is none."""
+    """Parses the bytes of a `.metadata` file. Raises DamagedError, whose message begins with `where`, if it can't."""
     value = unpickling.read(data, _names(), where, dtypes=True)
     return _Maker(where).metadata(value)
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """New stand-ins, since a pickle can change what it names."""
+    """New stand-ins for each reading, since a pickle can change the objects that it names."""
     names: dict[tuple[str, str], Any] = {
-        (module, name): type(name, (_Properties if name == "TensorProperties" else _Given,), {"_class": name})
+        (module, name): type(name, (_Properties if name == "TensorProperties" else _StandIn,), {"_class": name})
         for module, name in _FIELDS
     }
     names["torch", "Size"] = _size
@@ -98,16 +98,16 @@ def _names() -> dict[tuple[str, str], Any]:
 
 
 def _size(sizes: Any = ()) -> torch.Size:
-    """Not torch.Size itself, which copies a list of any length, as often as the file says."""
+    """In place of torch.Size, which would copy a list of any length, as often as the file says."""
     if type(sizes) not in (tuple, list) or len(sizes) > DIMS:
         raise ValueError(f"a size has more than {DIMS} dims")
     return torch.Size(sizes)
 
 
 def _path(*parts: Any) -> PurePosixPath:
-    """Of text alone: paths in paths could be twice as long each time."""
+    """In place of path classes. Of text only: a path made of paths could double in length each time."""
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > 2**14:
-        raise ValueError("a path is made of more than text, or of too much")
+        raise ValueError("a path is not made of text, or too long")
     return PurePosixPath(*parts)
 
 
@@ -125,21 +125,21 @@ class _Maker:
         raise DamagedError(f"{self._where} is damaged: {what}")
 
     def _fields(self, value: Any, name: str, about: str) -> dict[str, Any]:
-        """What the file set on an object of a class."""
-        if not isinstance(value, _Given) or type(value)._class != name:
-            self._fail(f"{about} is no {name}")
+        """The fields that the file set on an object, which must be of the class `name`."""
+        if not isinstance(value, _StandIn) or type(value)._class != name:
+            self._fail(f"{about} is not a {name}")
         found, (known, needed) = vars(value), _KEYS[name]
         if not needed <= found.keys() <= known:
             if unknown := found.keys() - known:
-                self._fail(f"{about} has {min(unknown)}, which a {name} of this version of torch has not")
-            self._fail(f"{about} has no {min(needed - found.keys())}")
+                self._fail(f"{about} has {min(unknown)}, which a {name} of this version of torch lacks")
+            self._fail(f"{about} lacks {min(needed - found.keys())}")
         return found
 
     def metadata(self, value: Any) -> dcp.Metadata:
-        found = self._fields(value, "Metadata", "what it holds")
+        found = self._fields(value, "Metadata", "its content")
         entries, stored = found["state_dict_metadata"], found["storage_data"]
         if type(entries) is not dict or type(stored) is not dict:
-            self._fail("it has no entries, or no list of what is stored")
+            self._fail("it lacks entries, or the list of stored items")
         made: dict[str, Any] = {}
         for name, entry in entries.items():
             if type(name) is not str or len(name) > 2**16:
@@ -166,7 +166,7 @@ class _Maker:
         )
 
     def _entry(self, value: Any, name: str) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-        if isinstance(value, _Given) and value._class == "BytesStorageMetadata":
+        if isinstance(value, _StandIn) and value._class == "BytesStorageMetadata":
             self._fields(value, "BytesStorageMetadata", name)
             return dcp.BytesStorageMetadata()
         found = self._fields(value, "TensorStorageMetadata", name)
@@ -183,41 +183,41 @@ class _Maker:
         kinds = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
         state = value.state
         if type(state) is not tuple or [type(one) for one in state] != list(kinds):
-            self._fail(f"{name} has properties that no tensor has")
+            self._fail(f"{name} has invalid properties")
         return dcp.TensorProperties(*state)
 
     def _shape(self, value: Any, name: str) -> torch.Size:
         if type(value) is not torch.Size or not all(map(_is_size, value)):
-            self._fail(f"{name} has a size or an offset that is none")
+            self._fail(f"{name} has an invalid size or offset")
         return value
 
     def _chunk(self, value: Any, size: torch.Size, name: str) -> dcp.ChunkStorageMetadata:
         found = self._fields(value, "ChunkStorageMetadata", f"a chunk of {name}")
         offsets, sizes = (self._shape(found[key], name) for key in ("offsets", "sizes"))
         if len(offsets) != len(size) or len(sizes) != len(size):
-            self._fail(f"a chunk of {name} has not as many dims as the tensor")
+            self._fail(f"a chunk of {name} does not have as many dims as the tensor")
         if any(map(gt, map(add, offsets, sizes), size)):
-            self._fail(f"a chunk of {name}, {tuple(sizes)} at {tuple(offsets)}, is outside of its {tuple(size)}")
+            self._fail(f"a chunk of {name}, {tuple(sizes)} at {tuple(offsets)}, is outside of its size {tuple(size)}")
         return dcp.ChunkStorageMetadata(offsets, sizes)
 
     def _check_cover(self, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata], name: str) -> None:
-        """Every element is in one chunk: none in two, and together they have as many as the tensor."""
+        """Checks that every element is in exactly one chunk."""
         full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
         if (held := sum(math.prod(chunk.sizes) for chunk in full)) != math.prod(size):
-            self._fail(f"the chunks of {name} have {held:,} elements together, and the tensor {math.prod(size):,}")
+            self._fail(f"the chunks of {name} have {held:,} elements in all, but the tensor has {math.prod(size):,}")
         if len(full) > 1 and not _is_grid(full):
             cuts = [len({chunk.offsets[dim] for chunk in full}) for dim in range(len(size))]
             self._check_apart(full, cuts.index(max(cuts)), name)
 
     def _check_apart(self, chunks: list[dcp.ChunkStorageMetadata], dim: int, name: str) -> None:
-        """Compares only chunks that meet along the dim that is cut most."""
+        """Checks that no chunks overlap, comparing only those that meet along the dim with the most cuts."""
         near: list[dcp.ChunkStorageMetadata] = []
         left = _PAIRS * len(chunks) + 10**6
         for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
             near = [one for one in near if one.offsets[dim] + one.sizes[dim] > chunk.offsets[dim]]
             left -= len(near)
             if left < 0:
-                self._fail(f"{name} is cut into {len(chunks):,} chunks in a way that no save cuts tensors")
+                self._fail(f"{name} is cut into {len(chunks):,} chunks in a way that no save produces")
             for other in near:
                 places = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
                 if all(a < c + d and c < a + b for a, b, c, d in places):
@@ -228,18 +228,18 @@ class _Maker:
         found = self._fields(value, "MetadataIndex", "an item's index")
         fqn, offset, index = found["fqn"], found.get("offset"), found.get("index")
         if type(fqn) is not str or not (index is None or _is_size(index)):
-            self._fail("an item's index names no entry")
+            self._fail("an item's index does not name an entry")
         return _index_of(fqn, None if offset is None else self._shape(offset, fqn), index)
 
     def _info(self, value: Any, name: str) -> StorageInfo:
         found = self._fields(value, "_StorageInfo", f"an item of {name}")
         path, transforms = found["relative_path"], found.get("transform_descriptors")
         if type(path) is not str or not path or path in (".", "..") or {*path} & {"/", "\\", "\0", ":"}:
-            self._fail(f"an item of {name} lies in {short(path)}, which is no file of this folder")
+            self._fail(f"an item of {name} lies in {short(path)}, which is not a file of this folder")
         if not _is_size(found["offset"]) or not _is_size(found["length"]):
-            self._fail(f"an item of {name} has no place in its file")
+            self._fail(f"an item of {name} has no valid offset and length in its file")
         if transforms is not None and not _texts(transforms):
-            self._fail(f"an item of {name} has transforms that are none")
+            self._fail(f"an item of {name} has invalid transforms")
         info: Any = StorageInfo(path, found["offset"], found["length"], transforms)
         if (crc32 := found.get("crc32")) is not None:
             if type(crc32) is not int:
@@ -248,7 +248,7 @@ class _Maker:
         return info  # type: ignore[no-any-return]
 
     def _check_items(self, entries: dict[str, Any], items: dict[dcp.MetadataIndex, StorageInfo]) -> None:
-        """Every chunk has one item, and every item is of a chunk."""
+        """Checks that every chunk has an item, and every item a chunk."""
         wanted = set()
         for name, entry in entries.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
@@ -258,38 +258,38 @@ class _Maker:
                     wanted.add(index := _index_of(name, chunk.offsets))
                     most = _ELEMENT * math.prod(max(size, 1) for size in chunk.sizes) + _REST
                     if index in items and items[index].length > most:
-                        self._fail(f"{name} at {tuple(chunk.offsets)} has more bytes than it needs")
+                        self._fail(f"{name} at {tuple(chunk.offsets)} has more bytes than its elements can need")
         for index in chain(wanted - items.keys(), items.keys() - wanted):
-            have = "is stored, and no entry has it" if index in items else "is nowhere stored"
+            have = "is stored, but belongs to no entry" if index in items else "is not stored"
             self._fail(f"{index.fqn}{f' at {tuple(index.offset)}' if index.offset else ''} {have}")
 
     def _check_places(self, items: dict[dcp.MetadataIndex, StorageInfo]) -> None:
-        """No byte of a file is in two items."""
+        """Checks that no byte of a file belongs to two items."""
         placed = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items.items())
         for (file, at, length, name), (other_file, other_at, _, other) in pairwise(placed):
             if file == other_file and at + length > other_at:
                 self._fail(f"{name} and {other} share bytes of {file}")
 
     def _planner_data(self, value: Any) -> Any:
-        """The path of each entry in the state dict: names, and places in lists."""
+        """The path of each entry in the state dict: keys, and indexes of lists."""
         if value is None:
             return None
         if type(value) is not dict or not all(
             type(name) is str and type(path) is tuple and all(type(one) in (str, int) for one in path)
             for name, path in value.items()
         ):
-            self._fail("its planner data are not the paths of entries, which DefaultSavePlanner writes")
+            self._fail("its planner data are not the paths of entries, as DefaultSavePlanner writes them")
         for name, path in value.items():
             if name != ".".join(map(str, path)):
-                self._fail(f"{name} is not the name of {short(path)}")
+                self._fail(f"{name} is not the name of the path {short(path)}")
         return value
 
     def _storage_meta(self, value: Any) -> dcp.StorageMeta:
-        found = self._fields(value, "StorageMeta", "where it was saved")
+        found = self._fields(value, "StorageMeta", "its storage data")
         for name, one in found.items():
             fits = isinstance(one, str | PurePosixPath) if name != "modules" else _texts(one)
             if one is not None and not fits:
-                self._fail(f"where it was saved has the {name} {short(one)}")
+                self._fail(f"its storage data have the {name} {short(one)}")
         return dcp.StorageMeta(**found)
 
 
@@ -298,7 +298,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_grid(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
-    """True where cuts go through the whole tensor, as those between ranks do: then different places do not overlap."""
+    """True if every cut goes through the whole tensor, as those between ranks do: then no two chunks overlap."""
     for dim in range(len(chunks[0].sizes)):
         spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
         if any(at + size > after for (at, size), (after, _) in pairwise(spans)):

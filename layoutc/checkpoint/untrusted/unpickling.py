@@ -1,8 +1,8 @@
-"""Unpickling without trust: names that are listed, opcodes that are listed, and nothing that outlives the reading.
+"""Unpickling untrusted files: only listed names, only listed opcodes, and no effect that outlives the reading.
 
-A pickle is a program. Here it may only make plain values and what the caller's names stand for; these are made anew for
-each reading, so that a program which changes them changes nothing else. No opcode can ask for more memory than there
-are bytes in the file, nor for time: tuples that hold one another many times over take for ever to be hashed.
+A pickle is a program. Here it can only make plain values and the objects that the caller's names stand for. These are
+made anew for each reading, so that a program which changes them changes nothing else. No opcode can take more memory
+than the file's size justifies, nor more time: hashing tuples that hold one another many times over would never end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from layoutc.runtime.errors import DamagedError
 
 Names = Mapping[tuple[str, str], Any]
 
-# Bytes that follow an opcode. Not here, so refused: everything that no pickle of plain values or of objects with
-# listed names has (persistent ids as text, registered extensions, INST, OBJ, NEWOBJ_EX, out-of-band buffers).
+# Number of bytes that follow an opcode. Opcodes that are not listed are refused: no pickle of plain values or of
+# listed names has them (persistent ids as text, registered extensions, INST, OBJ, NEWOBJ_EX, out-of-band buffers).
 _FIXED = {
     **dict.fromkeys(b"().01]}NRQabestu", 0),
     **dict.fromkeys((0x81, 0x85, 0x86, 0x87, 0x88, 0x89, 0x8F, 0x90, 0x91, 0x93, 0x94), 0),
@@ -28,18 +28,18 @@ _FIXED = {
     **dict.fromkeys(b"Jjr", 4),
     **dict.fromkeys(b"G\x95", 8),
 }
-# Bytes of the length that comes before the value.
+# Number of bytes of the length that precedes the value.
 _SIZED = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("B"): 4, ord("C"): 1, 0x8E: 8, 0x8A: 1, ord("U"): 1}
 _PUT, _GLOBAL, _BUILD, _STOP, _MARK = ord("r"), ord("c"), ord("b"), ord("."), ord("(")
 _NUMBER = 0x8A
-# What opcodes do to the stack: so many values fewer, or more.
+# The effect of opcodes on the stack: how many values they push or pop.
 _MEMO = {**dict.fromkeys(b"q", 1), **dict.fromkeys(b"r", 4)}
 _PUSH, _POP, _FROM_MARK, _TUPLES, _GET = 1, 2, 3, 4, 5
 _EFFECTS: dict[int, tuple[int, int]] = {
     **dict.fromkeys((*b"]}NKMJGXBCUc", 0x88, 0x89, 0x8F, 0x8C, 0x8D, 0x8E, 0x8A), (_PUSH, 1)),
     **dict.fromkeys(b"0ab", (_POP, 1)),  # POP, APPEND, BUILD
     ord("s"): (_POP, 2),
-    **dict.fromkeys((ord("R"), 0x81, 0x93), (_POP, -2)),  # two values become one that is no tuple
+    **dict.fromkeys((ord("R"), 0x81, 0x93), (_POP, -2)),  # two values become one that is not a tuple
     ord("Q"): (_POP, -1),
     **dict.fromkeys((*b"1eu", 0x90), (_FROM_MARK, 0)),
     **dict.fromkeys((ord("t"), 0x91), (_TUPLES, -1)),
@@ -48,7 +48,7 @@ _EFFECTS: dict[int, tuple[int, int]] = {
     ord("h"): (_GET, 1),
     ord("j"): (_GET, 4),
 }
-_DEEP, _DEPTH = 64, 40  # levels of tuples in tuples; the bits before those of the level, which count tuples
+_DEEP, _DEPTH = 64, 40  # the most levels of nested tuples; the lower bits of a value's number, which count tuples
 
 
 def read(
@@ -60,11 +60,13 @@ def read(
     builds: bool = True,
     longest: int = 8,
 ) -> Any:
-    """The value of a pickle. names: what (module, name) stands for; dtypes: whether torch dtypes may be named as well;
-    persistent: makes the value of a persistent id; builds: whether values may be given a state, by which a tensor, if
-    names make one, would reach for other memory; longest: bytes of an integer.
+    """The value of a pickle.
 
-    Raises DamagedError that names what the pickle asks for and may not have.
+    names: (module, name) -> the object that it stands for. dtypes: whether torch dtypes may be named as well.
+    persistent: makes the value of a persistent id. builds: whether objects may be given a state; with that, a tensor
+    that names make could be pointed at other memory. longest: the most bytes of an integer.
+
+    Raises DamagedError that says what the pickle asks for and may not have.
     """
     check(data, where, builds, longest)
     try:
@@ -72,20 +74,20 @@ def read(
     except DamagedError:
         raise
     except Exception as error:  # a broken pickle can raise nearly anything
-        told = error.args[0] if error.args and isinstance(error.args[0], str) else type(error).__name__
-        raise DamagedError(f"{where} is damaged: {told[:200]}") from error
+        reason = error.args[0] if error.args and isinstance(error.args[0], str) else type(error).__name__
+        raise DamagedError(f"{where} is damaged: {reason[:200]}") from error
 
 
 def check(data: bytes, where: str, builds: bool = True, longest: int = 8) -> None:
-    """Raises DamagedError for a pickle that holds an opcode that is not listed, or asks for more memory or time than
-    its size justifies."""
+    """Raises DamagedError for a pickle with an unlisted opcode, or one that takes more memory or time than its size
+    justifies."""
     _check_opcodes(data, where, builds, longest)
     try:
         fits = _tuples(data) <= _DEEP * len(data)
     except (IndexError, KeyError):
-        raise DamagedError(f"{where} is damaged: it takes values that it has not made") from None
+        raise DamagedError(f"{where} is damaged: its pickle uses values that it has not made") from None
     if not fits:
-        raise DamagedError(f"{where} is damaged: it has tuples in tuples, many times over")
+        raise DamagedError(f"{where} is damaged: its pickle nests tuples too often")
 
 
 class _Reader(pickle.Unpickler):
@@ -96,26 +98,28 @@ class _Reader(pickle.Unpickler):
         self._names, self._where, self._dtypes, self._persistent = names, where, dtypes, persistent
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for; pickle calls this for every name."""
+        """The object that a name stands for. pickle calls this for every name."""
         if (module, name) in self._names:
             return self._names[module, name]
-        if self._dtypes and module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if self._dtypes and module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         raise DamagedError(
-            f"{self._where} names {module[:80]}.{name[:80]}, which nothing in such a file is made of; it is not read, "
-            "since that could run anything"
+            f"{self._where} names {module[:80]}.{name[:80]}, which such a file never does; it is not read, since that "
+            "could run any code"
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """What a persistent id stands for."""
+        """The object that a persistent id stands for."""
         if self._persistent is None:
-            raise DamagedError(f"{self._where} has a persistent id, which nothing in such a file is made of")
+            raise DamagedError(f"{self._where} has a persistent id, which such a file never does")
         return self._persistent(pid)
 
 
 def _check_opcodes(data: bytes, where: str, builds: bool, longest: int) -> None:
-    """Raises DamagedError for an opcode that is not listed, or that asks for memory which the file's size does not
-    justify: the C reader makes a table as long as the greatest number in it."""
+    """Raises DamagedError for an unlisted opcode, or one that takes more memory than the file's size justifies.
+
+    The C reader allocates a memo table as long as the greatest number in it.
+    """
     at, size, fixed, sized, ops = 0, len(data), _FIXED, _SIZED, 0
     while at < size:
         code = data[at]
@@ -123,31 +127,31 @@ def _check_opcodes(data: bytes, where: str, builds: bool, longest: int) -> None:
         ops += 1
         if (more := fixed.get(code)) is not None and (builds or code != _BUILD):
             if code == _PUT and int.from_bytes(data[at : at + 4], "little") > ops:
-                raise DamagedError(f"{where} is damaged: byte {at} numbers a value that is not there")
+                raise DamagedError(f"{where} is damaged: byte {at} stores a value under an impossible number")
             if code == _STOP:
                 break
             at += more
         elif (width := sized.get(code)) is not None:
             length = int.from_bytes(data[at : at + width], "little")
             if code == _NUMBER and length > longest:
-                raise DamagedError(f"{where} is damaged: byte {at} begins a number of {length} bytes")
+                raise DamagedError(f"{where} is damaged: byte {at} begins an integer of {length} bytes")
             at += width + length
         elif code == _GLOBAL:
             at = data.find(b"\n", data.find(b"\n", at) + 1) + 1
             if not at:
                 break
         else:
-            raise DamagedError(f"{where} is damaged: byte {at - 1} is no instruction that such a file has ({code:#x})")
+            raise DamagedError(f"{where} is damaged: byte {at - 1} is an opcode that such a file never has ({code:#x})")
     if not size or at != size or data[-1] != _STOP:
-        raise DamagedError(f"{where} is damaged: it does not end where its last value does")
+        raise DamagedError(f"{where} is damaged: its pickle does not end with its last value")
 
 
 def _tuples(data: bytes) -> int:
-    """The tuples that a reader would come by if it went through every tuple that is made or fetched, and those in it:
-    what it takes to hash each once. More than _DEEP levels of them count as endless.
+    """How many tuples are visited if every tuple that is made or fetched is hashed once, nested ones included.
 
-    Follows the pickle, whose opcodes are all listed, without making anything. A value on the stack is 0 where it is no
-    tuple, else its levels << _DEPTH | the tuples in it, and itself. Raises IndexError, KeyError where one is missing.
+    More than _DEEP levels count as endless. Follows the pickle, whose opcodes are all listed, without making anything.
+    On the stack, a tuple is its levels << _DEPTH | the number of tuples in it and itself; any other value is 0. Raises
+    IndexError or KeyError if a value is missing.
     """
     at, total, level, fixed, sized, effects = 0, 0, 1 << _DEPTH, _FIXED, _SIZED, _EFFECTS
     stack: list[int] = []
@@ -178,11 +182,11 @@ def _tuples(data: bytes) -> int:
             elif count:
                 del stack[-count:]
             deepest = max(parts, default=0) >> _DEPTH
-            held = sum(part & level - 1 for part in parts) + 1 if deepest else 1
-            total += held
+            inside = sum(part & level - 1 for part in parts) + 1 if deepest else 1
+            total += inside
             if deepest >= _DEEP or total > _DEEP * len(data):
                 return _DEEP * len(data) + 1
-            stack.append((deepest + 1) * level | held)
+            stack.append((deepest + 1) * level | inside)
         elif kind == _FROM_MARK:
             stack = below.pop()
         elif kind == _POP:
@@ -197,5 +201,5 @@ def _tuples(data: bytes) -> int:
             at += more
         elif (width := sized.get(code)) is not None:
             at += width + int.from_bytes(data[at : at + width], "little")
-        else:  # a name, in two lines
+        else:  # a module and a name, one line each
             at = data.index(b"\n", data.index(b"\n", at) + 1) + 1

@@ -1,7 +1,7 @@
-"""The zip that torch.save writes, read strictly: records stored as they are, one after another, with nothing between.
+"""A strict reader of the zips that torch.save writes: uncompressed records, one after another, with nothing in between.
 
-Each item of a torch.distributed.checkpoint file is one. Its directory, at the end, has every record's name, size and
-CRC-32, so that a reader learns from the tail alone what the item holds, and from the bytes whether it is still that.
+Each item of a torch.distributed.checkpoint file is one. The directory at its end has every record's name, size and
+CRC-32. So the tail alone says what the item holds, and the bytes can be checked against it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Read = Callable[[int, int], "bytes | memoryview"]  # (offset, length) -> that ma
 _END = struct.Struct("<4s4H2IH")  # PK56: disks, records twice, directory's size and start, comment
 _WIDE_END = struct.Struct("<4sQ2H2I4Q")  # PK66: the same in 64 bits
 _LOCATOR = struct.Struct("<4sIQI")  # PK67: where PK66 is
-_ENTRY = struct.Struct("<4s6H3I5H2I")  # PK12: a record, in the directory
-_LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same, before the record's bytes
+_ENTRY = struct.Struct("<4s6H3I5H2I")  # PK12: a record in the directory
+_LOCAL = struct.Struct("<4s5H3I2H")  # PK34: the same as a header before the record's bytes
 _SIZES, _WIDE_SIZES = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")  # PK78: CRC-32 and sizes, after its bytes
 _TAIL = _END.size + _LOCATOR.size + _WIDE_END.size
 _NAMES = 2**10  # the most bytes of a record's name and extra field in the directory
-_FULL = 0xFFFFFFFF  # the value is in the extra field for 64 bits
+_FULL = 0xFFFFFFFF  # says that the value is in the 64-bit extra field
 _SIZES_FOLLOW, _UTF8 = 0x8, 0x800  # the flags that a record may have
 
 
 class Record(NamedTuple):
-    """A record of a zip: where it begins and ends (header included), its size and CRC-32, and what its header repeats:
-    fields, and those of size and place that need 64 bits."""
+    """A record of a zip: where it begins and ends, header included; its size and CRC-32; and what its header repeats of
+    the directory: its fields, and sizes and offsets that need 64 bits."""
 
     name: str
     start: int
@@ -49,49 +49,46 @@ class Directory(NamedTuple):
 
 
 def directory(read: Read, length: int, where: str) -> Directory:
-    """The directory of a zip of `length` bytes, of which only the tail is read.
+    """The directory of a zip of `length` bytes. Only the tail of the zip is read.
 
-    Raises DamagedError where the bytes are no such zip.
+    Raises DamagedError if the bytes are not such a zip.
     """
     start, end, count = _place(bytes(read(max(length - _TAIL, 0), _TAIL)), length, where)
     data = bytes(read(start, end - start))
     if len(data) != end - start:
-        raise _damaged(where, "it ends too early")
-    found, at, alike = [], 0, set()
+        raise _damaged(where, "it is truncated")
+    records, at, unread_fields = [], 0, set()
     for _ in range(count):
         record, size, unread = _entry(data, at, where)
-        found.append(record)
-        alike.add(unread)
+        records.append(record)
+        unread_fields.add(unread)
         at += size
-    if at != len(data) or len(alike) > 1:
+    if at != len(data) or len(unread_fields) > 1:
         raise _damaged(where, "its directory is not as torch.save writes it")
-    found.sort(key=lambda record: record.start)
-    starts = [record.start for record in found] + [start]
-    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or len({r.name for r in found}) != len(found):
-        raise _damaged(where, "its records overlap, have holes between them, or share a name")
-    return Directory(tuple(r._replace(end=e) for r, e in zip(found, starts[1:], strict=True)), zlib.crc32(data))
+    records.sort(key=lambda record: record.start)
+    starts = [record.start for record in records] + [start]
+    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or len({r.name for r in records}) != len(records):
+        raise _damaged(where, "its records overlap, have gaps between them, or share a name")
+    return Directory(tuple(r._replace(end=e) for r, e in zip(records, starts[1:], strict=True)), zlib.crc32(data))
 
 
 def place_of(read: Read, record: Record, where: str) -> int:
-    """Where a record's bytes begin, given that what is written before them is right.
-
-    Raises DamagedError where it is not.
-    """
+    """Where a record's bytes begin. Raises DamagedError if the header before them contradicts the directory."""
     head = bytes(read(record.start, _LOCAL.size))
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
         raise _damaged(where, f"{record.name} has no header")
     *repeated, crc32, packed, size, names, extras = _LOCAL.unpack(head)[1:]
     first: int = record.start + _LOCAL.size + names + extras
     if first + record.size > record.end:
-        raise _damaged(where, f"{record.name} is longer than the place for it")
+        raise _damaged(where, f"{record.name} is longer than the space for it")
     rest = bytes(read(record.start + _LOCAL.size, names + extras))
     later = bool(record.repeated[1] & _SIZES_FOLLOW) and (crc32, packed, size) == (0, 0, 0)
-    alike = later or (crc32, packed, size) == (record.crc32, record.size, record.size)
-    alike = alike and tuple(repeated) == record.repeated and rest[:names] == record.name.encode()
+    matches = later or (crc32, packed, size) == (record.crc32, record.size, record.size)
+    matches = matches and tuple(repeated) == record.repeated and rest[:names] == record.name.encode()
     wide = record.wide
-    if len(wide) >= 16 and later:  # the size as stored is not known when the header is written
+    if len(wide) >= 16 and later:  # the stored size is not known when the header is written
         wide = wide[:8] + bytes(8) + wide[16:]
-    if not alike or _extra(rest[names:], f"{where}: {record.name}") != wide:
+    if not matches or _extra(rest[names:], f"{where}: {record.name}") != wide:
         raise _damaged(where, f"the header of {record.name} is not what the directory says")
     return first
 
@@ -99,25 +96,25 @@ def place_of(read: Read, record: Record, where: str) -> int:
 def check(data: memoryview, where: str) -> Directory:
     """Checks every byte of a zip against its directory, at the speed of CRC-32; returns the directory.
 
-    Raises DamagedError that names the record. Not looked at: who made the zip, which readers ignore.
+    Raises DamagedError that names the record. The field that says who made the zip is ignored, as all readers do.
     """
 
     def read(offset: int, length: int) -> memoryview:
         return data[offset : offset + length]
 
-    found = directory(read, len(data), where)
-    for record in found.records:
+    contents = directory(read, len(data), where)
+    for record in contents.records:
         first = place_of(read, record, where)
         last = first + record.size
         if zlib.crc32(data[first:last]) != record.crc32:
             raise _damaged(where, f"the bytes of {record.name} are not those that were written (CRC-32 differs)")
         if bytes(data[last : record.end]) != _after(record):
-            raise _damaged(where, f"what follows {record.name} is not its sizes and CRC-32")
-    return found
+            raise _damaged(where, f"{record.name} is not followed by its sizes and CRC-32")
+    return contents
 
 
 def _after(record: Record) -> bytes:
-    """What follows the bytes of a record."""
+    """The bytes that follow a record's data: its CRC-32 and sizes, if its flags say so."""
     if not record.repeated[1] & _SIZES_FOLLOW:
         return b""
     kind = _WIDE_SIZES if record.wide else _SIZES
@@ -147,7 +144,7 @@ def _place(tail: bytes, length: int, where: str) -> tuple[int, int, int]:
 
 
 def _entry(directory: bytes, at: int, where: str) -> tuple[Record, int, tuple[int, ...]]:
-    """A record of the directory, the size of its entry, and the fields that no reader looks at."""
+    """A record of the directory, the size of its entry, and the fields that no reader uses."""
     data = directory[at : at + _ENTRY.size + _NAMES]
     if len(data) < _ENTRY.size or data[:4] != b"PK\1\2":
         raise _damaged(where, "its directory is not as torch.save writes it")
@@ -176,7 +173,7 @@ def _entry(directory: bytes, at: int, where: str) -> tuple[Record, int, tuple[in
 
 
 def _extra(data: bytes, where: str) -> bytes:
-    """The 64-bit values among the extra fields of a record; the other field that may be there is padding."""
+    """The 64-bit values in a record's extra fields. The only other field that is accepted is padding."""
     wide = b""
     while data:
         kind, size = data[:2], int.from_bytes(data[2:4], "little")

@@ -105,7 +105,7 @@ def restored(state: dict[str, Any], crc32_of: Callable[[Tensor], int]) -> Quanti
     if not isinstance(state, dict) or type(form := state.get("format")) is not int:
         raise DamagedError("the state of a quantized tensor is not one that layoutc writes")
     if form != FORMAT:
-        raise LayoutError(f"the file holds tensors in form {form}; this version of layoutc reads {FORMAT}")
+        raise LayoutError(f"the file holds tensors in format {form}; this version of layoutc reads {FORMAT}")
     if (wrong := wrong_in(state, _is_plane)) is not None:
         raise DamagedError(f"the state of a quantized tensor is damaged: {wrong}")
     planes: dict[str, Tensor] = state["planes"]
