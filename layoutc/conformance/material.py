@@ -1,4 +1,4 @@
-"""Weights to test with, and comparison of bytes that says where the first difference is."""
+"""Test weights, and byte comparisons that say where the first difference is."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _values(seed: int, shape: tuple[int, ...], kind: str, salt: int) -> Array:
 
 
 def every_pair(*choices: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Of the product of all choices, few that hold every pair of two choices; always the same ones."""
+    """A few combinations of all choices that contain every pair of two choices (pairwise testing); deterministic."""
     rows = list(product(*(range(len(one)) for one in choices)))
 
     def pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -85,13 +85,13 @@ def input_max(dtype: torch.dtype) -> float:
 
 
 def as_fp32(x: Tensor) -> Array:
-    """(m, k) fp32 values, exactly those of the tensor."""
+    """The tensor's values as (m, k) fp32, exactly."""
     values: Array = x.detach().float().reshape(-1, x.shape[-1]).contiguous().numpy()
     return values
 
 
 def shared_amax(subject: Subject, x: Tensor) -> dict[str, Tensor]:
-    """The argument that all shards of a weight agree on; nothing where they need not."""
+    """The `amax` argument that all shards of a weight share; {} if they share none."""
     if not subject.facts.shares_amax:
         return {}
     return {"amax": subject.tensor._shared_amax(x.detach().reshape(-1, x.shape[-1]))}
@@ -104,7 +104,7 @@ def array(tensor: Tensor) -> Array:
 
 
 def _canonical(values: Array) -> Array:
-    """Bytes in which all NaNs are one."""
+    """Bytes with all fp32 NaNs replaced by the same one."""
     if values.dtype == F32:
         values = np.where(np.isnan(values), F32(np.nan), values)
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -118,7 +118,7 @@ def expect_same(
     matrix: tuple[int, int] | None = None,
     **details: Any,
 ) -> None:
-    """Fails unless both are the same array, byte for byte, where all NaNs count as one."""
+    """Fails unless both arrays are equal byte for byte, with all NaNs taken as equal."""
     a = array(actual) if isinstance(actual, Tensor) else np.asarray(actual)
     b = array(expected) if isinstance(expected, Tensor) else np.asarray(expected)
     where = {"plane": name, "seed": subject.seed, **details}
@@ -136,14 +136,14 @@ def expect_same(
     index: Any = logical(name, subject.layout, *matrix, byte) if matrix is not None else None
     if index is None and a.ndim == 2:
         index = tuple(int(i) for i in np.unravel_index(item, a.shape))
-    found, wanted = a.reshape(-1)[item], b.reshape(-1)[item]
+    ours, wanted = a.reshape(-1)[item], b.reshape(-1)[item]
     codes = a.dtype == np.uint8
     raise Failure(
         f"{name} differs in {len(different)} of {one.size} bytes",
         **where,
         byte=byte,
         index=index,
-        actual=f"0x{int(found):02x}" if codes else repr(float(found)),
+        actual=f"0x{int(ours):02x}" if codes else repr(float(ours)),
         expected=f"0x{int(wanted):02x}" if codes else repr(float(wanted)),
     )
 
@@ -155,22 +155,22 @@ def expect_same_all(
     matrix: tuple[int, int] | None = None,
     **details: Any,
 ) -> None:
-    """Fails unless both hold the same arrays under the same names."""
+    """Fails unless both have the same arrays under the same names."""
     if set(actual) != set(expected):
-        raise Failure(f"there are {', '.join(actual)}, not {', '.join(expected)}", seed=subject.seed, **details)
+        raise Failure(f"it has {', '.join(actual)}, not {', '.join(expected)}", seed=subject.seed, **details)
     for name in expected:
         expect_same(subject, name, actual[name], expected[name], matrix, **details)
 
 
 def expect(holds: bool, message: str, **details: Any) -> None:
-    """Fails unless something holds."""
+    """Fails with a message unless a condition holds."""
     TALLY.facts += 1
     if not holds:
         raise Failure(message, **details)
 
 
 def expect_refused(errors: type[BaseException] | tuple[type[BaseException], ...], call: Any, what: str) -> str:
-    """Fails unless a call raises one of these; its message."""
+    """Fails unless a call raises one of these errors; returns its message."""
     TALLY.facts += 1
     try:
         call()

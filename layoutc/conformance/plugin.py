@@ -29,35 +29,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds the specs to what is collected."""
+    """Adds the specs to the paths that pytest collects."""
     for spec in config.getoption("--layoutc-spec"):
-        config.args.append(str(_place(spec, config)))
+        config.args.append(str(_spec_file(spec, config)))
 
 
-def _place(spec: str, config: pytest.Config) -> Path:
-    """The file of a spec: a path, from where pytest was started, or the name of a recipe that a package ships."""
+def _spec_file(spec: str, config: pytest.Config) -> Path:
+    """The file of a spec: a path relative to where pytest was started, or the name of a recipe that a package ships."""
     from layoutc.build import lookup
 
     path = config.invocation_params.dir / spec
     if not path.is_file() and Path(spec).name == spec:
-        found = [specs[spec] for specs in lookup.by_package().values() if spec in specs]
-        path = found[0] if len(found) == 1 else path
+        paths = [specs[spec] for specs in lookup.by_package().values() if spec in specs]
+        path = paths[0] if len(paths) == 1 else path
     if not path.is_file():
         raise pytest.UsageError(f"--layoutc-spec: {path} does not exist")
     return path.resolve()
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The suite of a spec that was named."""
+    """The suite for a file that is one of the named specs."""
     named = parent.config.getoption("--layoutc-spec")
-    if not named or file_path.resolve() not in {_place(spec, parent.config) for spec in named}:
+    if not named or file_path.resolve() not in {_spec_file(spec, parent.config) for spec in named}:
         return None
     suite: Suite = Suite.from_parent(parent, path=file_path)
     return suite
 
 
 class Suite(pytest.File):
-    """The checks of one spec, which is compiled when the first of them runs."""
+    """The checks of a spec, which is compiled when the first of them runs."""
 
     subject: Subject | None = None
     ranks: Ranks | None = None
@@ -72,7 +72,7 @@ class Suite(pytest.File):
                 yield item
 
     def compiled(self) -> Subject:
-        """The spec's package. Raises BadSpec."""
+        """The compiled spec. Raises BadSpec for a spec with errors."""
         from layoutc.conformance.ranks import Ranks
         from layoutc.conformance.subject import compile_subject
 
@@ -87,7 +87,7 @@ class Suite(pytest.File):
         return self.subject
 
     def close(self) -> None:
-        """Ends processes and removes the package."""
+        """Ends the processes and removes the package."""
         if self.ranks is not None:
             self.ranks.stop()
         if self.subject is not None:
@@ -96,14 +96,14 @@ class Suite(pytest.File):
 
 
 class CheckItem(pytest.Item):
-    """One check of one spec."""
+    """A check of a spec."""
 
     def __init__(self, *, check: Check, **options: Any) -> None:
         super().__init__(**options)
         self.check = check
 
     def runtest(self) -> None:
-        """Runs it; a check that does not apply is skipped with its reason."""
+        """Runs the check. One that does not apply is skipped with its reason."""
         from layoutc.conformance.registry import Skipped
 
         suite = self.parent
@@ -117,7 +117,7 @@ class CheckItem(pytest.Item):
             pytest.skip(str(skipped))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What the check found and where, instead of a traceback through the suite."""
+        """The finding and where it is, instead of a traceback through the suite."""
         from layoutc.conformance.registry import Failure
         from layoutc.conformance.report import explanation
         from layoutc.conformance.runner import Outcome
@@ -132,5 +132,5 @@ class CheckItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """The spec, and the check's name."""
+        """The spec and the check's name."""
         return self.path, 0, f"{self.path.name}: {self.check.name}"

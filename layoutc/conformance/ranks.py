@@ -1,7 +1,7 @@
-"""Processes of one gloo group on this machine, which run job after job, so that each imports torch once.
+"""Ranks: the processes of a gloo group on this machine. They run job after job, so that each imports torch only once.
 
-A job is a function at the top of a module, called on every rank with the same arguments. Nothing hangs: a rank that
-fails or is late ends the group, and the next job starts another.
+A job is a module-level function, called on every rank with the same arguments. Nothing hangs: if a rank fails or is
+late, the group is ended, and the next job starts a new one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
-# Imported once for all processes that this one ever starts. None of them asks CUDA for anything, which a copy of the
-# process could not do again. Nothing of layoutc, which may stand where only this process looks.
+# Imported once, in the process that all ranks are forked from. None of these initializes CUDA, which a forked process
+# could not do again. Nothing of layoutc is preloaded, since it may lie where only this process looks.
 PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
 
 
 class RankError(Exception):
-    """What went wrong on which ranks."""
+    """Raised if ranks fail; says which ones, and what went wrong there."""
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    """A process: joins the group, then runs what comes through the pipe until it is closed."""
+    """The main loop of a rank: joins the group, then runs jobs from the pipe until that is closed."""
     from datetime import timedelta
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -69,7 +69,7 @@ def process_context(preloaded: Sequence[str]) -> Any:
 
 
 class Ranks:
-    """A group of `world` processes, started when first used. Use as a context, or call stop()."""
+    """A group of `world` processes, started at first use. Use it as a context manager, or call stop()."""
 
     def __init__(self, world: int = 2, preloaded: Sequence[str] = PRELOADED) -> None:
         self.world = world
@@ -96,7 +96,7 @@ class Ranks:
         return self._answers(seconds)
 
     def stop(self) -> None:
-        """Ends the processes that this object has started."""
+        """Ends the processes that this object started."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -138,11 +138,11 @@ class Ranks:
                 except (EOFError, OSError):
                     answer = (False, "the process ended")
                 answers[open_[id(pipe)]] = answer
-        failed = {rank: told for rank, (fine, told) in sorted(answers.items()) if not fine}
+        failed = {rank: said for rank, (fine, said) in sorted(answers.items()) if not fine}
         late = [rank for rank in range(self.world) if rank not in answers]
         if failed or late:
             self.stop()
-            lines = [f"rank {rank}: {told}" for rank, told in failed.items()]
+            lines = [f"rank {rank}: {said}" for rank, said in failed.items()]
             lines += [f"rank {rank}: no answer" for rank in late]
             raise RankError("\n".join(lines))
         return [answer for _, answer in (answers[rank] for rank in range(self.world))]

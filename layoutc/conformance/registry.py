@@ -1,4 +1,4 @@
-"""What a check is, how it says that something is wrong, and the list of all checks."""
+"""Checks: what one is, how it reports a failure, and the list of all of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Kind = Literal["bytes", "facts"]
 
 @dataclass
 class Tally:
-    """What the check that runs has compared so far: bytes of arrays, and facts, which are all else that it expects."""
+    """What the running check has compared so far: bytes of arrays, and facts, which are all its other expectations."""
 
     bytes: int = 0
     facts: int = 0
 
     def clear(self) -> None:
-        """Before a check."""
+        """Resets the counts before a check."""
         self.bytes = self.facts = 0
 
 
@@ -28,7 +28,7 @@ TALLY = Tally()
 
 
 class Failure(Exception):
-    """What a check found. `details` says where: shape, seed, plane, byte, logical (i, j), found and expected."""
+    """A check's finding. `details` says where: shape, seed, plane, byte, logical (i, j), actual and expected value."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -36,20 +36,20 @@ class Failure(Exception):
         self.details: dict[str, Any] = {key: value for key, value in details.items() if value is not None}
 
     def within(self, **details: Any) -> Failure:
-        """The same failure, knowing more about where it happened; what is known already stays."""
+        """The same failure with more details of where it happened. Details that it has already are kept."""
         self.details = {**{key: value for key, value in details.items() if value is not None}, **self.details}
         return self
 
 
 class Skipped(Exception):
-    """A check that does not apply, and why."""
+    """Raised by a check that does not apply; says why."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name on the command line, and one sentence that says what passing means.
+    """A check: its name on the command line, and a sentence that says what passing means.
 
-    `compares` is what it must have compared some of to pass.
+    compares: a check that has compared none of these fails.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Check:
 
 @dataclass
 class Registry:
-    """All checks, in the order in which they run: the first that fails is the one to read."""
+    """All checks in the order in which they run. The first failure is the one to read first."""
 
     checks: list[Check] = field(default_factory=list)
 

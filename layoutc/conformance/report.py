@@ -1,4 +1,4 @@
-"""Outcomes as text for people and as data for machines. Imports nothing heavy."""
+"""Reports: outcomes as text for people and as data for machines. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WIDTH = 17
 
 
 def heading(name: str, path: str, layout_id: str) -> str:
-    """The line above a recipe's checks."""
+    """The heading of a recipe's checks."""
     return f"{name}  ({path}, layout {layout_id})"
 
 
 def line(outcome: Outcome) -> str:
-    """One check; where it failed, what and where below it."""
+    """A check's line; for a failure, also what was found and where."""
     word = outcome.status.upper() if outcome.status == "fail" else outcome.status
     what = outcome.message if outcome.status == "skip" else outcome.meaning
     text = f"  {word:4}  {outcome.check:{WIDTH}} {outcome.seconds:5.1f} s  {what}"
@@ -24,16 +24,16 @@ def line(outcome: Outcome) -> str:
 
 
 def explanation(outcome: Outcome) -> str:
-    """What a failed check found, and where."""
+    """A failed check's finding, and where it is."""
     parts = [f"        {part}" for part in outcome.message.splitlines()]
     details = dict(outcome.details)
     trace = details.pop("traceback", None)
-    found, wanted = details.pop("actual", None), details.pop("expected", None)
+    actual, expected = details.pop("actual", None), details.pop("expected", None)
     if details:
         named = {"index": "(i, j)"}
         parts.append("        " + ", ".join(f"{named.get(k, k)} {v}" for k, v in details.items()))
-    if found is not None:
-        parts.append(f"        found {found}, expected {wanted}")
+    if actual is not None:
+        parts.append(f"        actual {actual}, expected {expected}")
     if trace:
         parts += [f"        | {part}" for part in str(trace).splitlines()]
     return "\n".join(parts)
@@ -49,7 +49,7 @@ def tally(outcomes: list[Outcome], seconds: float) -> str:
 
 
 def as_data(outcome: Outcome) -> dict[str, Any]:
-    """For --json."""
+    """An outcome for --json."""
     return {
         "check": outcome.check,
         "meaning": outcome.meaning,

@@ -1,4 +1,4 @@
-"""Runs checks against subjects, and tells how each went."""
+"""Runs checks against subjects, and returns how each went."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ class Outcome:
     seconds: float
     message: str = ""
     details: dict[str, Any] = field(default_factory=dict)
-    compared: int = 0  # bytes, or facts where the check compares those
+    compared: int = 0  # bytes or facts, whichever the check compares
 
 
 def one_thread() -> None:
-    """Tensors are small: one thread of torch is faster than several."""
+    """Limits torch to one thread, which is faster than several for small tensors."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def run_check(subject: Subject, one: Check) -> Outcome:
-    """One check. A failure is also an exception that it did not mean to raise, with the end of its traceback, and to
-    have compared nothing."""
+    """Runs a check. Unexpected exceptions are failures, with the end of the traceback, and so is comparing nothing."""
     start = time.perf_counter()
     status: Status = "pass"
     message, details = "", dict[str, Any]()
@@ -47,14 +46,16 @@ def run_check(subject: Subject, one: Check) -> Outcome:
             warnings.simplefilter("ignore")
             one.run(subject)
         if not getattr(TALLY, one.compares):
-            raise Failure(f"it compared no {one.compares}: no weight that it tries fits this spec", seed=subject.seed)
+            raise Failure(
+                f"it compared no {one.compares}: none of the weights that it tries fits this spec", seed=subject.seed
+            )
     except Skipped as skipped:
         status, message = "skip", str(skipped)
     except Failure as failure:
         status, message, details = "fail", failure.message, failure.details
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch.distributed.checkpoint raises one that is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint raises one that is not an Exception
         status = "fail"
         message = f"{type(error).__name__}: {error}"
         details = {"seed": subject.seed, "traceback": "".join(traceback.format_exception(error)[-4:]).rstrip()}
@@ -63,7 +64,7 @@ def run_check(subject: Subject, one: Check) -> Outcome:
 
 
 def run_checks(subject: Subject, wanted: Callable[[Check], bool] = lambda _: True) -> Iterator[Outcome]:
-    """Every wanted check, one after the other."""
+    """Runs every wanted check, one after the other."""
     for one in all_checks():
         if wanted(one):
             yield run_check(subject, one)

@@ -1,4 +1,4 @@
-"""A spec under test: compiled into a temporary package of real files, imported, and read by the independent model."""
+"""A spec under test: compiled into a temporary package, imported, and read by the independent model as well."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 Edit = Callable[[Path], None]
 _numbers = itertools.count(1)
-LARGEST = 192  # blocks larger than this are tried in part: a weight may be smaller than a block
+LARGEST = 192  # rows or columns; of larger blocks only a part is tried, as a weight may be smaller than a block
 
 
 class BadSpec(Exception):
-    """A spec with errors."""
+    """Raised for a spec with errors."""
 
     def __init__(self, diagnostics: list[Diagnostic]) -> None:
         super().__init__(render(diagnostics, "concise", False).rstrip())
@@ -41,12 +41,12 @@ class BadSpec(Exception):
 
 
 class Unusable(Exception):
-    """A package that was built and can't be imported."""
+    """Raised for a package that was built but can't be imported."""
 
 
 @dataclass
 class Subject:
-    """What checks are run against."""
+    """The spec that checks are run against."""
 
     path: Path
     layout: Layout
@@ -55,7 +55,7 @@ class Subject:
     folder: Path
     seed: int = 0
     thorough: bool = False
-    ranks: Ranks | None = None  # processes for FSDP2 over gloo; None: not asked for
+    ranks: Ranks | None = None  # processes for FSDP2 over gloo; None: not wanted
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def facts(self) -> Any:
-        """LAYOUT, as generated."""
+        """The generated LAYOUT."""
         return self.package.LAYOUT
 
     @property
@@ -80,13 +80,13 @@ class Subject:
 
     @property
     def model(self) -> Model:
-        """The independent reading of the spec."""
+        """The independent model of the spec."""
         from layoutc.conformance.model.weights import Model
 
         return Model(self.layout)
 
     def close(self) -> None:
-        """Forgets the temporary package."""
+        """Unloads and deletes the temporary package."""
         root = self.package.__name__.partition(".")[0]
         for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
             del sys.modules[name]
@@ -102,13 +102,13 @@ class Subject:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The largest block along each axis, of those that are not the whole axis; 1 where all are."""
-        found = [source.quantization.block for source in self.layout.sources]
-        return max((b.m or 1 for b in found), default=1), max((b.k or 1 for b in found), default=1)
+        """The largest block along each axis, not counting blocks that cover the whole axis; 1 if all do."""
+        blocks = [source.quantization.block for source in self.layout.sources]
+        return max((b.m or 1 for b in blocks), default=1), max((b.k or 1 for b in blocks), default=1)
 
     @property
     def rows(self) -> int:
-        """Rows at whose multiples a weight can be cut and is a weight again."""
+        """A number of rows at whose multiples a weight can be cut into weights."""
         return lcm(self.plan.shard_rows, self.layout.multiple_m)
 
     @property
@@ -117,9 +117,9 @@ class Subject:
         return lcm(self.plan.column_multiple, self.layout.multiple_k)
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Weights that differ in what they exercise: smallest, whole blocks, ragged, wide, tall, leading dims."""
+        """Shapes that exercise different things: smallest, whole blocks, ragged, wide, tall, leading dims."""
         (um, uk), (bm, bk) = self.units, (min(size, LARGEST) for size in self.blocks)
-        found: list[tuple[int, ...]] = [
+        shapes: list[tuple[int, ...]] = [
             (um, uk),
             (up(2 * bm, um), up(2 * bk, uk)),
             (up(bm + 1, um), up(2 * bk + 3, uk)),
@@ -127,20 +127,20 @@ class Subject:
             (2, up(bm, um), up(bk + 5, uk)),
         ]
         if self.thorough:
-            found += [
+            shapes += [
                 (up(5 * bm - 1, um), up(bk - 1 or 1, uk)),
                 (up(max(3 * bm, 70), um), up(7, uk)),
                 (3, 2, up(bm, um), up(3 * bk, uk)),
                 (up(130, um), up(260, uk)),
             ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(shapes))
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(m, k)."""
         return prod(shape[:-1]), shape[-1]
 
     def whole(self, rows: int = 2, columns: int = 2) -> tuple[int, int]:
-        """A matrix of so many cuttable units, and not too small to hold several values."""
+        """The shape of a matrix of so many units that can be cut, and with at least a few values."""
         m, k = self.rows, self.columns
         return m * rows * max(1, 4 // m), k * columns * max(1, 8 // k)
 
@@ -148,20 +148,20 @@ class Subject:
 def compile_subject(
     path: Path, *, seed: int = 0, thorough: bool = False, ranks: Ranks | None = None, edit: Edit | None = None
 ) -> Subject:
-    """Builds a spec into a temporary package and imports it. `edit` may change the package's folder before.
+    """Builds a spec into a temporary package and imports it. edit: may change the package's folder before the import.
 
     Raises BadSpec for a spec with errors, OSError for a file that can't be read, Unusable for a package that can't be
     imported.
     """
     data = path.read_bytes()
-    spec, found = read.read_spec_bytes(data, str(path))
+    spec, diagnostics = read.read_spec_bytes(data, str(path))
     if spec is None:
-        raise BadSpec([item for item in found if item.severity == "error"])
+        raise BadSpec([item for item in diagnostics if item.severity == "error"])
     digest = hashlib.sha256(data + str(path.resolve()).encode()).hexdigest()[:8]
     root = f"layoutc_conformance_{digest}_{next(_numbers)}"
     folder = Path(tempfile.mkdtemp(prefix="layoutc-test-"))
     try:
-        out = folder / root / "somewhere"  # generated code works wherever it stands
+        out = folder / root / "somewhere"  # generated code must work in any package
         result = pipeline.build([path], out, check=False)
         if has_errors(result.diagnostics):
             raise BadSpec(result.diagnostics)

@@ -1,4 +1,4 @@
-"""Codes: what each means, and which one a number becomes. Asked through planes, as a user would."""
+"""Codecs: the value of each code, and the code of each number, tested through planes as users see them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def around(fmt: Format) -> list[float]:
     values = sorted(set(codes_of(fmt).finite.values()))
     points = [*values, *((low + high) / 2 for low, high in pairwise(values)), 2 * values[-1], 2 * values[0]]
     near = [rounded(Fraction(p)) for p in points]
-    found = [F32(v) for p in near for v in (np.nextafter(p, F32(-np.inf)), p, np.nextafter(p, F32(np.inf)))]
-    return [float(v) for v in found] + [0.0, -0.0, 1e-45, -1e-45, float(FLT_MAX), -float(FLT_MAX)]
+    beside = [F32(v) for p in near for v in (np.nextafter(p, F32(-np.inf)), p, np.nextafter(p, F32(np.inf)))]
+    return [float(v) for v in beside] + [0.0, -0.0, 1e-45, -1e-45, float(FLT_MAX), -float(FLT_MAX)]
 
 
 @cache
 def search_disagrees(fmt: Format, rounding: str, seed: int) -> tuple[float, int, int] | None:
-    """Where the numpy rounding of the model differs from the plain search over all codes: (x, found, expected)."""
+    """Where the model's numpy rounding differs from a plain search over all codes: (x, actual, expected); else None."""
     inputs = [*around(fmt), float("inf"), float("-inf"), float("nan")]
     rng = np.random.default_rng(seed)
     inputs += [float(F32(v)) for v in rng.standard_normal(200) * np.exp2(rng.integers(-20, 20, 200).astype(float))]
     if not codes_of(fmt).has_sign_bit and not fmt.integer:
         inputs = [abs(x) for x in inputs]
-    found = codes_of(fmt).encode(np.array(inputs, F32), rounding)
-    for x, code in zip(inputs, found, strict=True):
+    codes = codes_of(fmt).encode(np.array(inputs, F32), rounding)
+    for x, code in zip(inputs, codes, strict=True):
         if int(code) != (expected := codes_of(fmt).search(x, rounding)):
             return x, int(code), expected
     return None
@@ -57,11 +57,11 @@ def _formats(subject: Subject) -> set[tuple[Format, str]]:
     compares="facts",
 )
 def rounding(subject: Subject) -> None:
-    """The ground that the other checks stand on: ties, saturation, NaN and infinities by definition."""
+    """The basis of the other checks: ties, saturation, NaN and infinities by definition."""
     for fmt, how in _formats(subject):
         TALLY.facts += 1
-        if (found := search_disagrees(fmt, how, subject.seed)) is not None:
-            x, code, expected = found
+        if (difference := search_disagrees(fmt, how, subject.seed)) is not None:
+            x, code, expected = difference
             raise Failure(f"{fmt.name}, rounded {how}: {x!r} gives 0x{code:02x}, not 0x{expected:02x}")
 
 
@@ -82,7 +82,7 @@ def decode(subject: Subject) -> None:
 
 
 def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
-    """Planes in which all codes occur, against different scales in each turn."""
+    """Planes with all codes, under different scales in each turn."""
     rng, planes = generator(subject, "codes", turn), {}
     for source in subject.layout.sources:
         q = source.quantization
@@ -102,7 +102,7 @@ def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
 
 
 def _matrix_of(subject: Subject, source: Source, elements: int) -> tuple[int, int]:
-    """A matrix with many blocks of a source, of about so many elements, not fewer than one block."""
+    """The shape of a matrix with many blocks of a source and about so many elements, at least one block."""
     (um, uk), block = subject.units, source.quantization.block
     columns = up(min(max(2 * (block.k or 64), 64), max(64, block.k or 1)), uk)
     rows = up(max(cdiv(elements, columns), min(block.m or 1, 256)), um)
@@ -112,7 +112,7 @@ def _matrix_of(subject: Subject, source: Source, elements: int) -> tuple[int, in
 # ------------------------------------------------------------------------------------------------------------ encoding
 @check("encode", "elements at, beside and between all codes round to the nearest, ties to even; codes are kept")
 def encode(subject: Subject) -> None:
-    """Blocks hold an anchor that fixes the scale, and around it the numbers that decide."""
+    """Each block has an anchor that fixes its scale, and probes around the places where rounding decides."""
     for source in subject.layout.sources:
         probes = np.array(around(source.quantization.element), F32)
         rng = generator(subject, "probes", source.name)
@@ -122,9 +122,9 @@ def encode(subject: Subject) -> None:
 
 
 def _anchors(subject: Subject, source: Source) -> list[tuple[float, float]]:
-    """(block amax, weight amax) for which the multiplier is a power of two, so that probes land where they aim.
+    """(block amax, weight amax) pairs whose multiplier is a power of two, so that probes land exactly where they aim.
 
-    The two that let the most codes be reached; where none gives a power of two, the largest element.
+    The two that reach the most codes; the largest element if none gives a power of two.
     """
     q = source.quantization
     largest = float(codes_of(q.element).largest)
@@ -145,8 +145,8 @@ def _anchors(subject: Subject, source: Source) -> list[tuple[float, float]]:
 def _affine(subject: Subject, source: Source, anchor: float, amax: float) -> tuple[Array, Array | float]:
     """(multiplier, zero point) of a block whose extremes are the anchor and its opposite."""
     block = np.array([[anchor, -anchor]], F32)
-    given = np.array([amax], F32) if subject.facts.shares_amax else None
-    names = subject.model.scales(source, block, float(FLT_MAX), given)
+    shared = np.array([amax], F32) if subject.facts.shares_amax else None
+    names = subject.model.scales(source, block, float(FLT_MAX), shared)
     zero = source.quantization.zero
     offset = 0.0 if zero is None else codes_of(zero).decode(np.asarray(names["zero"]).reshape(-1)[0])
     return np.asarray(names["multiplier"]).reshape(-1)[0], offset
@@ -181,20 +181,20 @@ def _encode_with(subject: Subject, source: Source, probes: Array, anchor: float,
 def _quantizes_as_the_model(
     subject: Subject, source: Source, x: Array, amax: Array, dtype: torch.dtype = torch.float32, **details: object
 ) -> None:
-    """Quantizes in fp32 with a given shared amax, and compares one source's planes."""
+    """Quantizes with a shared amax, and compares one source's planes with the model's."""
     m, k = x.shape
     shared = _shared(subject, amax, k)
-    given = torch.from_numpy(shared.copy()) if shared is not None else None
+    tensor_amax = torch.from_numpy(shared.copy()) if shared is not None else None
     orientations = tuple(o for o, name in subject.layout.source_of if name == source.name)
     tensor = torch.from_numpy(x).to(dtype)
-    actual = subject.reference.quantize_reference(tensor, amax=given, orientations=orientations)
+    actual = subject.reference.quantize_reference(tensor, amax=tensor_amax, orientations=orientations)
     expected = subject.model.quantize_source(source, x, input_max(dtype), shared)
     actual = {name: plane for name, plane in actual.items() if name in expected}
     expect_same_all(subject, actual, expected, (m, k), **details)
 
 
 def _shared(subject: Subject, amax: Array, k: int) -> Array | None:
-    """A shared amax in the shape that the recipe shares; None where it shares none."""
+    """A shared amax in the shape that the recipe has it; None if it shares none."""
     if not subject.facts.shares_amax:
         return None
     columns = subject.plan.amax_columns
@@ -203,7 +203,7 @@ def _shared(subject: Subject, amax: Array, k: int) -> Array | None:
 
 @check("scales", "amaxes at, beside and between all scale codes give the scale that the rule and the rounding say")
 def scales(subject: Subject) -> None:
-    """One non-zero element a block, whose magnitude walks over the scales."""
+    """One non-zero element in each block, whose magnitude walks over the scales."""
     for source in subject.layout.sources:
         q = source.quantization
         largest = float(codes_of(q.element).largest)
@@ -249,7 +249,7 @@ def with_amaxes(subject: Subject, source: Source, amaxes: Array, most: int) -> A
 
 @check("all-bf16", "all 65,536 bf16 inputs quantize as the model says, NaN and infinities included")
 def all_bf16(subject: Subject) -> None:
-    """In their own order, so that the numbers of a block are near one another."""
+    """In numeric order, so that the numbers of a block are close to one another."""
     um, uk = subject.units
     m, k = up(256, um), up(256, uk)
     x = np.zeros((m, k), F32)

@@ -1,4 +1,4 @@
-"""Operators on quantized tensors: exact on bytes where the plan says so, refused or counted elsewhere."""
+"""Operators on quantized tensors: exact on bytes where the plan says so, else refused or counted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make(subject: Subject, shape: tuple[int, ...], salt: int = 0, kind: str = "p
 
 
 def storages(tensor: QuantizedTensor) -> set[int]:
-    """Where its planes are stored."""
+    """The addresses of its planes' storages."""
     return {plane.untyped_storage().data_ptr() for plane in tensor.planes().values()}
 
 
 def views(subject: Subject, m: int, k: int) -> Iterator[tuple[str, Cut]]:
-    """Views of a matrix of (m, k) that must be exact: cuts at the very multiples that the plan derives."""
+    """Views of an (m, k) matrix that must be exact: cuts at exactly the multiples that the plan derives."""
     r, c = subject.plan.shard_rows, subject.plan.column_multiple
     yield "detach", lambda x: x.detach()
     yield "view(-1)", lambda x: x.view(-1)
@@ -104,7 +104,7 @@ def _inside(row: int) -> dict[str, Cut]:
     compares="facts",
 )
 def refused_views(subject: Subject) -> None:
-    """At every offset that is not a multiple, up to the first one. Cuts between rows read exactly anywhere."""
+    """Tried at offsets that are not multiples. Cuts between rows can be read exactly anywhere."""
     m, k = subject.whole()
     base = make(subject, (m, k))
     r, c = subject.plan.shard_rows, subject.plan.column_multiple
@@ -141,10 +141,9 @@ def writes(subject: Subject) -> None:
 
 
 def _writes(subject: Subject, what: str, base: Any, cut: Cut, source: Any, values: Tensor | None) -> None:
-    """Copies `source`, which means `values`, into a cut of the base. The rest of the base keeps its values.
+    """Copies `source`, whose values are `values`, into a cut of the base. The rest of the base must keep its values.
 
-    A recipe whose scales reach beyond the cut may refuse instead, or refuse to be read until the rest has come as well;
-    then no byte has changed.
+    If scales reach beyond the cut, the write may be refused, or reads until the rest is written; then no byte changes.
     """
     expected, reaches = base.dequantize(), _reaches(subject)
     before = {name: plane.clone() for name, plane in base.planes().items()}
@@ -183,7 +182,7 @@ def copies(subject: Subject) -> None:
         expect(target.copy_(source) is target, "copy_ returns another object", shape=shape)
         expect_same_all(subject, target.planes(), source.planes(), (m, k), shape=shape)
         expect(not storages(target) & storages(source), "copy_ shares bytes with its source", shape=shape)
-        target.copy_(x)  # has nothing to do with what it held: a history of amaxes starts anew
+        target.copy_(x)  # unrelated to the old values, so a history of amaxes starts anew
         expect_same_all(subject, target.planes(), subject.package.quantize(x).planes(), (m, k), shape=shape)
         for dtype in (torch.float32, torch.bfloat16):
             plain = torch.empty(shape, dtype=dtype).copy_(target)
@@ -226,8 +225,8 @@ def new_tensors(subject: Subject) -> None:
         expect(type(empty) is subject.tensor and empty.shape == base.shape, "empty_like loses the class", shape=shape)
     stated = {name: tuple(facts) for name, facts in subject.facts.planes(m, k).items()}
     made: Any = torch.empty_like(base)
-    found = {name: (tuple(p.shape), p.dtype) for name, p in made.planes().items()}
-    expect(found == stated, f"empty_like stores {found}, not {stated}", shape=shape)
+    stored = {name: (tuple(p.shape), p.dtype) for name, p in made.planes().items()}
+    expect(stored == stated, f"empty_like stores {stored}, not {stated}", shape=shape)
     with layoutc.strict():
         plain = torch.zeros_like(base)
     expect(type(plain) is Tensor and not plain.any(), "zeros_like is not a plain tensor of zeros", shape=shape)
@@ -237,7 +236,7 @@ def new_tensors(subject: Subject) -> None:
 
 @check("storage", "pinning, record_stream, moving and sharing reach every plane, scales included")
 def storage(subject: Subject) -> None:
-    """Counted on stand-ins: no device is needed."""
+    """Counted with mocks, so no device is needed."""
     shape = subject.whole()
     base, seen = make(subject, shape), list[int]()
     handlers = subject.tensor.HANDLERS

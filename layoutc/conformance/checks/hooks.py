@@ -1,4 +1,4 @@
-"""FSDP2's all-gather hooks, ranks simulated in one process: gathered shards equal the whole weight, quantized."""
+"""FSDP2's all-gather hooks on ranks simulated in one process: gathered shards equal the whole weight, quantized."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ Inputs = list[tuple[Tensor, ...]]
 
 
 class Mesh:
-    """As much of a DeviceMesh as a hook reads."""
+    """The part of a DeviceMesh that a hook reads."""
 
     def __init__(self, world: int) -> None:
         self.world = world
 
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self.world
 
 
 def rows_of(x: Tensor, world: int) -> list[Tensor]:
-    """Dim 0 cut as FSDP2 cuts it: ceil(size / world) entries each, short or empty at the end."""
+    """Cuts dim 0 as FSDP2 does: ceil(size / world) entries each; the last pieces may be short or empty."""
     step = cdiv(x.shape[0], world)
     return [x[min(rank * step, x.shape[0]) : (rank + 1) * step] for rank in range(world)]
 
 
 def shards_of(subject: Subject, x: Tensor, world: int) -> list[Any]:
-    """Every rank's rows, quantized by itself, under what all ranks agree on."""
+    """Every rank's rows, quantized separately with the amax that all ranks share."""
     amax = shared_amax(subject, x)
     return [subject.package.quantize(rows, **amax) for rows in rows_of(x, world)]
 
 
 def send(shards: list[Any], which: PassName, shape: tuple[int, ...]) -> tuple[Inputs, list[Any]]:
-    """What every rank's pre-all-gather hook returns."""
+    """The inputs and metadata that each rank's pre-all-gather hook returns."""
     world = len(shards)
     padded = cdiv(shape[0], world) * prod(shape[1:-1])
     with hooks.simulate(which, shape, padded):
@@ -64,7 +64,7 @@ def send(shards: list[Any], which: PassName, shape: tuple[int, ...]) -> tuple[In
 
 
 def collect(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The collective: all ranks' bytes in rank order, for each buffer that travels."""
+    """The all-gather: for each tensor that is sent, all ranks' bytes in rank order."""
     return tuple(
         torch.cat([tensors[i].reshape(-1) for tensors in inputs]).view(-1, *like.shape[1:])
         for i, like in enumerate(inputs[0])
@@ -72,7 +72,7 @@ def collect(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def fits(subject: Subject, shape: tuple[int, ...], world: int) -> bool:
-    """True when a weight is one that the recipe takes, and its cuts fall between blocks."""
+    """True if the recipe takes a weight of this shape and its cuts fall between blocks."""
     per_rank, rows = cdiv(shape[0], world) * prod(shape[1:-1]), prod(shape[:-1])
     um, uk = subject.units
     whole = rows % um == 0 and shape[-1] % uk == 0
@@ -81,7 +81,7 @@ def fits(subject: Subject, shape: tuple[int, ...], world: int) -> bool:
 
 
 def weights(subject: Subject, world: int) -> Iterator[tuple[int, ...]]:
-    """Shapes that shard: even, a short last rank, empty ranks, ragged, leading dims."""
+    """Shapes that can be sharded: even, a short last rank, empty ranks, ragged, leading dims."""
     unit, um = subject.rows, subject.units[0]
     k = up(min(subject.blocks[1], 64) + 8, subject.units[1])
     short = up(1, um)
@@ -97,17 +97,17 @@ def weights(subject: Subject, world: int) -> Iterator[tuple[int, ...]]:
     yield from (shape for shape in seen if prod(shape) <= large or shape == seen[0] or subject.thorough)
 
 
-def held_of(subject: Subject, tensor: Any, which: PassName) -> dict[str, Tensor]:
-    """The planes of a gathered weight but the amax. Fails unless all are there that the pass serves."""
-    held = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
+def served_planes(subject: Subject, tensor: Any, which: PassName) -> dict[str, Tensor]:
+    """The planes of a gathered weight except the amax. Fails unless it has all planes that the pass needs."""
+    planes = {name: plane for name, plane in tensor.planes().items() if name != "amax"}
     served = {name for orientation in subject.facts.serves[which] for name in subject.facts.sources[orientation]}
-    expect(served - {"amax"} <= set(held), f"the gathered weight holds {', '.join(held)} alone", **{"pass": which})
-    return held
+    expect(served - {"amax"} <= set(planes), f"the gathered weight holds only {', '.join(planes)}", **{"pass": which})
+    return planes
 
 
 @check("gather", "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte")
 def gather(subject: Subject) -> None:
-    """Uneven and empty shards included; then the same object refreshed with other values."""
+    """Uneven and empty shards included."""
     for world in WORLDS:
         for number, shape in enumerate(weights(subject, world)):
             x = weight(subject, shape, ("plain", "zeros", "coarse")[number % 3])
@@ -144,7 +144,7 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
         expect(type(tensor) is subject.tensor and freed, "the post hook returns something else", **details)
         expect(tuple(tensor.shape) == shape, f"gathered shape {tuple(tensor.shape)}", **details)
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
-        held = held_of(subject, tensor, which)
+        planes = served_planes(subject, tensor, which)
         matrix = subject.matrix(shape)
         expect_same_all(subject, held, {name: expected.planes[name] for name in held}, matrix, rank=rank, **details)
         laid = {n: b for n, b in expected.buffers.items() if n.startswith(tuple(serves))}
@@ -173,8 +173,8 @@ def gather_again(subject: Subject) -> None:
             result = fresh[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32, out=tensor)
             expect(result is None, "with out=, the post hook returns something", **details)
             expected = subject.model.quantize(as_fp32(second))
-            held = held_of(subject, tensor, which)
-            expect_same_all(subject, held, {n: expected[n] for n in held}, subject.matrix(shape), **details)
+            planes = served_planes(subject, tensor, which)
+            expect_same_all(subject, planes, {n: expected[n] for n in planes}, subject.matrix(shape), **details)
             for orientation in subject.facts.serves[which]:
                 seen, wanted = (q._dequantize(orientation, torch.float32) for q in (view, tensor))
                 expect_same(subject, "values of a view", seen, wanted.flatten(), **details)
@@ -186,7 +186,7 @@ def gather_again(subject: Subject) -> None:
     compares="facts",
 )
 def gather_sizes(subject: Subject) -> None:
-    """FSDP2 allocates the outputs once; LAYOUT.gather announces them."""
+    """FSDP2 allocates the outputs once, and LAYOUT.gather states their sizes."""
     for world in WORLDS:
         for shape in weights(subject, world):
             shards = shards_of(subject, weight(subject, shape), world)
@@ -196,7 +196,7 @@ def gather_sizes(subject: Subject) -> None:
                 inputs, metadata = send(shards, which, shape)
                 for tensors in inputs:
                     raw = all(type(t) is Tensor and t.dtype == torch.uint8 and t.is_contiguous() for t in tensors)
-                    expect(raw, "a rank sends something else than contiguous bytes", **details)
+                    expect(raw, "a rank sends something other than contiguous bytes", **details)
                 sent = {tuple(t.numel() for t in tensors) for tensors in inputs}
                 expect(len(sent) == 1, f"ranks send different sizes: {sent}", **details)
                 sizes[which] = sent
@@ -226,7 +226,7 @@ def untouched(subject: Subject) -> None:
 
 @check("cut-blocks", "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes")
 def cut_blocks(subject: Subject) -> None:
-    """Blocks of two ranks, and blocks of several; the tensors that FSDP2 shall free own their storages."""
+    """Blocks that two or more ranks share. The tensors that FSDP2 is to free own their storages."""
     unit, (um, uk) = subject.facts.block_rows, subject.units
     if unit == 1:
         raise Skipped("no rows share values")
@@ -243,7 +243,7 @@ def cut_blocks(subject: Subject) -> None:
             for which in PASSES:
                 _joins(subject, shards, whole, which)
     if not tried:
-        raise Failure("no weight was found whose shards cut a block; is block_rows right?")
+        raise Failure("there is no weight whose shards cut a block; is block_rows right?")
 
 
 def _joins(subject: Subject, shards: list[Any], whole: Any, which: PassName) -> None:
@@ -255,7 +255,7 @@ def _joins(subject: Subject, shards: list[Any], whole: Any, which: PassName) -> 
     planned = subject.facts.gather(*shape, world, which).bytes_per_rank
     expect(sum(next(iter(sent))) == planned, f"a rank sends {sent}, planned {planned} bytes", **details)
     tensor, inner = shards[0].fsdp_post_all_gather(collect(inputs), metadata[0], torch.float32)
-    held = held_of(subject, tensor, which)
-    expect_same_all(subject, held, {name: whole.planes()[name] for name in held}, **details)
+    planes = served_planes(subject, tensor, which)
+    expect_same_all(subject, planes, {name: whole.planes()[name] for name in planes}, **details)
     owned = all(plane.untyped_storage().nbytes() == plane.numel() * plane.element_size() for plane in inner)
     expect(owned, "an inner tensor does not own its storage", **details)

@@ -1,4 +1,4 @@
-"""Kernels against the reference: on a card, or under Triton's interpreter where TRITON_INTERPRET=1 asks for it."""
+"""Kernels against the reference: on a card, or in Triton's interpreter if TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def kernels(subject: Subject) -> None:
     another way. The interpreter is slow: two shapes, and every pair of choices."""
     name = f"{subject.package.__name__}.kernels"
     if find_spec(name) is None:
-        raise Skipped("the recipe has no kernels: the reference serves it on every device")
+        raise Skipped("the recipe has no kernels: it uses the reference on every device")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not _interpreting():
-        raise Skipped("no GPU on this machine; TRITON_INTERPRET=1 runs them without one")
+        raise Skipped("this machine has no GPU; TRITON_INTERPRET=1 runs them without one")
     module = importlib.import_module(name)
     orientations = subject.layout.orientations
     choices: tuple[Sequence[Any], ...] = (
@@ -74,24 +74,24 @@ def _compare(
     amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
     moved = None if amax is None else amax.to(device)
     expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations)
-    found = module.quantize(x.to(device), moved, orientations)
+    made = module.quantize(x.to(device), moved, orientations)
     for name, plane in expected.items():
-        expect_same(subject, name, found[name].cpu(), plane, (m, k), **details)
+        expect_same(subject, name, made[name].cpu(), plane, (m, k), **details)
     planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
-    held = {name: plane.to(device) for name, plane in planes.items()}
+    on_device = {name: plane.to(device) for name, plane in planes.items()}
     if not layout.history:
-        laid_out = module.lay_out(held, m, k, orientations)
+        laid_out = module.lay_out(on_device, m, k, orientations)
         at_once = laid_out
         if hasattr(module, "quantize_buffers"):
             at_once = module.quantize_buffers(x.to(device), moved, orientations)
         together = [laid_out]
         if hasattr(module, "lay_out_group"):
-            together = module.lay_out_group([held] * 2, [(m, k)] * 2, orientations)
+            together = module.lay_out_group([on_device] * 2, [(m, k)] * 2, orientations)
         for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
             for buffers in (laid_out, at_once, *together):
                 expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         if subject.facts.swizzled:
-            moved_on = module.lay_out(held, m, k, orientations, True)
+            moved_on = module.lay_out(on_device, m, k, orientations, True)
             stored = {name: plane.numpy() for name, plane in planes.items()}
             for name, entries in swizzled_buffers(layout, stored, m, k).items():
                 if name.partition("_")[0] not in orientations:
@@ -99,5 +99,5 @@ def _compare(
                 expect_same(subject, f"{name} for a GEMM", moved_on[name].cpu(), entries, (m, k), **details)
     for orientation in orientations:
         values = subject.reference.dequantize_reference(planes, m, k, orientation)
-        out = module.dequantize(held, m, k, orientation, torch.float32)
+        out = module.dequantize(on_device, m, k, orientation, torch.float32)
         expect_same(subject, f"{orientation} values", out.cpu(), values, (m, k), **details)

@@ -1,4 +1,4 @@
-"""Where bytes lie: buffers against the chains of the algebra, and both against plain indexing."""
+"""Index maps: buffers against the layout's chains, and both against plain indexing."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def shapes(subject: Subject) -> None:
     for shape in subject.shapes():
         m, k = subject.matrix(shape)
         q = subject.package.quantize(torch.ones(shape))
-        for what, held, facts in (
+        for what, tensors, facts in (
             ("planes", q.planes(), subject.facts.planes(m, k)),
             ("buffers", q.buffers(), subject.facts.buffers(m, k)),
         ):
-            found = {name: (tuple(t.shape), t.dtype) for name, t in held.items()}
+            actual = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
             stated = {name: tuple(fact) for name, fact in facts.items()}
-            expect(found == stated, f"{what} are {found}, but LAYOUT states {stated}", shape=shape)
-            expect(list(found) == list(stated), f"{what} come in another order than LAYOUT states", shape=shape)
-            odd = [name for name, tensor in held.items() if not tensor.is_contiguous()]
+            expect(actual == stated, f"{what} are {actual}, but LAYOUT states {stated}", shape=shape)
+            expect(list(actual) == list(stated), f"{what} are in another order than LAYOUT states", shape=shape)
+            odd = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
             expect(not odd, f"not contiguous: {', '.join(odd)}", shape=shape)
         announced = {buffer.name: buffer.shape(m, k) for buffer in subject.layout.buffers}
         wrong = [n for n, s in announced.items() if tuple(subject.facts.buffers(m, k)[n].shape) != s]
@@ -98,7 +98,7 @@ def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix
     for number, index in enumerate(indices):
         positions = chain.positions(index)
         if not positions:
-            raise Failure("a value is stored nowhere", index=index, **place)
+            raise Failure("a value is not stored", index=index, **where)
         for byte, bit in positions:
             if (back := chain.value_at(byte, bit)) != index:
                 raise Failure(f"the inverse map finds {back} here", index=index, byte=byte, **place)
@@ -118,7 +118,7 @@ def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix
     for start in np.flatnonzero(~taken)[:: max(chain.bits, 1)]:
         byte, bit = divmod(int(start), 8)
         if chain.bits <= 8 and start % chain.bits == 0 and chain.value_at(byte, bit) is not None:
-            raise Failure("the inverse map finds a value in padding", byte=byte, **place)
+            raise Failure("the inverse map finds a value in padding", byte=byte, **where)
     order: Any = "little" if chain.low_first or chain.bits >= 8 else "big"
     return np.packbits(bits, bitorder=order)
 

@@ -1,4 +1,4 @@
-"""FSDP2 over gloo with two processes: trains to the bit as one process does, and its checkpoint restores every byte."""
+"""FSDP2 on two gloo processes: it trains to the bit as one process does, and its checkpoint restores every byte."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Job = tuple[str, str, int, int]  # folder of the package, its name, width, seed
 
 
 class Different(AssertionError):
-    """Bytes that should be equal and are not; `told` is what the parent process prints."""
+    """Raised for bytes that should be equal and are not; `message` is what the parent process prints."""
 
-    def __init__(self, told: str) -> None:
-        super().__init__(told)
-        self.told = told
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class Net(nn.Module):
@@ -83,7 +83,7 @@ def _step(net: nn.Module, optimizer: Any, job: Job, step: int, share: float) -> 
 
 
 def _share() -> float:
-    """Rank 0 brings the whole gradient and the others none, so that its mean is exact in any order."""
+    """Rank 0 has the whole gradient and the others none, so that the mean is exact in any order."""
     import torch.distributed as dist
 
     return float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
@@ -105,14 +105,14 @@ def _same(where: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def trains(job: Job) -> None:
-    """Steps on shards against steps on the whole, in every process."""
+    """Compares steps on shards with steps on the whole model, in every process."""
     whole, sharded = _net(job), _sharded(_net(job))
     one, other = _adam(whole), _adam(sharded)
     for step in range(STEPS):
         expected = _step(whole, one, job, step, 1.0)
-        found = _step(sharded, other, job, step, _share())
-        if found != expected:
-            raise Different(f"step {step}: the loss is {found!r}, in one process {expected!r}")
+        loss = _step(sharded, other, job, step, _share())
+        if loss != expected:
+            raise Different(f"step {step}: the loss is {loss!r}, in one process {expected!r}")
         _gathers_as(sharded, whole, f"after step {step}")
 
 
@@ -159,9 +159,9 @@ def saves_and_loads(job: Job, folder: str) -> None:
             _same("restored", {name: two}, {name: one})
     for step in range(STEPS, STEPS + 2):
         expected = _step(model, optimizer, job, step, _share())
-        found = _step(other, other_optimizer, job, step, _share())
-        if found != expected:
-            raise Different(f"step {step} after loading: the loss is {found!r}, without saving {expected!r}")
+        loss = _step(other, other_optimizer, job, step, _share())
+        if loss != expected:
+            raise Different(f"step {step} after loading: the loss is {loss!r}, without saving {expected!r}")
 
 
 def saves(job: Job, folder: str) -> None:
@@ -178,7 +178,7 @@ def saves(job: Job, folder: str) -> None:
 
 
 def _loads_alone(job: Job, folder: str) -> None:
-    """In this process: the checkpoint of all ranks into a model that is not sharded."""
+    """Loads the checkpoint of all ranks into an unsharded model in this process."""
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     whole, loaded = _net(job), _net(job, salt=1)
     optimizer = _adam(whole)
@@ -187,16 +187,16 @@ def _loads_alone(job: Job, folder: str) -> None:
     with torch.no_grad():
         dcp.load({"model": loaded.state_dict(keep_vars=True)}, checkpoint_id=folder, no_dist=True)
     for (name, a), (_, b) in zip(loaded.named_parameters(), whole.named_parameters(), strict=True):
-        found: Any = a.data
+        actual: Any = a.data
         expected: Any = b.data
-        if isinstance(found, QuantizedTensor):
-            _same(f"loaded {name}", found.planes(), expected.planes())
+        if isinstance(actual, QuantizedTensor):
+            _same(f"loaded {name}", actual.planes(), expected.planes())
         else:
-            _same("loaded", {name: found}, {name: expected})
+            _same("loaded", {name: actual}, {name: expected})
 
 
 def _counted(function: Any, *arguments: Any) -> int:
-    """What a rank runs: a job; the bytes that it has compared."""
+    """Runs a job on a rank; returns the number of bytes that it has compared."""
     TALLY.clear()
     function(*arguments)
     return TALLY.bytes
@@ -204,7 +204,7 @@ def _counted(function: Any, *arguments: Any) -> int:
 
 def _job(subject: Subject) -> Job:
     if subject.ranks is None:
-        raise Skipped("processes were not asked for")
+        raise Skipped("no processes were wanted")
     if not torch.distributed.is_available():
         raise Skipped("torch.distributed is missing")
     world = subject.ranks.world
@@ -239,18 +239,18 @@ def fsdp2_checkpoint(subject: Subject) -> None:
 
 @check("reshard", "a checkpoint of 2 processes loads into one process, byte for byte", needs_processes=True)
 def reshard(subject: Subject) -> None:
-    """Parts of a weight whose scale covers all rows are refused, not guessed."""
+    """Parts of a weight whose scale covers all rows are refused."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     job = _job(subject)
     with tempfile.TemporaryDirectory(prefix="layoutc-checkpoint-", ignore_cleanup_errors=True) as folder:
-        place = str(Path(folder) / "saved")
-        _run(subject, job, saves, place)
+        saved = str(Path(folder) / "saved")
+        _run(subject, job, saves, saved)
         try:
-            _loads_alone(job, place)
-        except CheckpointException as error:  # an exception of no common base
+            _loads_alone(job, saved)
+        except CheckpointException as error:  # a BaseException
             if not (subject.facts.shares_amax and "LayoutError" in str(error)):
                 raise Failure(str(error).splitlines()[-1], shape=(job[2], job[2]), seed=subject.seed) from None
-            raise Skipped("one scale covers all rows, so a weight does not load in parts: refused") from None
+            raise Skipped("one scale covers all rows, so loading a weight in parts is refused") from None
         except Different as different:
-            raise Failure(different.told, shape=(job[2], job[2]), seed=subject.seed) from None
+            raise Failure(different.message, shape=(job[2], job[2]), seed=subject.seed) from None

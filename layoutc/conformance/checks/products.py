@@ -1,4 +1,4 @@
-"""Products: which values a multiplication reads, and what training one layer gives."""
+"""Products: which values a multiplication reads, and how a layer trains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ M_CONTRACTED: dict[str, Product] = {
 
 
 def values(subject: Subject, q: Any, orientation: str) -> Tensor:
-    """What an orientation means, by the independent model; of rowwise where there is no other."""
+    """The values of an orientation by the independent model; of rowwise if the recipe has no other."""
     if orientation not in subject.layout.orientations:
         orientation = subject.layout.orientations[0]
     planes = {name: array(plane) for name, plane in q.planes().items()}
@@ -44,7 +44,7 @@ def values(subject: Subject, q: Any, orientation: str) -> Tensor:
 
 @check("products", "a product that contracts k reads rowwise values, one that contracts m reads columnwise values")
 def products(subject: Subject) -> None:
-    """In the activation's dtype; asked for, so never counted."""
+    """In the activation's dtype. Products are never counted as implicit dequantizes."""
     m, k = shape = subject.whole()
     for kind in ("plain", "coarse"):
         q = make(subject, shape, kind=kind)

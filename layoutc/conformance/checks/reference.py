@@ -84,7 +84,7 @@ def dequantize(subject: Subject) -> None:
 
 @check("one-orientation", "a tensor that holds one orientation stores its planes alone, with the bytes of the whole")
 def one_orientation(subject: Subject) -> None:
-    """And refuses orientations that there are not."""
+    """And unknown orientations are refused."""
     shape = subject.shapes()[1]
     x = weight(subject, shape)
     whole = subject.package.quantize(x)
@@ -92,7 +92,7 @@ def one_orientation(subject: Subject) -> None:
         made = subject.package.quantize(x, orientations=(orientation,))
         stated = set(subject.facts.sources[orientation])
         expect(set(made.planes()) == stated, f"{orientation}: stores {', '.join(made.planes())}", shape=shape)
-        expect(orientation in made.orientations, f"{orientation} was asked for and is not held", shape=shape)
+        expect(orientation in made.orientations, f"{orientation} was asked for, but it does not hold that", shape=shape)
         for name, plane in made.planes().items():
             expect_same(subject, name, plane, whole.planes()[name], shape=shape)
     expect_refused(ValueError, lambda: subject.package.quantize(x, orientations=("sideways",)), "unknown orientation")
@@ -170,10 +170,10 @@ def _shifted(x: Array, before: Array) -> Array:
 
 @check("history", "delayed scaling takes its amax from the steps before, as many as the spec keeps")
 def history(subject: Subject) -> None:
-    """Weights that grow and shrink, for more steps than the history keeps, where it is short."""
+    """Weights that grow and shrink, for more steps than a short history keeps."""
     length = subject.layout.history
     if not length:
-        raise Skipped("the scale follows the current amax")
+        raise Skipped("the current amax decides the scale")
     shape = subject.shapes()[0]
     made, stored = None, np.zeros(length, F32)
     for step in range(min(length + 3, 12)):

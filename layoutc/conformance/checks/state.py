@@ -1,4 +1,4 @@
-"""What is written down and read back: flatten, pickle, deepcopy, torch.load, torch.distributed.checkpoint."""
+"""State that is stored and restored: flatten, pickle, deepcopy, torch.load, torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 
 
-def held(subject: Subject) -> Iterator[tuple[str, Any]]:
-    """Tensors of every kind that can be saved: whole, of leading dims, parts, transposed, flat, of one orientation."""
+def kinds(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """All kinds of tensors that can be saved: whole, with leading dims, parts, transposed, flat, of one orientation."""
     m, k = subject.whole()
     base, r, c = make(subject, (m, k)), subject.plan.shard_rows, subject.plan.column_multiple
     yield "whole", base
@@ -34,11 +34,11 @@ def held(subject: Subject) -> Iterator[tuple[str, Any]]:
     yield "without rows", base[:0]
     yield "bf16", subject.package.quantize(weight(subject, (m, k), "nan", torch.bfloat16))
     name = subject.layout.orientations[-1]
-    yield f"{name} alone", subject.package.quantize(weight(subject, (m, k)), orientations=(name,))
+    yield f"only {name}", subject.package.quantize(weight(subject, (m, k)), orientations=(name,))
 
 
 def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
-    """Class, shape, dtype, orientations and bytes."""
+    """Fails unless class, shape, dtype, orientations and bytes are equal."""
     expect(type(actual) is type(expected), f"{what}: comes back as {type(actual).__name__}")
     for attribute in ("shape", "dtype", "orientations", "_matrix", "_transposed"):
         one, other = getattr(actual, attribute), getattr(expected, attribute)
@@ -49,9 +49,9 @@ def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
 
 @check("flatten", "__tensor_unflatten__ undoes __tensor_flatten__, and another layout id is refused")
 def flatten(subject: Subject) -> None:
-    """What torch.compile and checkpoints use."""
+    """torch.compile and checkpoints use these."""
     unflatten = subject.tensor.__tensor_unflatten__
-    for what, tensor in held(subject):
+    for what, tensor in kinds(subject):
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         arguments = tensor.shape, tensor.stride()
@@ -64,7 +64,7 @@ def flatten(subject: Subject) -> None:
 @check("pickle", "pickle, deepcopy and torch.load(weights_only=True) give back class and bytes, compact")
 def pickled(subject: Subject) -> None:
     """Parameters stay parameters."""
-    for what, tensor in held(subject):
+    for what, tensor in kinds(subject):
         file = io.BytesIO()
         torch.save({"weight": tensor, "parameter": nn.Parameter(tensor)}, file)
         file.seek(0)
@@ -76,15 +76,15 @@ def pickled(subject: Subject) -> None:
         copied = copy.deepcopy(tensor)
         same(subject, f"deepcopy, {what}", copied, tensor)
         expect(not tensor.numel() or not storages(copied) & storages(tensor), f"deepcopy, {what}: shares bytes")
-    part = dict(held(subject))["rows"]
+    part = dict(kinds(subject))["rows"]
     total = sum(plane.nbytes for plane in part.planes().values())
-    found = len(pickle.dumps(part)) - len(pickle.dumps(part[:0]))
-    expect(found <= total + 1024, f"a part of {total} bytes takes {found} bytes: the whole storage is saved")
+    size = len(pickle.dumps(part)) - len(pickle.dumps(part[:0]))
+    expect(size <= total + 1024, f"a part of {total} bytes takes {size} bytes: the whole storage is saved")
 
 
 @check("checkpoint", "torch.distributed.checkpoint saves and loads every byte, in one process")
 def checkpoint(subject: Subject) -> None:
-    """Into a model that held other values."""
+    """Loads into a model that had other values."""
     if not torch.distributed.is_available():
         raise Skipped("torch.distributed is missing")
     dcp: Any = import_module("torch.distributed.checkpoint")

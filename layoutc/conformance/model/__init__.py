@@ -1,1 +1,1 @@
-"""An independent model of a recipe, from the spec and the layout's data alone."""
+"""An independent model of a recipe, made only from the spec and the layout's data."""

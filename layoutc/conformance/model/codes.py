@@ -1,7 +1,7 @@
-"""What the codes of a number format mean, by definition, in exact fractions; and rounding as a search over all of them.
+"""The values of a number format's codes, by definition, in exact fractions; and rounding as a search over all of them.
 
-Independent of layoutc.spec.formats' arithmetic: a format's fields are all that is read. A new kind of format is one
-function more in `meaning`.
+Independent of layoutc.spec.formats' arithmetic: it only reads a format's fields. A new kind of format needs one more
+function in `meaning`.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class Codes:
 
     @cached_property
     def finite(self) -> dict[int, Fraction]:
-        """Code -> value, for codes that rounding may give."""
+        """Code -> value, for codes that rounding can give."""
         unused = {2 ** (self.format.bits - 1)} if self.format.integer and self.format.symmetric else set()
         return {c: v for c, v in enumerate(self.values) if isinstance(v, Fraction) and c not in unused}
 
     @property
     def has_sign_bit(self) -> bool:
-        """True where code and value of a negative number are those of its magnitude and a sign bit."""
+        """True if a negative number's code is that of its magnitude with a sign bit."""
         return not self.format.integer and bool(self.format.sign)
 
     @property
     def nan_code(self) -> int:
-        """What NaN becomes: the format's NaN; without one, its largest number."""
+        """The code of NaN: the format's NaN; without one, its largest number."""
         if self.format.nan:
             return self.format.nan[0]
         return max(self.finite, key=lambda code: self.finite[code])
@@ -88,7 +88,8 @@ class Codes:
         return max(self.finite.values())
 
     def candidates(self, negative: bool) -> list[tuple[Fraction, int]]:
-        """(value, code) that a number of this sign may round to, ascending; magnitudes, where there is a sign bit."""
+        """The (value, code) pairs that a number of this sign can round to, ascending; magnitudes if there is a sign
+        bit."""
         return self._candidates[negative]
 
     @cached_property
@@ -115,7 +116,7 @@ class Codes:
         if isnan(x):
             return self.nan_code
         negative = str(x).startswith("-")
-        found = self.candidates(negative)
+        pairs = self.candidates(negative)
         size = x if self.format.integer else abs(x)
         if isinf(size):
             return found[-1][1] if size > 0 else found[0][1]
@@ -130,7 +131,7 @@ class Codes:
         return min(units, key=lambda pair: (abs(pair[0] - whole), pair[1] % 2))[1]
 
     def encode(self, x: Array, rounding: str) -> Array:
-        """fp32 -> codes, many at once; `search` is what it must equal. Exact in fp64."""
+        """fp32 -> codes, vectorized; it must equal `search`. Exact in fp64."""
         x = np.asarray(x, F32)
         codes = np.empty(x.shape, np.uint8)
         negative = np.signbit(x)
@@ -200,7 +201,7 @@ def pack(codes: Array, bits: int, low_first: bool) -> Array:
 
 
 def unpack(packed: Array, bits: int, low_first: bool) -> Array:
-    """Inverse of pack."""
+    """The inverse of `pack`."""
     if bits >= 8:
         return packed
     order: Any = "little" if low_first else "big"

@@ -1,4 +1,5 @@
-"""Where values stand in buffers, by definition: entry p of a dim with one value for `per` steps stands for p * per.
+"""The positions of values in buffers, by definition: entry p of a dim with one value for `per` steps is that of p *
+per.
 
 Independent of layoutc.layout.chain: plain indexing in numpy.
 """
@@ -13,7 +14,7 @@ from layoutc.layout.layout import Buffer, Layout
 
 
 def plane_values(buffer: Buffer, planes: Planes) -> Array:
-    """The plane's values one an entry: codes unpacked, scales as they are."""
+    """The plane's values, one for each entry: codes are unpacked, scales are as stored."""
     plane = planes[buffer.plane.name]
     return unpack(plane, buffer.plane.bits, buffer.low_first) if buffer.kind == "data" else plane
 
@@ -30,47 +31,51 @@ def place(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
         count = -(-extent[dim.axis] // dim.per)
         index[dim.axis] = np.arange(count) * dim.per // (per_value[dim.axis] or max(extent[dim.axis], 1))
         sizes.append(-(-count // dim.multiple) * dim.multiple)
-    found = np.atleast_2d(values)[index["m"][:, None], index["k"][None, :]]
+    values = np.atleast_2d(values)[index["m"][:, None], index["k"][None, :]]
     axes = [dim.axis for dim in buffer.dims]
-    found = found.T if axes == ["k", "m"] else found
-    found = found.reshape(-1) if len(axes) == 1 else found
-    out = np.zeros(sizes, found.dtype)
-    out[tuple(slice(0, size) for size in found.shape)] = found
+    values = values.T if axes == ["k", "m"] else values
+    values = values.reshape(-1) if len(axes) == 1 else values
+    out = np.zeros(sizes, values.dtype)
+    out[tuple(slice(0, size) for size in values.shape)] = values
     return pack(out, buffer.plane.bits, buffer.low_first) if buffer.kind == "data" else out
 
 
 def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
-    """Every buffer of the orientations whose planes are there, and the amax."""
-    found = {b.name: place(b, planes, m, k) for b in layout.buffers if b.plane.name in planes}
-    return found | ({"amax": planes["amax"]} if "amax" in planes else {})
+    """All buffers whose planes are given, and the amax."""
+    made = {b.name: place(b, planes, m, k) for b in layout.buffers if b.plane.name in planes}
+    return made | ({"amax": planes["amax"]} if "amax" in planes else {})
 
 
 def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
-    """As buffers, but scales and zero points in the order of the spec's swizzle, flat: by reshape and transpose."""
-    found, swizzle = buffers(layout, planes, m, k), layout.swizzle
+    """As `buffers`, but with scales and zero points flat and in the order of the spec's swizzle, by reshape and
+    transpose."""
+
+    made, swizzle = buffers(layout, planes, m, k), layout.swizzle
     for buffer in layout.buffers if swizzle else ():
-        if buffer.name not in found or buffer.kind == "data":
+        if buffer.name not in made or buffer.kind == "data":
             continue
         assert swizzle is not None
         free = "m" if buffer.orientation == "rowwise" else "k"
-        entries = found[buffer.name] if buffer.axes[0] == free else found[buffer.name].T
+        entries = made[buffer.name] if buffer.axes[0] == free else made[buffer.name].T
         sizes = dict(swizzle.sizes)
         for group, extent in zip(swizzle.groups, entries.shape, strict=True):
             sizes[group[0]] = extent // int(np.prod([sizes[name] for name in group[1:]]))
         names = [name for group in swizzle.groups for name in group]
         parts = entries.reshape([sizes[name] for name in names])
-        found[buffer.name] = parts.transpose([names.index(name) for name in swizzle.order]).ravel()
-    return found
+        made[buffer.name] = parts.transpose([names.index(name) for name in swizzle.order]).ravel()
+    return made
 
 
 def logical(plane_or_buffer: str, layout: Layout, m: int, k: int, byte: int) -> tuple[int, int] | str | None:
-    """The first (i, j) of the weight that a byte of a plane or buffer holds something of; `padding`; None: unknown."""
+    """The first (i, j) of the weight that a byte of a plane or buffer belongs to; "padding"; None: unknown."""
     buffer = next((b for b in layout.buffers if b.name == plane_or_buffer), None)
     plane = next((p for p in layout.planes if p.name == plane_or_buffer), buffer.plane if buffer else None)
     if plane is None or plane.is_scalar:
         return None
     itemsize = plane.bits // 8 if plane.bits > 8 else 1
-    if any(p.name == plane_or_buffer for p in layout.planes):  # planes and buffers of one name: the plane's own order
+    if any(
+        p.name == plane_or_buffer for p in layout.planes
+    ):  # a plane and a buffer may share a name: the plane's order
         width = plane.shape(m, k)[-1]
         row, column = divmod(byte // itemsize, width)
         column = column * 8 // plane.bits if plane.bits < 8 else column

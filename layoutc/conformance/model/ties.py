@@ -1,7 +1,8 @@
-"""Weights whose blocks can hardly choose between two scales, so that the order of the sums that decide shows.
+"""Near ties: weights whose blocks can hardly choose between two scales, which shows the order of the sums that decide.
 
-Found by bisection on the independent model: from a weight whose blocks keep the first candidate to one whose blocks
-keep another, element by element and then bit by bit. Summed in another order, one of the two ends decides differently.
+They are found by bisection on the independent model, from a weight whose blocks keep the first candidate to one whose
+blocks keep another, element by element and then bit by bit. With another order of sums, one of the two ends would
+decide differently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from layoutc.layout.layout import Source
 
 
 def near_ties(model: Model, source: Source, m: int, k: int, rng: np.random.Generator) -> list[Array]:
-    """Two (m, k) weights, next to each other in fp32, of which most blocks keep different candidates."""
+    """Two (m, k) weights that are neighbours in fp32, and in which most blocks keep different candidates."""
     block = source.quantization.block
     bm, bk = block.m or m, block.k or k
 
@@ -33,7 +34,7 @@ def near_ties(model: Model, source: Source, m: int, k: int, rng: np.random.Gener
         other, keeps = drawn(), first(low)
         low = np.where(keeps, low, other)
         high = np.where(first(high), other, high)
-    # Elements in a random order are taken from `high`: so many that the block's choice changes with the last of them.
+    # Elements are taken from `high` in a random order: as many as it takes to change the block's choice.
     rank = np.tile(rng.permutation(bm * bk).reshape(bm, bk), (-(-m // bm), -(-k // bk)))[:m, :k]
     few, many = np.zeros((m, k), int), np.full((m, k), bm * bk)
     while np.any(many - few > 1):
@@ -41,7 +42,7 @@ def near_ties(model: Model, source: Source, m: int, k: int, rng: np.random.Gener
         keeps = first(np.where(rank < middle, high, low))
         few, many = np.where(keeps, middle, few), np.where(keeps, many, middle)
     below, above = (np.where(rank < count, high, low) for count in (few, many))
-    for _ in range(40):  # halves of one element's distance, down to neighbouring numbers
+    for _ in range(40):  # halve the distance of that element, down to neighbouring numbers
         middle = ((below.astype(np.float64) + above) / 2).astype(F32)
         keeps = first(middle)
         below, above = np.where(keeps, middle, below), np.where(keeps, above, middle)

@@ -1,7 +1,7 @@
-"""A second reading of a spec's arithmetic: rules.yaml, evaluated over numpy fp32, with codes by definition.
+"""A second reading of a spec's arithmetic: rules.yaml, evaluated in numpy fp32, with codes by definition.
 
-Shares nothing with the generated references but the spec, the rules' text and the layout's integers. A new function or
-constant of the rules' language is one entry more in the tables below.
+It shares only the spec, the text of the rules and the layout's integers with the generated references. A new function
+or constant of the rules' language needs one more entry in the tables below.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Planes = dict[str, Array]
 
 @cache
 def programs() -> dict[str, Any]:
-    """The rules as they stand in rules.yaml."""
+    """The rules as rules.yaml has them."""
     text = files("layoutc.spec").joinpath("rules.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
+    rules: dict[str, Any] = yaml.safe_load(text)
+    return rules
 
 
 def planes_of(source: Source) -> tuple[Plane, ...]:
@@ -99,12 +99,12 @@ def parsed(text: str) -> ast.expr:
 
 
 def _floor_power_of_two(x: Array) -> Array:
-    """2^floor(log2 x); zero where that is not a normal number; NaN and inf as they are."""
+    """2^floor(log2 x); zero if that is not a normal number; NaN and inf stay."""
     _, exponent = np.frexp(np.where(np.isfinite(x) & (x > 0), x, F32(1)))
     power = np.where(exponent - 1 >= -126, np.ldexp(F32(1), exponent - 1), F32(0))
     power = np.where(x == 0, F32(0), power)
-    found: Array = np.where(np.isfinite(x), power, x).astype(F32)
-    return found
+    result: Array = np.where(np.isfinite(x), power, x).astype(F32)
+    return result
 
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {
@@ -170,10 +170,10 @@ class Evaluator:
         given = parameters.get(name, parameters.get(name.replace("_", "-")))
         if name == "input_max" or given == "input-max":
             return F32(self.input_max)
-        if given == "f32-max":
+        if parameter == "f32-max":
             return FLT_MAX
-        if isinstance(given, int | float):
-            return F32(given)
+        if isinstance(parameter, int | float):
+            return F32(parameter)
         raise NotImplementedError(f"the independent model does not know `{name}`")
 
     def _call(self, name: str, arguments: list[Any]) -> Any:
@@ -191,19 +191,19 @@ class Evaluator:
 
 # ------------------------------------------------------------------------------------------------------------- blocks
 def block_reduce(reduce: np.ufunc, x: Array, bm: int, bk: int) -> Array:
-    """A reduction of each block, partial ones included; minimum and maximum let NaN through."""
+    """A reduction of each block, also of partial ones; minimum and maximum propagate NaN."""
     rows = reduce.reduceat(x, np.arange(0, x.shape[0], bm), axis=0)
-    found: Array = reduce.reduceat(rows, np.arange(0, x.shape[1], bk), axis=1)
-    return found
+    reduced: Array = reduce.reduceat(rows, np.arange(0, x.shape[1], bk), axis=1)
+    return reduced
 
 
 def spread(values: Array, bm: int, bk: int, m: int, k: int) -> Array:
-    """Block values -> one for each element, by indexing."""
+    """Values of blocks -> one for each element, by indexing."""
     values = np.atleast_2d(values)
     rows = np.minimum(np.arange(m) // bm, values.shape[0] - 1)
     columns = np.minimum(np.arange(k) // bk, values.shape[1] - 1)
-    found: Array = values[rows[:, None], columns[None, :]]
-    return found
+    elements: Array = values[rows[:, None], columns[None, :]]
+    return elements
 
 
 def block_sum(values: Array, bm: int, bk: int, rowwise: bool) -> Array:
@@ -211,7 +211,7 @@ def block_sum(values: Array, bm: int, bk: int, rowwise: bool) -> Array:
     if not rowwise:
         return block_sum(values.T, bk, bm, True).T
     rows, columns = -(-values.shape[0] // bm), -(-values.shape[1] // bk)
-    found = np.zeros((rows, columns), F32)
+    sums = np.zeros((rows, columns), F32)
     for i, j in np.ndindex(rows, columns):
         block = values[i * bm : (i + 1) * bm, j * bk : (j + 1) * bk]
         lines = [F32(np.add.accumulate(line, dtype=F32)[-1]) for line in block]
@@ -219,19 +219,19 @@ def block_sum(values: Array, bm: int, bk: int, rowwise: bool) -> Array:
         while len(lines) > 1:
             half = len(lines) // 2
             lines = [low + high for low, high in zip(lines[:half], lines[half:], strict=True)]
-        found[i, j] = lines[0]
-    return found
+        sums[i, j] = lines[0]
+    return sums
 
 
 # ------------------------------------------------------------------------------------------------------ the whole spec
 @dataclass(frozen=True)
 class Model:
-    """Quantizes and dequantizes as the spec says."""
+    """A recipe's quantization and dequantization, as the spec says."""
 
     layout: Layout
 
     def quantize(self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None) -> Planes:
-        """(m, k) fp32 -> every plane as stored. `amax`: what shards share, where it is not that of x."""
+        """(m, k) fp32 -> every plane as stored. amax: the one that shards share, if it is not that of x."""
         planes: Planes = {}
         for source in self.layout.sources:
             planes |= self.quantize_source(source, x, input_max, amax)
@@ -271,13 +271,13 @@ class Model:
         if tried is None:
             return self.computed(q, names, "steps", input_max)
         ((candidate, values),) = tried.items()
-        given = (Evaluator(q, names, input_max).value(str(value)) for value in values)
-        found = [self.computed(q, names | {candidate: value}, "steps", input_max) for value in given]
-        errors = [self.error(source, x, one) for one in found]
+        candidates = (Evaluator(q, names, input_max).value(str(value)) for value in values)
+        computed = [self.computed(q, names | {candidate: value}, "steps", input_max) for value in candidates]
+        errors = [self.error(source, x, one) for one in computed]
         best = np.zeros(errors[0].shape, int)
         for number, error in enumerate(errors):
             best = np.where(error < np.choose(best, errors), number, best)
-        kept = {name: np.choose(best, [one[name] for one in found]) for name in ("scale", "multiplier")}
+        kept = {name: np.choose(best, [one[name] for one in computed]) for name in ("scale", "multiplier")}
         return kept | {"candidate": best}
 
     def kept(self, source: Source, x: Array) -> Array:
