@@ -1,1 +1,1 @@
-"""The spec language: YAML with places, the models of its keys, notations, formats and scale rules."""
+"""The spec language: YAML with positions, the models of its keys, notations, formats and scale rules."""

@@ -1,4 +1,4 @@
-"""Number formats by definition: what every code of an element or scale format means.
+"""Number formats by definition: the value of every code of an element or scale format.
 
 Pure Python; a format is data (formats.yaml, or `formats:` in a spec), never a case in code.
 """
@@ -29,11 +29,11 @@ class Format:
     """A number format by its bits: floating point (sign | exponent | mantissa, most significant first), or integer.
 
     `inf` and `nan` list codes without their sign bit. `torch` names the torch dtype that holds one code in a byte and
-    converts with round to nearest even, where there is one. `integer` > 0: two's complement of that many bits, in steps
-    of 2 to minus `fraction`; `symmetric` leaves the lowest code, which has no opposite, unused.
+    rounds to nearest even, if there is one. `integer` > 0: two's complement of that many bits, in steps of
+    2**-fraction; `symmetric` leaves the lowest code unused, since it has no opposite.
     """
 
-    name: str = field(compare=False)  # two formats are the same when their bits mean the same
+    name: str = field(compare=False)  # formats are equal if their bits have the same values
     sign: int = 1
     exponent: int = 0
     mantissa: int = 0
@@ -48,7 +48,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of one code."""
+        """The bits of a code."""
         return self.integer or self.sign + self.exponent + self.mantissa
 
     @property
@@ -58,14 +58,14 @@ class Format:
 
     @property
     def is_exponent(self) -> bool:
-        """True where codes are exponents alone: powers of two, without a sign, a zero or infinities."""
+        """True if codes are only exponents: powers of two, without a sign, a zero or infinities."""
         return not (self.integer or self.sign or self.mantissa or self.subnormals or self.inf)
 
     @property
     def magnitudes(self) -> tuple[float, ...]:
-        """The finite values by code, without sign, ascending: code c means magnitudes[c]. Up to 8 bits only.
+        """The finite values without sign, ascending: code c has the magnitude magnitudes[c]. Up to 8 bits only.
 
-        Codes of inf and NaN must be the highest, so that what is left is a prefix. Of an integer, its values from 0 up.
+        Codes of inf and NaN must be the highest, so that the others are a prefix. For an integer, its values from 0 up.
         """
         if self.integer:
             return tuple(math.ldexp(code, -self.fraction) for code in range(2 ** (self.integer - 1)))
@@ -75,7 +75,7 @@ class Format:
 
     @property
     def lowest(self) -> int:
-        """Of an integer, the smallest step count that is used."""
+        """For an integer, the smallest number of steps that is used."""
         return int(self.symmetric) - (1 << (self.integer - 1))
 
     @property
@@ -102,10 +102,10 @@ class Format:
 
 
 def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
-    """Where a magnitude's code steps up: code = number of thresholds <= |x|, for fp32 x. Saturating.
+    """The magnitudes at which codes step up: code = number of thresholds <= |x|, for fp32 x. Saturating.
 
-    `rounding` is nearest (ties to even), up (away from zero) or down (towards zero). Each threshold is an fp32 value,
-    so comparing fp32 inputs with it is exact.
+    rounding: nearest (ties to even), up (away from zero) or down (towards zero). Each threshold is an fp32 value, so
+    comparisons with fp32 inputs are exact. Raises ValueError if a midpoint is not an fp32 value.
     """
     values = fmt.magnitudes
     steps = []
@@ -137,10 +137,10 @@ def builtin() -> dict[str, Format]:
 
 @cache
 def aliases() -> dict[str, dict[str, str]]:
-    """What other projects call formats, rules, words and keys: their word -> ours. Read on first use only."""
+    """Other projects' names for formats, rules, words and keys: kind -> {their name: ours}. Read at first use."""
     text = (Path(__file__).parent / "aliases.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = yaml.safe_load(text)
-    return {kind: {str(word): str(ours) for word, ours in words.items()} for kind, words in found.items()}
+    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return {kind: {str(word): str(ours) for word, ours in words.items()} for kind, words in tables.items()}
 
 
 def make(name: str, entry: Mapping[str, Any]) -> Format:

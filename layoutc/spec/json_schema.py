@@ -1,7 +1,7 @@
 """The YAML surface as JSON Schema, for editors: completion, hover texts, underlined typos.
 
-Derived from the models in schema.py and from the formats and rules that there are. It is weaker than `layoutc check`:
-it knows keys, types and names, and nothing of how they must fit together.
+Derived from the models in schema.py and from the known formats and rules. It is weaker than `layoutc check`: it checks
+keys, types and names, but not how they fit together.
 """
 
 from __future__ import annotations

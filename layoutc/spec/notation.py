@@ -10,7 +10,7 @@ Axis = Literal["m", "k"]
 
 
 class NotationError(ValueError):
-    """A string that can't be read; `start` and `end` are offsets into it."""
+    """Raised for a string that can't be read; `start` and `end` are offsets into it."""
 
     def __init__(self, message: str, start: int, end: int) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class Term:
 class Swizzle:
     """Splits each dim of a 2-D buffer into the names of its group, then orders all names.
 
-    The first name of a group has no given size: it takes what is left.
+    The first name of a group has no size of its own: it takes what is left.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -37,7 +37,7 @@ class Swizzle:
     sizes: tuple[tuple[str, int], ...]
 
     def tile(self, dim: int) -> int:
-        """What the size of a dim must be a multiple of."""
+        """The number that the size of a dim must be a multiple of."""
         sizes, product = dict(self.sizes), 1
         for name in self.groups[dim][1:]:
             product *= sizes[name]
@@ -64,7 +64,7 @@ def parse_layout(text: str) -> tuple[Term, ...]:
 def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
     """`(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
 
-    It is a bijection by construction: each name stands once on either side, and only the first name of a group is open.
+    It is a bijection by construction: each name appears once on either side, and only the first of a group has no size.
     """
     left, arrow, right = pattern.partition("->")
     if not arrow:
@@ -78,7 +78,7 @@ def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
             raise NotationError(f"`{token[0]}` is not a name or a group of names in parentheses", *token.span())
         for name in members:
             if name in seen:
-                raise NotationError(f"`{name}` stands twice before the arrow", *token.span())
+                raise NotationError(f"`{name}` appears twice before the arrow", *token.span())
             seen.add(name)
         groups.append(tuple(members))
     if len(groups) != 2:
@@ -90,9 +90,9 @@ def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
     for word in re.finditer(r"\S+", right):
         span = (offset + word.start(), offset + word.end())
         if word[0] not in seen:
-            raise NotationError(f"`{word[0]}` does not stand before the arrow", *span)
+            raise NotationError(f"`{word[0]}` does not appear before the arrow", *span)
         if word[0] in order:
-            raise NotationError(f"`{word[0]}` stands twice after the arrow", *span)
+            raise NotationError(f"`{word[0]}` appears twice after the arrow", *span)
         order.append(word[0])
     missing = [name for group in groups for name in group if name not in order]
     if missing:

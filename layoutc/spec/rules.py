@@ -25,7 +25,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Step:
-    """name = expression, left out unless the parameter `when` is set, or where the parameter `unless` is."""
+    """name = expression; left out if the parameter `when` is not set, or the parameter `unless` is."""
 
     name: str
     expression: str
@@ -35,9 +35,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Rule:
-    """A scale rule: steps that end in `scale` and `multiplier`, and what a decoded element is multiplied by.
+    """A scale rule: steps that end in `scale` and `multiplier`, and the factor that decoded elements are multiplied by.
 
-    A rule that tries several values of one name has them as `candidates`, and `error` says which one a block keeps.
+    A rule may try several values of one name, its `candidates`; a block keeps the one with the least `error`.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Rule:
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """True when the rule reads the amax of the whole weight, which shards must then share."""
+        """True if the rule reads the amax of the whole weight, so that shards must share it."""
         return any("tensor_amax" in names(step.expression) for step in self.steps)
 
     @property
     def makes_zero(self) -> bool:
-        """True when the rule gives each block a zero point beside its scale."""
+        """True if the rule gives each block a zero point beside its scale."""
         return any(step.name == "zero" for step in self.steps)
 
     def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
@@ -84,7 +84,7 @@ def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]
 
 @cache
 def names(expression: str) -> frozenset[str]:
-    """The names that an expression uses, functions left out."""
+    """The names that an expression uses, without functions."""
     tree = ast.parse(expression, mode="eval")
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - called

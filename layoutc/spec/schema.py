@@ -1,7 +1,7 @@
 """The YAML surface as types: which keys there are, and what each holds.
 
-The models say which keys there are and what each holds. They don't say whether a spec makes sense as a whole
-(checks.py), nor what it means (layout.py). A format's name is not a closed set here: it may be the spec's own.
+Whether a spec makes sense as a whole is for spec/checks to say, and what it means for layout/. The names of formats are
+not a closed set here, since a spec may define its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Value = float | int | bool | str
 
-# Fields that collect keys which stand inline in YAML; they are not keys themselves.
+# Fields that collect keys which are inline in YAML; they are not keys themselves.
 COLLECTED = frozenset({"parameters", "sizes"})
 
 
@@ -86,7 +86,7 @@ class Scale(_Model):
     @model_validator(mode="before")
     @classmethod
     def _collect_parameters(cls, data: Any) -> Any:
-        """Inline keys that the rule knows become `parameters`; what else is left is an unknown key."""
+        """Collects inline keys that the rule knows as `parameters`; any other key is unknown."""
         if not isinstance(data, dict) or "parameters" in data:
             return data
         name = data.get("rule")
@@ -159,7 +159,7 @@ class GemmScale(_Model):
     @model_validator(mode="before")
     @classmethod
     def _collect_sizes(cls, data: Any) -> Any:
-        """Inline integers are sizes; what else is left is an unknown key."""
+        """Collects inline integers as sizes; any other key is unknown."""
         if not isinstance(data, dict) or "sizes" in data:
             return data
         sizes = {key: value for key, value in data.items() if type(value) is int and key != "swizzle"}

@@ -1,10 +1,10 @@
-"""YAML text to plain data plus a span for every key and value. Knows YAML, and nothing of layouts.
+"""YAML text to plain data, with a span for every key and value. It knows YAML, and nothing about layouts.
 
-YAML 1.1 reads `1:32` as 92 and `no` as false, keeps the last of two equal keys, and lets anchors put one position in
-two places. Each of these is refused here, with its position, so that later stages see exactly what the author typed.
+YAML 1.1 reads `1:32` as 92 and `no` as false, keeps the last of two equal keys, and lets anchors use one text in two
+places. All of this is refused here, with its position, so that later stages see exactly what the author typed.
 
-The parser is PyYAML's own, event by event: nesting is bounded before Python's stack is, and positions and messages do
-not depend on whether libyaml is installed. A spec is small; it takes two milliseconds.
+PyYAML's pure Python parser is used, event by event: the nesting is limited before Python's stack overflows, and
+positions and messages don't depend on whether libyaml is installed. A spec is small and takes two milliseconds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A spec's text, its data (dict, tuple, str, int, float, bool) and where each part of it stands.
+    """A spec's text, its data (dict, tuple, str, int, float, bool) and the span of each part of it.
 
-    `values` of a block collection is the span of its key: the collection itself would underline half the file. `bad`
-    holds the paths whose value was refused here and must not be judged again.
+    In `values`, a block collection has the span of its key, since its own would underline half the file. `bad` has the
+    paths of values that were refused here and must not be reported again.
     """
 
     path: str
@@ -51,13 +51,13 @@ class Source:
     bad: frozenset[Path]
 
     def key(self, path: Path, text: str = "") -> Label:
-        """A label on a key; on the nearest enclosing one where the key is absent."""
+        """A label on a key; if it is absent, on the nearest enclosing one."""
         while path and path not in self.keys:
             path = path[:-1]
         return Label(self.keys[path], text) if path else self.value((), text)
 
     def value(self, path: Path, text: str = "", within: tuple[int, int] | None = None) -> Label:
-        """A label on a value, or on the characters `within` it; on the nearest enclosing one where it is absent."""
+        """A label on a value, or on the characters `within` it; if it is absent, on the nearest enclosing one."""
         while path not in self.values:
             path = path[:-1]
         span = self.values[path]
@@ -66,12 +66,12 @@ class Source:
     def find(
         self, code: str, message: str, primary: Label, *secondary: Label, why: str = "", help: str = ""
     ) -> Diagnostic:
-        """A diagnostic in this file. A secondary label on the primary's own span would say nothing and is left out."""
+        """A diagnostic in this file. Secondary labels on the primary one's span are left out."""
         others = tuple(label for label in secondary if label.span != primary.span)
         return Diagnostic(code, message, self.path, primary, others, why or None, help or None, source=self.text)
 
     def _narrowed(self, span: Span, path: Path, within: tuple[int, int]) -> Span:
-        """Characters of a scalar, where the text stands in the file as it was read (no escapes, no folding)."""
+        """The span of some characters of a scalar, if the file has them as they were read (no escapes, no folding)."""
         value: Any = self.data
         for part in path:
             value = value[part]
@@ -84,11 +84,11 @@ class Source:
 
 
 class _Stop(Exception):
-    """Nothing sensible can be read after this finding."""
+    """Raised after a finding that makes the rest unreadable."""
 
 
 def read(text: str, path: str) -> tuple[Source | None, list[Diagnostic]]:
-    """Text to Source, with every problem found. None when nothing past this stage makes sense. Never raises."""
+    """Text to Source, with all problems. The Source is None if later stages would make no sense. Never raises."""
     reader = _Reader(text, path)
     try:
         return reader.read(), reader.found
@@ -129,7 +129,7 @@ class _Reader:
         return Source(self.path, self.text, data, self.keys, self.values, frozenset(self.bad))
 
     def _characters(self) -> None:
-        """Refuses what no spec needs and no excerpt can show: huge files, tabs, control characters."""
+        """Refuses what no spec needs and excerpts can't show: huge files, tabs, control characters."""
         if len(self.text) > MAX_CHARACTERS:
             message = f"this file has {len(self.text)} characters; a spec has at most {MAX_CHARACTERS}"
             self._add("LC110", message, Label(Span(1, 1, 1, 2)), help="is this a spec?")
@@ -138,13 +138,13 @@ class _Reader:
             for column, char in enumerate(line.removesuffix("\r"), 1):
                 if char.isprintable():
                     continue
-                place = Label(Span(number, column, number, column + 1), f"U+{ord(char):04X}")
+                label = Label(Span(number, column, number, column + 1), f"U+{ord(char):04X}")
                 if char == "\t":
                     self._add(
-                        "LC107", "a tab; YAML is indented with spaces", place, help="replace each tab with spaces"
+                        "LC107", "a tab; YAML is indented with spaces", label, help="replace each tab with spaces"
                     )
                 else:
-                    self._add("LC107", "a character that is not text", place, help="delete it")
+                    self._add("LC107", "a character that is not text", label, help="delete it")
                 raise _Stop
 
     def _parsed(self) -> Iterator[Event]:
@@ -268,7 +268,7 @@ class _Reader:
         return data
 
     def _key(self, event: Event) -> str | None:
-        """A key as text, or None after saying why it isn't one."""
+        """A key as text; None, with a finding, if it is not one."""
         span = self._span(event)
         if not isinstance(event, ScalarEvent):
             self._add(
@@ -329,16 +329,17 @@ class _Reader:
             "LC104",
             "anchors, aliases and merge keys are not part of the spec language",
             Label(self._word(span)),
-            why="a value that stands elsewhere has two positions, and a reader must look for it",
+            why="a value that is written elsewhere has two positions, and a reader must look for it",
             help="write the value out where it is used",
         )
 
     def _refuse_merge(self, path: Path, span: Span) -> None:
-        """One finding for a merge key and the alias after it; what it would have merged is not missed later."""
+        """Reports a merge key and the alias after it once; keys that it would have merged are not reported as
+        missing."""
         self._refuse_reference(path, span)
-        known = len(self.found)
+        before = len(self.found)
         self._node(next(self.events), (*path, "<<"), span)
-        del self.found[known:]
+        del self.found[before:]
 
     def _word(self, span: Span) -> Span:
         """The first word of a span."""

@@ -1,6 +1,6 @@
-"""What YAML 1.1 makes of unquoted text, where that surprises, and its parser's complaints in plain words.
+"""YAML 1.1's surprising readings of unquoted text, and its parser's complaints in plain words.
 
-Pure functions of a string; positions are source.py's.
+Pure functions of strings; source.py handles positions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# What YAML 1.1 makes of a plain scalar. The first match decides; text is what matches nothing.
+# How YAML 1.1 reads a plain scalar. The first match decides; anything else is text.
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOLEAN = re.compile(r"true|false", re.IGNORECASE)
 _WORD_BOOLEAN = re.compile(r"yes|no|on|off|y|n", re.IGNORECASE)
@@ -30,12 +30,12 @@ def is_null(text: str) -> bool:
 
 
 def is_long_integer(text: str) -> bool:
-    """True for an integer of more digits than any size has, which Python would be slow, or unwilling, to convert."""
+    """True for an integer with more digits than any size has, which Python would convert slowly or refuse."""
     return _LONG_INTEGER.fullmatch(text) is not None
 
 
 def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
-    """The value of a plain scalar and, for a trap, (what YAML reads, label, help)."""
+    """The value of a plain scalar; and for a surprising one (what YAML reads, label, help), else None."""
     if _BOOLEAN.fullmatch(text):
         return text.lower() == "true", None
     if _INTEGER.fullmatch(text):
@@ -82,7 +82,7 @@ def plain_value(text: str) -> tuple[Any, tuple[str, str, str] | None]:
 
 
 def syntax_advice(problem: str) -> tuple[str, str, bool]:
-    """What to say of a parser's complaint: label, help, and whether the context is the better place to point at."""
+    """The words for a parser's complaint: label, help, and whether to point at its context instead."""
     table: tuple[tuple[str, str, str, bool], ...] = (
         (
             r"mapping values are not allowed",

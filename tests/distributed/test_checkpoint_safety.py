@@ -249,13 +249,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a manifest of the future": (
         lambda f: (f / "layoutc.json").write_text('{"format": 9, "metadata": {}, "files": {}}'),
-        "has form 9",
+        "has format 9",
     ),
-    "swapped files": (swap, "another item|bytes, not the|not a whole"),
+    "swapped files": (swap, "not the item|bytes, not the|not a complete"),
     "swapped items": (swap_items, "not the item that was saved"),
     "a file of another checkpoint": (
         lambda f: shutil.copy(f.parent / "other" / "__1_0.distcp", data_file(f, 1)),
-        "another item|bytes, not the|CRC-32",
+        "not the item|bytes, not the|CRC-32",
     ),
     "places beyond the end": (shift_offsets, "ends after 0 of"),
     "places in another folder": (leave_folder, r"outside\.distcp|file name"),

@@ -333,6 +333,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a manifest that says things twice": (
         lambda f: (f / "layoutc.json").write_text('{"format": 1, "format": 1}'),
-        "has 'format' twice",
+        "has the key 'format' twice",
     ),
 }  # fmt: skip

@@ -120,7 +120,7 @@ def test_damaged_and_torn_folders(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
     result = run("--checkpoint", tmp_path, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "did not end" in result.stderr
+    assert "did not finish" in result.stderr
     raw = (saved / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(raw[:-9])
     result = run("--checkpoint", tmp_path)

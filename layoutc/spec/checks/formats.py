@@ -1,4 +1,4 @@
-"""Whether a spec's formats make sense: those of its own, and those that elements and scales are given."""
+"""Checks of a spec's formats: its own definitions, and those that elements and scales use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch}
             is_known = definition.torch in wanted
             label = source.value((*where, "torch"), "" if is_known else did_you_mean(definition.torch, wanted))
-            why = "a dtype whose codes mean other numbers would change values without a word"
+            why = "a dtype whose codes have other values would change numbers silently"
             help = f"delete `torch`; it may name {listed(wanted)}, for a format with the same bits"
             yield source.find(
                 "LC305", f"format `{name}` is not torch's {quoted(definition.torch)}", label, why=why, help=help
@@ -55,7 +55,7 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A scale takes whole bytes, and can say NaN: for narrow elements it is the only place where a NaN survives."""
+    """A scale takes whole bytes and has a NaN, which is the only place where a NaN survives if elements are narrow."""
     fmt, label = sound_format(spec, spec.scale.format), source.value(("scale", "format"))
     if fmt is None or fmt.is_f32:
         return
@@ -70,7 +70,7 @@ def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic
 
 
 def element_bits(spec: Spec, name: str) -> int | None:
-    """Bits of an element in a format; None where the format is refused."""
+    """The bits of an element in a format; None if the format is refused."""
     fmt = sound_format(spec, name)
     return None if fmt is None or no_element(fmt) else fmt.bits
 
@@ -80,7 +80,7 @@ def _own(name: str, definition: FormatDef) -> Format:
 
 
 def sound_format(spec: Spec, name: str) -> Format | None:
-    """A sound format by name; None where it is unknown or refused."""
+    """A sound format by name; None if it is unknown or refused."""
     if name in BUILTIN:
         return BUILTIN[name]
     definition = spec.formats.get(name)
@@ -88,16 +88,16 @@ def sound_format(spec: Spec, name: str) -> Format | None:
 
 
 def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
-    """(key, what is wrong, help) for a format that no code could be written for."""
+    """(key, what is wrong, help) for a format that can't be encoded; else None."""
     fmt = _own(name, definition)
     floating = ("sign", "exponent", "mantissa", "bias")
-    given = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
+    stated = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
     if definition.integer is not None:
-        if given:
-            return given[0], f"is an integer, which has no `{given[0]}`", "delete one of the two"
+        if stated:
+            return stated[0], f"is an integer, which has no `{stated[0]}`", "delete one of the two"
         return None
     if missing := [key for key in floating if getattr(definition, key) is None]:
-        key = given[0] if given else next(iter(definition.model_fields_set), "sign")
+        key = stated[0] if stated else next(iter(definition.model_fields_set), "sign")
         return key, f"lacks {listed(missing)}", "state sign, exponent, mantissa and bias, or `integer`"
     codes = 2 ** (fmt.exponent + fmt.mantissa)
     special = sorted({*definition.inf, *definition.nan})
@@ -128,12 +128,12 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
 
 
 def _torch_names(fmt: Format) -> set[str]:
-    """Torch dtypes whose codes mean what this format's codes mean."""
+    """The torch dtypes whose codes have the same values as this format's."""
     return {builtin.torch for builtin in BUILTIN.values() if builtin == fmt and builtin.torch}
 
 
 def no_element(fmt: Format) -> str:
-    """Why a format can't hold elements, or nothing."""
+    """Why a format can't hold elements; "" if it can."""
     if fmt.bits > 8:
         return f"it has {fmt.bits} bits, an element at most 8"
     if not fmt.sign:
@@ -146,7 +146,7 @@ def holds_scales(fmt: Format) -> bool:
 
 
 def _used_formats(spec: Spec) -> set[str]:
-    """Names of all formats that elements and scales have."""
+    """The names of all formats that elements and scales use."""
     used = {spec.element.format, spec.scale.format}
     for orientation in (spec.orientations.rowwise, spec.orientations.columnwise):
         if orientation is not None:

@@ -1,7 +1,7 @@
-"""Whether a spec's numbers make sense: scale rules and their parameters, the tensor level, the history.
+"""Checks of a spec's numbers: scale rules and their parameters, the tensor level, the history.
 
-Which formats and rules there are is data (formats.yaml, rules.yaml). What is asked of them here follows from that data,
-so that a new rule is judged like the old ones.
+Formats and rules are data (formats.yaml, rules.yaml), and all requirements here follow from that data, so that a new
+rule is checked like the old ones.
 """
 
 from __future__ import annotations
@@ -70,30 +70,30 @@ def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule that reads the tensor's amax has it, and it is there for such a rule alone."""
+    """`tensor` is given if, and only if, a rule reads the tensor's amax."""
     used = _rules(spec)
     if not used:
         return
-    needing = [(rule, place) for rule, place in used if rule.needs_tensor_amax]
+    needing = [(rule, path) for rule, path in used if rule.needs_tensor_amax]
     if needing and spec.tensor is None:
-        rule, place = needing[0]
+        rule, path = needing[0]
         help = "add `tensor: {amax: f32}` at the top level"
         message = f"{rule.name} reads the whole tensor's amax, which is not kept"
-        yield source.find("LC323", message, source.value(place), help=help)
+        yield source.find("LC323", message, source.value(path), help=help)
     elif not needing and spec.tensor is not None:
         other = next((name for name, one in RULES.items() if one.needs_tensor_amax), "")
-        rule, place = used[0]
+        rule, path = used[0]
         yield source.find(
             "LC324",
             f"`tensor` is given, but {rule.name} does not use it",
             source.key(("tensor",)),
-            source.value(place, "reads the amax of a block only"),
+            source.value(path, "reads the amax of a block only"),
             help=f"delete `tensor`, or write `rule: {other}`",
         )
 
 
 def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A history keeps one amax a step, so there must be one scale."""
+    """A history keeps one amax for each step, so there must be one scale."""
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         own = orientation.quantize.scale if orientation is not None else None
@@ -170,7 +170,7 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The range of a block that runs over all rows would need the smallest value of other shards."""
+    """Zero points need a block's smallest value; if the block covers all rows, other shards have parts of it."""
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         if orientation is None or orientation.block.m != "all":
@@ -183,7 +183,7 @@ def zero_points_need_whole_blocks(spec: Spec, source: Source) -> Iterator[Diagno
 
 
 def nan_survives(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A NaN in the weight stays one, in its code or in its block's scale: no rule may turn it into a number."""
+    """A NaN in the weight survives, in its code or in its block's scale; no rule may turn it into a number."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if rule is None or element is None or no_element(element) or element.nan:
         return
@@ -224,7 +224,7 @@ def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         )
 
 
-# Asked once of a spec.
+# Run once for each spec.
 CROSS_CHECKS = (
     own_formats_are_sound,
     tensor_level_is_needed,
@@ -234,7 +234,7 @@ CROSS_CHECKS = (
     candidates_need_blocks,
 )
 
-# Asked of the recipe's element and scale, and of each orientation's own.
+# Run for the recipe's element and scale, and for those of each orientation.
 CHECKS = (
     formats_exist,
     element_format_holds_elements,
@@ -253,7 +253,7 @@ CHECKS = (
 def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
     """The spec itself, and for each orientation that quantizes differently the spec as that orientation sees it.
 
-    There, the orientation's own `element` and `scale` stand where the recipe's do, with their own places in the text.
+    In the latter, the orientation's own `element` and `scale` replace the recipe's, with their own spans in the text.
     """
     yield spec, source
     for name in ("rowwise", "columnwise"):
@@ -272,7 +272,7 @@ def scopes(spec: Spec, source: Source) -> Iterator[tuple[Spec, Source]]:
 
 
 def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> dict[Path, Span]:
-    """Places with those below `prefix` put where the recipe's own parts are."""
+    """Spans by path, with those of `parts` below `prefix` moved to where the recipe's own are."""
     kept = {path: span for path, span in spans.items() if not path or path[0] not in parts}
     depth = len(prefix)
     return kept | {
@@ -283,15 +283,15 @@ def _moved(spans: dict[Path, Span], prefix: Path, parts: Container[object]) -> d
 
 
 def _rules(spec: Spec) -> list[tuple[Rule, Path]]:
-    """Every rule that the spec uses, and where it is named."""
-    found: list[tuple[str, Path]] = []
+    """Every rule that the spec uses, with the path where it is named."""
+    used: list[tuple[str, Path]] = []
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         if orientation is not None:
             own = orientation.quantize.scale
-            place: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
-            found.append(((own or spec.scale).rule, place))
-    return [(RULES[rule], place) for rule, place in dict.fromkeys(found) if rule in RULES]
+            path: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
+            used.append(((own or spec.scale).rule, path))
+    return [(RULES[rule], path) for rule, path in dict.fromkeys(used) if rule in RULES]
 
 
 def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
@@ -303,7 +303,7 @@ def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:
-    """What a parameter's value must be, where it isn't."""
+    """What a parameter's value must be; "" if it is."""
     if parameter.type == "choice":
         return "" if value in parameter.choices else f"one of: {listed(parameter.choices)}"
     if parameter.type == "boolean":

@@ -1,6 +1,6 @@
-"""Unknown keys, and pydantic's errors in the words and places of a spec.
+"""Unknown keys, and pydantic's errors translated into the words and positions of a spec.
 
-What is allowed stands in schema.py. Pydantic names types and unions; authors think in keys and values.
+schema.py says what is allowed. Pydantic's errors name types and unions; authors think in keys and values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TO_TYPE_BY_KEY = {
     "m": "m: 1",
     "k": "k: 1",
 }
-# Keys of other languages for which there is none here, and what to do instead.
+# Keys of other languages that have no counterpart here, and what to do instead.
 _NO_KEY: dict[tuple[type[BaseModel] | None, str], str] = {
     (FormatDef, "signed"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
     (FormatDef, "unsigned"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
@@ -82,9 +82,9 @@ _DERIVED = {
 def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
     """The source without unknown keys, and a finding for each of them.
 
-    A misspelt key is read as the known one that was probably meant, so that what stands below it is judged too.
+    A misspelt key is read as the known one that was probably meant, so that what is below it is checked too.
     """
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     keys, values, bad = {}, {}, set()
 
     def walk(value: Any, old: Path, new: Path) -> Any:
@@ -98,20 +98,20 @@ def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
         if not isinstance(value, dict):
             return value
         model = _model(new)
-        known = _known_keys(model, value) if model else list(value)
+        allowed = _known_keys(model, value) if model else list(value)
         result = {}
         for key, inner in value.items():
             name: str | None = key
-            if key not in known and not _is_inline(model, key, inner):
-                missing = [other for other in known if other not in value and other not in result]
+            if key not in allowed and not _is_inline(model, key, inner):
+                missing = [other for other in allowed if other not in value and other not in result]
                 name = _meant(key, inner, model, missing)
-                found.append(_unknown_key((*old, key), name, model, known, source))
+                diagnostics.append(_unknown_key((*old, key), name, model, allowed, source))
             if name is not None:
                 result[name] = walk(inner, (*old, key), (*new, name))
         return result
 
     data = walk(source.data, (), ())
-    return replace(source, data=data, keys=keys, values=values, bad=frozenset(bad)), found
+    return replace(source, data=data, keys=keys, values=values, bad=frozenset(bad)), diagnostics
 
 
 def from_pydantic(error: ValidationError, source: Source) -> Iterator[Diagnostic]:
@@ -124,7 +124,7 @@ def from_pydantic(error: ValidationError, source: Source) -> Iterator[Diagnostic
 
 
 def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[str]) -> str | None:
-    """The known key that an unknown one was probably meant to be: one that such a value can stand under."""
+    """The known key that an unknown one was probably meant to be, which must take such a value; else None."""
     alias = aliases()["keys"].get(key.casefold())
     fitting = [name for name in missing if model is None or _takes(model, name, value)]
     if alias in fitting:
@@ -138,7 +138,7 @@ def _meant(key: str, value: Any, model: type[BaseModel] | None, missing: list[st
 
 
 def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
-    """True where a key takes a mapping and is given one, or neither."""
+    """True if a key takes a mapping and the value is one, or neither."""
     field = model.model_fields.get(name)
     if field is None:  # a parameter
         return not isinstance(value, dict)
@@ -156,14 +156,14 @@ def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
 
 
 def _is_inline(model: type[BaseModel] | None, key: str, value: object) -> bool:
-    """True for a swizzle's sizes, and for parameters of other rules, which the checks refuse with better words."""
+    """True for a swizzle's sizes, and for parameters of other rules, which the checks refuse with a better message."""
     if model is GemmScale:
         return type(value) is int
     return model is Scale and any(key in rule.parameters for rule in RULES.values())
 
 
 def _model(path: Path) -> type[BaseModel] | None:
-    """The model of the mapping at `path`; None where a spec names the keys itself, or where there is none."""
+    """The model of the mapping at `path`; None if the spec chooses the keys, or if there is no mapping."""
     if len(path) == 2 and path[0] == "formats":
         return FormatDef
     model: type[BaseModel] | None = Spec
@@ -177,11 +177,11 @@ def _model(path: Path) -> type[BaseModel] | None:
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for found in map(_inner_model, get_args(annotation)) if found), None)
+    return next((model for model in map(_inner_model, get_args(annotation)) if model), None)
 
 
 def _path(item: ErrorDetails, data: Any) -> Path:
-    """Pydantic's location without the tags of unions and without the keys that our validators put in."""
+    """Pydantic's location without the tags of unions and the keys that our validators add."""
     path: Path = ()
     for number, part in enumerate(item["loc"]):
         inside = part in data if isinstance(data, dict) else isinstance(data, tuple) and part in range(len(data))
@@ -193,7 +193,7 @@ def _path(item: ErrorDetails, data: Any) -> Path:
 
 
 def _unknown_key(
-    path: Path, meant: str | None, model: type[BaseModel] | None, known: list[str], source: Source
+    path: Path, meant: str | None, model: type[BaseModel] | None, allowed: list[str], source: Source
 ) -> Diagnostic:
     key = str(path[-1])
     if key in _DERIVED and meant is None:
@@ -201,12 +201,12 @@ def _unknown_key(
             "LC207",
             f"a spec can't state {quoted(key)}",
             source.key(path),
-            why="it follows from the layout, and a second statement of it could only disagree",
+            why="it follows from the layout, so stating it again could only contradict that",
             help="delete it; `layoutc show` prints what is derived",
         )
     elsewhere = None if meant else _home(aliases()["keys"].get(key.casefold(), key))
     text = f"did you mean `{meant}`?" if meant else f"belongs {elsewhere}" if elsewhere else ""
-    help = f"known keys here: {listed(known)}"
+    help = f"known keys here: {listed(allowed)}"
     if advice := _NO_KEY.get((model, key)):
         text, help = "is not a key", advice
     if model is GemmScale:
@@ -215,7 +215,7 @@ def _unknown_key(
 
 
 def _home(key: str) -> str | None:
-    """Where a key that is unknown here belongs, as words."""
+    """Where a key that is unknown here belongs, in words; else None."""
     if key in Spec.model_fields and key not in ("scale", "element"):
         return "at the top level"
     todo: list[tuple[Path, type[BaseModel]]] = [((), Spec)]
@@ -225,7 +225,7 @@ def _home(key: str) -> str | None:
         inner = (
             (name, _inner_model(field.annotation)) for name, field in model.model_fields.items() if name != "formats"
         )
-        todo += [((*path, name), found) for name, found in inner if found]
+        todo += [((*path, name), inner_model) for name, inner_model in inner if inner_model]
     return "in `scale`" if any(key in rule.parameters for rule in RULES.values()) else None
 
 
@@ -243,33 +243,33 @@ def _missing_key(path: Path, source: Source) -> Diagnostic:
     return source.find("LC202", f"missing key `{key}`{_inside(parent)}", label, help=help)
 
 
-def _rule_for(place: Path, source: Source) -> str:
-    """What to type for the rule of a scale: one that its format can hold, of elements as they are given."""
+def _rule_for(path: Path, source: Source) -> str:
+    """A rule to suggest for a scale: one that fits its format and the elements."""
     around: Any = source.data
-    for part in place[:-1]:
+    for part in path[:-1]:
         around = around[part]
     element = around.get("element", source.data.get("element"))
     return suggested_scale(*(_format(part, source) for part in (around.get("scale"), element)))
 
 
 def _format(part: Any, source: Source) -> Format | None:
-    """The format that a raw `element` or `scale` names, if it is one."""
+    """The format that an unchecked `element` or `scale` names; None if it is not valid."""
     name = part.get("format") if isinstance(part, dict) else None
     own = source.data.get("formats")
     entry = own.get(name) if isinstance(own, dict) and isinstance(name, str) else None
     try:
-        found = make(str(name), FormatDef.model_validate(entry).model_dump()) if entry else BUILTIN.get(str(name))
-        return found if found is None or found.is_f32 or (found.bits <= 8 and found.magnitudes) else None
-    except (ValueError, TypeError, OverflowError, ArithmeticError):  # what is wrong there is said elsewhere
+        fmt = make(str(name), FormatDef.model_validate(entry).model_dump()) if entry else BUILTIN.get(str(name))
+        return fmt if fmt is None or fmt.is_f32 or (fmt.bits <= 8 and fmt.magnitudes) else None
+    except (ValueError, TypeError, OverflowError, ArithmeticError):  # other checks report that
         return None
 
 
 def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagnostic:
-    """The most telling of the errors at one place: a range, then a closed set, then a type."""
+    """The most helpful error at one path: a range, then a closed set, then a type."""
     types = {item["type"]: item for item in items}
     name, value = ".".join(map(str, path)) or "the spec", items[0]["input"]
-    if found := _out_of_range(path, name, types, source):
-        return found
+    if diagnostic := _out_of_range(path, name, types, source):
+        return diagnostic
     if path == ("layoutc",) and type(value) is int:
         label = source.value(path, "this layoutc reads version 1")
         message = f"version {value} of the spec language is not known"
@@ -280,7 +280,7 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
     allowed: list[str] = []
     if literal := types.get("literal_error"):
         allowed = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", literal["ctx"]["expected"])]
-    # A word where a word or a number may stand is a misspelt word; anything else there is of the wrong kind.
+    # If a word or a number is allowed, a word is misspelt; anything else is of the wrong kind.
     if allowed and not isinstance(value, (dict, tuple)) and (isinstance(value, str) or not expected):
         help = (
             f"write {expected[0]}, or {' or '.join(f'`{word}`' for word in allowed)}"
@@ -297,7 +297,7 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
 
 
 def _out_of_range(path: Path, name: str, types: dict[str, ErrorDetails], source: Source) -> Diagnostic | None:
-    """A number too small or too large, a text or list too short or too long."""
+    """A diagnostic for a number that is too small or large, or a text or list that is too short or long; else None."""
     for kind, key, words, wrong, right in (
         ("greater_than_equal", "ge", "at least", "less", "more"),
         ("less_than_equal", "le", "at most", "more", "less"),
@@ -331,7 +331,7 @@ def _parameters(name: str | int) -> Iterator[Any]:
 
 
 def _kind(value: object) -> str:
-    """What a value is, in an author's words."""
+    """A value's kind, in an author's words."""
     kinds = ((bool, "a boolean"), (int, "a whole number"), (float, "a fraction"), (str, "text"), (tuple, "a list"))
     return next((words for kind, words in kinds if isinstance(value, kind)), "a mapping")
 

@@ -1,4 +1,4 @@
-"""From a spec file's text to a Spec, or to everything that is wrong with it."""
+"""Reads a spec file's text into a Spec, or into everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from layoutc.spec.schema import Spec
 
 
 def read_spec(text: str, path: str) -> tuple[Spec | None, list[Diagnostic]]:
-    """YAML text to a Spec. Runs every stage that makes sense, returns every problem at once, never raises.
+    """YAML text to a Spec, with all problems of all stages that make sense. Never raises.
 
-    The Spec is None when any of the problems is an error.
+    The Spec is None if one of the problems is an error.
     """
-    source, found = yaml_source.read(text, path)
+    source, diagnostics = yaml_source.read(text, path)
     if source is None:
-        return None, tidy(found)
+        return None, tidy(diagnostics)
     source, unknown = pydantic_errors.known_keys_only(source)
-    bad = {span for place in source.bad for span in (source.keys.get(place), source.values.get(place)) if span}
+    bad = {span for where in source.bad for span in (source.keys.get(where), source.values.get(where)) if span}
     try:
         spec = Spec.model_validate(source.data)
         later = checks.check(spec, source)
     except ValidationError as error:
         spec, later = None, list(pydantic_errors.from_pydantic(error, source))
-    found += [item for item in (*unknown, *later) if not _touches(item, bad)]
-    found = tidy(found)
-    return (None if has_errors(found) else spec), found
+    diagnostics += [item for item in (*unknown, *later) if not _touches(item, bad)]
+    diagnostics = tidy(diagnostics)
+    return (None if has_errors(diagnostics) else spec), diagnostics
 
 
 def read_spec_bytes(content: bytes, path: str) -> tuple[Spec | None, list[Diagnostic]]:
@@ -44,6 +44,6 @@ def read_spec_bytes(content: bytes, path: str) -> tuple[Spec | None, list[Diagno
 
 
 def _touches(item: Diagnostic, bad: set[Span]) -> bool:
-    """True when a finding is about a value that was refused already."""
+    """True if a finding is about a value that has been refused already."""
     labels = (item.primary, *item.secondary)
     return any(label is not None and label.span in bad for label in labels)

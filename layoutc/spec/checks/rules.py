@@ -1,4 +1,4 @@
-"""Whether the formats and blocks of a spec give a scale rule the numbers that it computes with."""
+"""Checks that the formats and blocks of a spec fit its scale rule: that all numbers that it computes with exist."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from layoutc.spec.source import Source
 
 
 def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The element's and the scale's formats are built in or the spec's own."""
-    known = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
+    """The formats of element and scale are built in, or the spec's own."""
+    names = [*BUILTIN, *(name for name in spec.formats if name not in BUILTIN)]
     for part, name in (("element", spec.element.format), ("scale", spec.scale.format)):
-        if name in known:
+        if name in names:
             continue
-        fitting = [one for one in known if _can_be(spec, part, one)]
+        fitting = [one for one in names if _can_be(spec, part, one)]
         alias = aliases()["formats"].get(name, name.casefold())
         label, help = "", f"one of: {listed(fitting)}; or define it under `formats`"
         if alias in fitting:
@@ -40,7 +40,7 @@ def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def _can_be(spec: Spec, part: str, name: str) -> bool:
-    """True for a format that elements can have, or that scales of this rule can have."""
+    """True for a format that elements, or scales under this rule, can have."""
     fmt = sound_format(spec, name)
     if fmt is None:
         return False
@@ -53,7 +53,7 @@ def _can_be(spec: Spec, part: str, name: str) -> bool:
 
 
 def suggested_scale(scale: Format | None, element: Format | None) -> str:
-    """A rule for a scale format, as it is typed after `rule: `, with what else it needs."""
+    """A rule for a scale format as it is typed after `rule: `, with the parameters that it needs."""
     scale, element = (
         scale or next(fmt for fmt in BUILTIN.values() if fmt.is_f32),
         element or next(iter(BUILTIN.values())),
@@ -73,7 +73,7 @@ def _hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
 
 
 def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Which scale errs least is a sum over the block, which no shard has whole if the block has no size."""
+    """The error of a candidate is a sum over the block, and no shard has all of a block without a size."""
     for name in ("rowwise", "columnwise"):
         orientation = getattr(spec.orientations, name)
         rule = RULES.get((orientation.quantize.scale or spec.scale).rule) if orientation is not None else None
@@ -93,21 +93,21 @@ def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def bound_fits_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """What a rule takes for the largest scale is one that the scale's format has."""
+    """The scale's format reaches the rule's `bound`, its largest scale."""
     rule, fmt = RULES.get(spec.scale.rule), sound_format(spec, spec.scale.format)
     bound = spec.scale.parameters.get("bound")
     if rule is None or fmt is None or not holds_scales(fmt) or "bound" not in rule.parameters:
         return
     if isinstance(bound, float) and bound > fmt.max:
-        given = "bound" in source.data["scale"]
-        label = source.value(("scale", "bound" if given else "rule"), "" if given else f"bound: {bound:g}")
+        is_stated = "bound" in source.data["scale"]
+        label = source.value(("scale", "bound" if is_stated else "rule"), "" if is_stated else f"bound: {bound:g}")
         used = source.value(("scale", "format"), f"holds up to {fmt.max:g}")
         help = f"write `bound: {fmt.max:g}`, or less"
         yield source.find("LC322", f"the largest scale of {fmt.name} is below `scale.bound`", label, used, help=help)
 
 
 def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A rule whose second candidate makes the amax the element below the largest needs one that is not zero."""
+    """If a rule's second candidate maps the amax to the second largest element, that element is not zero."""
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
     if rule is None or element is None or no_element(element):
         return
@@ -162,7 +162,7 @@ def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.P
 def misfit(
     rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
 ) -> tuple[str, str, str] | None:
-    """(headline, why, help) where the scale's format can't hold what the rule computes."""
+    """(headline, why, help) if the scale's format can't hold what the rule computes; else None."""
     self_consistent = "from_scale" in _reads(rule, "multiplier")
     rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
     powers_only = rounding is not None and parameters.get(rounding) is True

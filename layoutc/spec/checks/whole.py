@@ -1,7 +1,7 @@
-"""Whether a spec makes sense as a whole: names, layout strings, blocks, padding, packing, swizzle.
+"""Checks of a spec as a whole: names, layout strings, blocks, padding, packing, swizzle.
 
-One small generator for each rule. A check reads the spec, yields findings, and never raises, prints or changes
-anything; one that needs what another refused stays silent. Formats and scale rules are judged in number_checks.py.
+Each check is a small generator that reads the spec and yields findings. It never raises, prints or changes anything,
+and stays silent about parts that another check refuses. Formats and scale rules are checked in numbers.py and rules.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
-    found = [item for one in (*CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)]
+    diagnostics = [item for one in (*CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)]
     for scoped_spec, scoped_source in number_checks.scopes(spec, source):
-        found += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
-    return found
+        diagnostics += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
+    return diagnostics
 
 
 def name_is_usable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -60,7 +60,7 @@ def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if not spec.summary.isprintable() or not spec.summary.strip() or any(char in spec.summary for char in '"\\'):
         yield source.find(
             "LC303",
-            "the summary can't stand in generated code",
+            "the summary can't be part of generated code",
             source.value(("summary",)),
             why="it is printed into docstrings: one line, without double quotes and backslashes",
             help="write one plain line; single quotes are fine",
@@ -68,7 +68,7 @@ def summary_is_one_line(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """YAML ends a plain text before ` #`; a `#` that begins a word was probably meant to be part of it."""
+    """YAML ends plain text before ` #`, but a `#` that begins a word was probably meant as part of it."""
     span = source.values[("summary",)]
     line = source.text.split("\n")[span.end_line - 1]
     rest = re.match(r"\s+(#\S.*)", line[span.end_column - 1 :])
@@ -120,7 +120,7 @@ def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         terms = _terms(orientation.scale)
         if terms is None:
             continue
-        place = (*where, "scale", "layout")
+        path = (*where, "scale", "layout")
         named = {term.axis for term in terms}
         for axis in AXES:
             size = _size(orientation.block, axis)
@@ -128,10 +128,10 @@ def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = f"write `layout: {_scale_layout(orientation)}`"
             if size and axis not in named:
                 message = f"the scale's layout leaves out {axis}, which is cut into blocks"
-                yield source.find("LC312", message, source.value(place, f"no {axis} here"), block, help=help)
+                yield source.find("LC312", message, source.value(path, f"no {axis} here"), block, help=help)
             elif not size and axis in named:
                 message = f"the scale's layout names {axis}, along which all elements share a scale"
-                label = source.value(place, within=_within(orientation.scale, axis))
+                label = source.value(path, within=_within(orientation.scale, axis))
                 yield source.find("LC312", message, label, block, help=help)
 
 
@@ -160,13 +160,13 @@ def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         terms = _terms(buffer)
         if terms is None or not buffer.pad or len(buffer.pad) == len(terms):
             continue
-        given = source.value((*where, "pad"), f"{len(buffer.pad)} given")
+        label = source.value((*where, "pad"), f"{len(buffer.pad)} given")
         layout = source.value((*where, "layout"), ("a single scale", "1 dim", "2 dims")[len(terms)])
         message = ("a scalar takes no `pad`", "`pad` needs 1 multiple", "`pad` needs 2 multiples, one for each dim")[
             len(terms)
         ]
         help = f"write `pad: [{', '.join(['1'] * len(terms))}]` or more" if terms else "delete `pad`"
-        yield source.find("LC314", message, given, layout, help=help)
+        yield source.find("LC314", message, label, layout, help=help)
 
 
 def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -179,7 +179,7 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     for name, orientation in _orientations(spec):
         element, _ = quantized_as(spec, orientation)
         own = orientation.quantize.element is not None
-        place: Path = ("orientations", name, "quantize", "element") if own else ("element",)
+        path: Path = ("orientations", name, "quantize", "element") if own else ("element",)
         bits = format_checks.element_bits(spec, element.format)
         terms = _terms(orientation.data)
         if bits is None or bits == 8 or not terms:
@@ -196,7 +196,7 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message = f"padding {axis} to {pad[-1]} cuts a byte of {bits}-bit codes"
             multiple = f"write {lcm(pad[-1], group)}, or another multiple of {group}"
             yield source.find("LC316", message, label, packed, help=multiple)
-        stored[bits] = source.value((*place, "format"), "stored in planes that are packed along k")
+        stored[bits] = source.value((*path, "format"), "stored in planes that are packed along k")
     for bits, label in stored.items():
         if ("k", bits) not in seen:
             yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label, help)
@@ -204,26 +204,26 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def _packable(spec: Spec) -> dict[str, int]:
     """The shape that fills bytes along every axis along which codes are packed, in planes and in buffers."""
-    found = spec.shape.model_dump(exclude_defaults=True)
+    multiples = spec.shape.model_dump(exclude_defaults=True)
     for _, orientation in _orientations(spec):
         element, _ = quantized_as(spec, orientation)
         bits, terms = format_checks.element_bits(spec, element.format), _terms(orientation.data)
         for axis in {"k", terms[-1].axis} if bits and bits < 8 and terms else ():
-            found[axis] = lcm(getattr(spec.shape, axis), found.get(axis, 1), lcm(bits or 8, 8) // (bits or 8))
-    return {axis: found[axis] for axis in AXES if axis in found}
+            multiples[axis] = lcm(getattr(spec.shape, axis), multiples.get(axis, 1), lcm(bits or 8, 8) // (bits or 8))
+    return {axis: multiples[axis] for axis in AXES if axis in multiples}
 
 
 def _half_byte(
     spec: Spec, source: Source, axis: Axis, code: tuple[int, int], packed: Label, help: str
 ) -> Iterator[Diagnostic]:
-    """Nothing where the weight's size along an axis is a multiple of the codes in whole bytes."""
+    """The weight's size along an axis is a multiple of the codes that fill whole bytes."""
     bits, group = code
     multiple: int = getattr(spec.shape, axis)
     if multiple % group == 0:
         return
-    given = f"{axis} may be any multiple of {multiple}" if multiple > 1 else f"{axis} may be any size"
-    shape = source.value(("shape", axis), given) if "shape" in source.data else source.key(("element",), given)
-    message = f"{bits}-bit codes fill whole bytes only in groups of {group}, but {given}"
+    size = f"{axis} may be any multiple of {multiple}" if multiple > 1 else f"{axis} may be any size"
+    shape = source.value(("shape", axis), size) if "shape" in source.data else source.key(("element",), size)
+    message = f"{bits}-bit codes fill whole bytes only in groups of {group}, but {size}"
     yield source.find("LC315", message, packed, shape, help=help)
 
 
@@ -251,7 +251,7 @@ def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if message:
         label = source.value(("gemm", "scale", "swizzle"), within=within)
         help = "for instance, for tiles of 128x4: `{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}`"
-        why = "each name stands once on either side, and all but the first of a group have a size"
+        why = "each name appears once on either side, and all but the first of a group have a size"
         yield source.find("LC330", f"swizzle: {message}", label, why=why, help=help)
 
 
@@ -284,12 +284,12 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         wanted = list(pads[::-1]) if all(turned) else wanted  # the right multiples, in the wrong order
         order = f", in the order of `layout: {orientation.scale.layout}`" if all(turned) else ""
         one = (*where, "pad", wrong[0]) if len(wrong) == 1 else (*where, "pad")
-        place = one if orientation.scale.pad else (*where, "layout")
+        path = one if orientation.scale.pad else (*where, "layout")
         needs = " and ".join(f"{tiles[terms[dim].axis]} along {terms[dim].axis}" for dim in wrong)
         yield source.find(
             "LC332",
             f"the {name} scale must be padded to multiples of {needs}",
-            source.value(place, "padded to " + " x ".join(map(str, pads)) if orientation.scale.pad else "not padded"),
+            source.value(path, "padded to " + " x ".join(map(str, pads)) if orientation.scale.pad else "not padded"),
             source.value(
                 ("gemm", "scale", "swizzle"), "moves tiles of " + " x ".join(str(tiles[t.axis]) for t in terms)
             ),
@@ -325,7 +325,7 @@ def _buffers(spec: Spec) -> Iterator[tuple[Path, Buffer]]:
 
 
 def _terms(buffer: Buffer) -> tuple[Term, ...] | None:
-    """None where the layout can't be read, which layouts_are_readable reports."""
+    """The layout's terms; None if it can't be read, which layouts_are_readable reports."""
     try:
         return parse_layout(buffer.layout)
     except NotationError:
@@ -333,7 +333,7 @@ def _terms(buffer: Buffer) -> tuple[Term, ...] | None:
 
 
 def _swizzle(spec: Spec) -> Swizzle | None:
-    """None where there is none, or where it can't be read, which swizzle_is_readable reports."""
+    """The swizzle; None if there is none, or if it can't be read, which swizzle_is_readable reports."""
     if spec.gemm is None or _unbalanced(spec.gemm.scale.swizzle):
         return None
     try:
@@ -343,7 +343,7 @@ def _swizzle(spec: Spec) -> Swizzle | None:
 
 
 def _unbalanced(pattern: str) -> tuple[int, int] | None:
-    """The first parenthesis that has no partner, or that stands inside another pair."""
+    """The first parenthesis without a partner, or inside another pair; else None."""
     opened: int | None = None
     for offset, char in enumerate(pattern):
         if char == "(":
