@@ -1,6 +1,6 @@
 """layoutc: from one layout spec to a quantized weight that shards, gathers and trains under PyTorch FSDP2.
 
-The compiler needs no torch and importing this package imports none; what needs it is imported when first used.
+The compiler does not need torch, and importing this package does not import it; the runtime is imported at first use.
 """
 
 from __future__ import annotations

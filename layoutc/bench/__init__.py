@@ -1,1 +1,1 @@
-"""What measures and what demonstrates, on the runtime alone."""
+"""Benchmarks and the demo; they need only the runtime."""

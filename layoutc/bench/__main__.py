@@ -1,4 +1,4 @@
-"""`layoutc bench` where only torch and Triton are: python -m layoutc.bench."""
+"""`layoutc bench` on machines with only torch and Triton: python -m layoutc.bench."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Clocks of the benchmarks: of a card, in two ways, and of the host."""
+"""Clocks for the benchmarks: two for a card, one for the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 Work = Callable[[], object]
-Make = Callable[[], Work]  # a piece of work on inputs and outputs of its own
+Make = Callable[[], Work]  # makes a piece of work with its own inputs and outputs
 CALLS, ROUNDS = 500, 5
 
 
 def flushed(work: Work) -> float:
-    """Microseconds, host included, with L2 flushed before every run; what the flush left in L2 is written meanwhile."""
+    """Microseconds with L2 flushed before every run. Includes the host, and writing back what the flush left in L2."""
     from triton.testing import do_bench
 
     return float(do_bench(work, warmup=15, rep=60, return_mode="median")) * 1e3
 
 
 def rotated(make: Make, nbytes: int) -> float:
-    """Microseconds on the card: sets of inputs and outputs that exceed three times L2, one after another in a graph."""
+    """Microseconds on the card: in a CUDA graph, over sets of inputs and outputs of more than three times L2 in all."""
     cache = torch.cuda.get_device_properties().L2_cache_size
     works = [make() for _ in range(max(2, -(-3 * cache // nbytes)))]
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ def _event() -> Any:
 
 
 def copy_rates(shape: tuple[int, int]) -> tuple[float, float]:
-    """Bytes a microsecond of a bf16 copy of this shape, read and written: by `rotated` and by `flushed`."""
+    """Bytes per microsecond, read and written, of a bf16 copy of this shape: by `rotated` and by `flushed`."""
     nbytes = 4 * shape[0] * shape[1]
 
     def make() -> Work:
@@ -59,21 +59,21 @@ def copy_rates(shape: tuple[int, int]) -> tuple[float, float]:
         y = torch.empty_like(x)
         return lambda: y.copy_(x)
 
-    found = nbytes / rotated(make, nbytes), nbytes / flushed(make())
+    rates = nbytes / rotated(make, nbytes), nbytes / flushed(make())
     torch.cuda.empty_cache()
-    return found
+    return rates
 
 
 def host(call: Work) -> float:
-    """Microseconds a call of the host, the least of some rounds; a card is idle before each, and not waited for."""
+    """Microseconds of the host for a call, the least of some rounds. A card is idle before each and not waited for."""
     for _ in range(20):
         call()
-    found = []
+    times = []
     for _ in range(ROUNDS):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(found)
+        times.append((time.perf_counter() - start) / CALLS * 1e6)
+    return min(times)

@@ -1,7 +1,7 @@
-"""`layoutc demo`: a byte-level transformer on the standard library's sources, under FSDP2, in bf16 and quantized.
+"""`layoutc demo`: trains a byte-level transformer on the standard library's sources under FSDP2, in bf16 and quantized.
 
-One process a rank, started by torchrun's machinery: gloo on CPUs, NCCL where there are GPUs. What it prints is checked
-on the way: gathered weights against quantizing the whole weight, the resumed run against the one that went on.
+One process for each rank, started by torchrun's machinery: gloo on CPUs, NCCL if there are GPUs. It checks what it
+prints: gathered weights against quantizing the whole weight, and the resumed run against the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESUMED_STEPS = 3
 
 @dataclass(frozen=True)
 class Config:
-    """What every rank does."""
+    """The configuration of every rank."""
 
     recipes: tuple[str, ...]
     steps: int
@@ -55,7 +55,7 @@ class Config:
 
 @dataclass
 class Result:
-    """What one run measured, on rank 0."""
+    """The measurements of one run, on rank 0."""
 
     name: str
     loss: float
@@ -128,7 +128,7 @@ def corpus() -> Tensor:
 def batches(
     text: Tensor, config: Config, rank: int, device: torch.device, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs, targets), drawn by step and rank alone, so that a resumed run sees what the first would have."""
+    """Endless (inputs, targets) that depend only on step and rank, so that a resumed run sees the same as the first."""
     step = start
     while True:
         generator = torch.Generator().manual_seed(step * 1009 + rank)
@@ -152,7 +152,7 @@ def build(config: Config, recipe: str | None, device: torch.device) -> tuple[nn.
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """One step; the loss, averaged over ranks."""
+    """Takes one step; returns the loss, averaged over ranks."""
     logits = model(batch[0])
     loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
     loss.backward()  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
 def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
     """Gathers every quantized weight through FSDP2 and compares it, byte for byte, with quantizing the whole master.
 
-    Returns how many weights were compared; raises AssertionError with the name of one that differs.
+    Returns the number of weights. Raises AssertionError with the name of one that differs.
     """
     checked = 0
     masters = {name: optimizer.state[param]["master"] for name, param in model.named_parameters()}
@@ -178,8 +178,8 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
         if isinstance(param.data, QuantizedTensor):
             whole = masters[name].full_tensor()
             expected = weights.planes_of(type(param.data), whole, deciding[name])
-            for plane, held in param.data.planes().items():
-                if plane != "amax" and not torch.equal(held, expected[plane]):
+            for plane, gathered in param.data.planes().items():
+                if plane != "amax" and not torch.equal(gathered, expected[plane]):
                     raise AssertionError(f"{name}: the gathered {plane} differs from quantizing the whole weight")
             checked += 1
     for module in model.modules():
@@ -243,7 +243,7 @@ def resumes(
     text: Tensor,
     device: torch.device,
 ) -> bool:
-    """Saves, trains on, loads the checkpoint into a new model and trains that: True when all losses are equal, to the
+    """Saves, trains on, loads the checkpoint into a new model and trains that; true if all losses are equal to the
     bit."""
     folder: list[Any] = [tempfile.mkdtemp(prefix="layoutc-demo-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
@@ -267,7 +267,7 @@ def resumes(
 
 
 def worker(config: Config) -> list[Result]:
-    """What one rank runs; torchrun's machinery sets the environment."""
+    """The program of a rank; torchrun's machinery sets the environment."""
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -306,16 +306,16 @@ class _Progress:
         self._bar.stop()
 
     def describe(self, text: str) -> None:
-        """What is running now."""
+        """Shows what is running now."""
         self._bar.update(self._task, description=text)
 
     def advance(self, steps: int) -> None:
-        """`steps` more are done."""
+        """Moves the bar on by some steps."""
         self._bar.advance(self._task, steps)
 
 
 def run(recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int = 2) -> bool:
-    """Starts the ranks, prints the table; True when every check held. Raises ValueError for an unknown recipe."""
+    """Starts the ranks and prints the table; true if all checks passed. Raises ValueError for an unknown recipe."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from layoutc.runtime.train.convert import recipe_class
@@ -340,7 +340,7 @@ def run(recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int 
 
 
 def report(results: list[Result], config: Config, processes: int, seconds: float) -> bool:
-    """Prints the table and what was checked; True when every check held."""
+    """Prints the table and the checks; true if all of them passed."""
     from rich.console import Console
     from rich.table import Table
 

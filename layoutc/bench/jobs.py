@@ -1,4 +1,5 @@
-"""What `layoutc bench` times on a card: the work of a recipe's kernels, on inputs and outputs of its own each time."""
+"""The jobs that `layoutc bench` times on a card: the work of a recipe's kernels, each time on new inputs and
+outputs."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from layoutc.runtime.quantize import batches
 from layoutc.runtime.quantize.batch_buffers import buffers_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-GROUPED = 16  # weights of a group, which together have the shape asked for
+GROUPED = 16  # weights of a batch, which together have the wanted shape
 DTYPES = (torch.bfloat16, torch.float32)
 Shape = tuple[int, int]
 
 
 class Job(NamedTuple):
-    """What is to be timed: `make` gives the work on new inputs and outputs."""
+    """A job to be timed. `make` makes the work on new inputs and outputs."""
 
     recipe: str
     work: str
@@ -34,22 +35,22 @@ class Job(NamedTuple):
 
 
 def part(cls: type[QuantizedTensor], name: str) -> ModuleType:
-    """A module of the package that a class was generated into. Raises ImportError where it has none of that name."""
+    """A module of the package that a class was generated into. Raises ImportError if it has none of that name."""
     return importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all."""
+    """The bytes of all tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def amax_jobs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    """The largest magnitude of a weight."""
+    """Finding the largest magnitude of a weight."""
     x = torch.randn(shape, device=device, dtype=dtype)
 
     def make() -> Work:
-        given = x.clone()
-        return lambda: launch.matrix_amax(given, None)
+        own = x.clone()
+        return lambda: launch.matrix_amax(own, None)
 
     yield Job("", "amax", str(dtype)[6:], size([x]), make)
 
@@ -57,7 +58,7 @@ def amax_jobs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterato
 def kernel_jobs(
     name: str, cls: type[QuantizedTensor], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    """Everything that a recipe's kernels do with a weight; what does not read x, from bf16 alone."""
+    """Everything that a recipe's kernels do with a weight. Work that does not read x is timed only once, for bf16."""
     kernels, layout, label = part(cls, "kernels"), cls.LAYOUT, str(dtype)[6:]
     m, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) * 0.02
@@ -65,9 +66,9 @@ def kernel_jobs(
     for orientations in sorted({layout.orientations, *((one,) for one in layout.orientations)}, key=len):
 
         def quantize(orientations: tuple[str, ...] = orientations) -> Work:
-            given = x.clone()
-            planes = kernels.quantize(given, amax, orientations)
-            return lambda: kernels.quantize(given, amax, orientations, planes)
+            own = x.clone()
+            planes = kernels.quantize(own, amax, orientations)
+            return lambda: kernels.quantize(own, amax, orientations, planes)
 
         written = kernels.quantize(x, amax, orientations)
         yield Job(name, f"quantize {'+'.join(orientations)}", label, size([x, *written.values()]), quantize)
@@ -78,8 +79,8 @@ def kernel_jobs(
     for orientation in layout.orientations if dtype == torch.bfloat16 else ():
 
         def dequantize(orientation: str = orientation) -> Work:
-            given = {plane: values.clone() for plane, values in stored.items()}
-            return lambda: kernels.dequantize(given, m, k, orientation, torch.bfloat16)
+            own = {plane: values.clone() for plane, values in stored.items()}
+            return lambda: kernels.dequantize(own, m, k, orientation, torch.bfloat16)
 
         nbytes = x.numel() * 2 + size(stored[plane] for plane in layout.sources[orientation])
         yield Job(name, f"dequantize {orientation}", label, nbytes, dequantize)
@@ -95,38 +96,38 @@ def _buffer_jobs(
     planes: dict[str, Tensor],
     label: str,
 ) -> Iterator[Job]:
-    """What a GEMM reads, in its order of scales: from a weight at once, and from planes."""
+    """Making the buffers that a GEMM reads, scales in its order: from a weight at once, and from planes."""
     layout, flags = cls.LAYOUT, (True,) if cls.LAYOUT.swizzled else ()
     laid_out: dict[str, Tensor] = kernels.lay_out(planes, *x.shape, layout.orientations, *flags)
     if hasattr(kernels, "quantize_buffers"):
 
         def to_buffers() -> Work:
-            given = x.clone()
-            return lambda: kernels.quantize_buffers(given, amax, layout.orientations, *flags)
+            own = x.clone()
+            return lambda: kernels.quantize_buffers(own, amax, layout.orientations, *flags)
 
         yield Job(name, "quantize to buffers", label, size([x, *laid_out.values()]), to_buffers)
     nbytes = _moved(planes.values(), laid_out)
     if nbytes and x.dtype == torch.bfloat16:
 
         def lay_out() -> Work:
-            given = {plane: values.clone() for plane, values in planes.items()}
-            return lambda: kernels.lay_out(given, *x.shape, layout.orientations, *flags)
+            own = {plane: values.clone() for plane, values in planes.items()}
+            return lambda: kernels.lay_out(own, *x.shape, layout.orientations, *flags)
 
         yield Job(name, "lay out", label, nbytes, lay_out)
 
 
 def _moved(planes: Iterable[Tensor], buffers: dict[str, Tensor]) -> int:
-    """The fewest bytes that making buffers from planes moves; 0 where all of them are planes."""
+    """The fewest bytes that making buffers from planes can move; 0 if all of them are planes."""
     planes = list(planes)
-    held = {plane.data_ptr() for plane in planes}
-    wrote = size(buffer for buffer in buffers.values() if buffer.data_ptr() not in held)
+    addresses = {plane.data_ptr() for plane in planes}
+    wrote = size(buffer for buffer in buffers.values() if buffer.data_ptr() not in addresses)
     return min(size(planes), wrote) + wrote
 
 
 def _group_jobs(
     name: str, cls: type[QuantizedTensor], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    """Many weights in one launch, and a launch each."""
+    """Many weights, in one launch and in one launch each."""
     layout, label = cls.LAYOUT, str(dtype)[6:]
     m, k = up(cdiv(shape[0], GROUPED), layout.multiple_m), shape[1]
     xs = [torch.randn(m, k, device=device, dtype=dtype) * 0.02 for _ in range(GROUPED)]

@@ -1,12 +1,13 @@
-"""`layoutc bench`, and `python -m layoutc.bench` where only torch and Triton are: kernels and hooks on this machine.
+"""`layoutc bench`: times kernels and hooks on this machine; `python -m layoutc.bench` if only torch and Triton are
+there.
 
-A kernel's share counts the fewest bytes that its work can move (x in, planes out) over its time, against those of a
-bf16 copy of the same shape over its own, measured in the same run and in the same way. `us`: sets of inputs and outputs
-that L2 can't hold, one after another in a CUDA graph. `flushed_us`: one call with L2 flushed before it, host included.
-What is grouped can't be in a graph. Outputs of quantize are given.
+A kernel's share is the fewest bytes that its work can move (x in, planes out) over its time, relative to a bf16 copy of
+the same shape, measured in the same run and in the same way. `us`: over sets of inputs and outputs that L2 can't hold,
+in a CUDA graph. `flushed_us`: one call after L2 was flushed, host included. Batches can't be in a graph. Outputs of
+quantize are allocated beforehand.
 
-Hooks: the host's time of fsdp_pre_all_gather and fsdp_post_all_gather for the shard of one rank, without the collective
-between, and the bytes that a rank contributes in each pass.
+Hooks: the host time of fsdp_pre_all_gather and fsdp_post_all_gather for the shard of one rank, without the collective
+in between, and the bytes that a rank contributes in each pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 SHAPE = (8192, 8192)
 WORLD = 8
-NO_CARD = "kernels need a CUDA device and Triton: the hooks' host time and bytes alone"
+NO_CARD = "kernels need a CUDA device and Triton: only the hooks' host time and bytes"
 
 
 class Timed(NamedTuple):
@@ -69,25 +70,25 @@ class Hooked(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------- what to do
 def chosen(recipes: Sequence[str], shapes: Sequence[Shape], world: int) -> list[tuple[str, type[QuantizedTensor]]]:
-    """The classes of recipes by name. Raises ValueError for what is unknown, and for shapes that one does not take."""
-    known = importlib.import_module("layoutc.recipes").RECIPES
+    """The classes of recipes by name. Raises ValueError for unknown recipes, and for shapes that one does not take."""
+    names = importlib.import_module("layoutc.recipes").RECIPES
     if world < 2:
-        raise ValueError(f"hooks send nothing in a group of {world}; the least world is 2")
-    found = []
+        raise ValueError(f"hooks send nothing in a group of {world}; the smallest world is 2")
+    classes = []
     for name in recipes or RECIPES:
         try:
             cls = recipe_class(name)
         except ValueError as error:
-            meant = nearest(name, known)
+            meant = nearest(name, names)
             raise ValueError(f"no recipe is named '{name}'. Did you mean {meant}?" if meant else str(error)) from None
         for shape in shapes:
             cls.LAYOUT.check_shape(shape)
-        found.append((name, cls))
-    return found
+        classes.append((name, cls))
+    return classes
 
 
 def has_card() -> bool:
-    """True where kernels can be timed."""
+    """True if kernels can be timed."""
     return torch.cuda.is_available() and launch.usable(torch.empty(1, device="cuda"))
 
 
@@ -105,7 +106,7 @@ def timed(job: Job, shape: Shape, copied: tuple[float, float]) -> Timed:
 
 # --------------------------------------------------------------------------------------------------------------- hooks
 def hooks(name: str, cls: type[QuantizedTensor], shape: Shape, world: int, device: torch.device) -> Iterator[Hooked]:
-    """Both hooks in each pass, and in the one that serves both, as FSDP2 calls them after the first time."""
+    """Times both hooks in each pass, and in the one that serves both, as FSDP2 calls them after the first time."""
     layout, rows = cls.LAYOUT, cdiv(shape[0], world)
     halo = Cuts(shape[0], rows, world).halo(0, layout.block_rows)
     matrix = rows + halo.rows, shape[1]
@@ -136,12 +137,12 @@ def run(
     peers: bool,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Measures, saying each result as it is found; everything found, for a machine. Raises ValueError as `chosen`."""
+    """Measures, and reports each result to `say` at once; returns all results. Raises ValueError as `chosen`."""
     shapes = list(shapes) or [SHAPE]
     classes = chosen(recipes, shapes, world)
     card = has_card()
     device = torch.device("cuda" if card else "cpu")
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "torch": torch.__version__,
         "triton": _version("triton"),
         "device": torch.cuda.get_device_name() if card else "cpu",
@@ -150,21 +151,21 @@ def run(
         "peers": [],
         "hooks": [],
     }
-    say(f"{found['device']}, torch {found['torch']}, triton {found['triton'] or 'not installed'}")
+    say(f"{results['device']}, torch {results['torch']}, triton {results['triton'] or 'not installed'}")
     if not card:
         say(NO_CARD)
     for shape in shapes:
         say(f"\n{shape[0]} x {shape[1]}")
         if card:
-            _time_kernels(classes, shape, peers, say, found)
+            _time_kernels(classes, shape, peers, say, results)
         say(f"  {'hooks, ' + str(world) + ' ranks':<46} pre hook    post hook   sent by a rank   of bf16")
         for name, cls in classes:
             for row in hooks(name, cls, shape, world, device):
-                found["hooks"].append(row._asdict())
+                results["hooks"].append(row._asdict())
                 label = f"{name} {row.pass_name}"
                 times = f"{row.pre_us:7.1f} us  {row.post_us:7.1f} us"
                 say(f"  {label:<46} {times}   {row.sent / 2**20:9.3f} MiB     {row.of_bf16:.4f}")
-    return found
+    return results
 
 
 def _time_kernels(
@@ -172,19 +173,19 @@ def _time_kernels(
     shape: Shape,
     peers: bool,
     say: Callable[[str], object],
-    found: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
     """Every job of every recipe at a shape, into `found`."""
     from layoutc.bench import peers as others
 
     device = torch.device("cuda", torch.cuda.current_device())
     copied = clocks.copy_rates(shape)
-    found["copy_bytes_per_us"]["x".join(map(str, shape))] = copied
+    results["copy_bytes_per_us"]["x".join(map(str, shape))] = copied
     say(f"  a copy of bf16: {copied[0] / 1e6:.3f} TB/s, flushed {copied[1] / 1e6:.3f} TB/s")
     say(f"  {'':74} {'time':>9}   share    flushed   share")
     for dtype in DTYPES:
         for job in amax_jobs(shape, dtype, device):
-            _note(timed(job, shape, copied), say, found["kernels"])
+            _note(timed(job, shape, copied), say, results["kernels"])
     for name, cls in classes:
         try:
             part(cls, "kernels")
@@ -193,11 +194,11 @@ def _time_kernels(
             continue
         for dtype in DTYPES:
             for job in kernel_jobs(name, cls, shape, dtype, device):
-                _note(timed(job, shape, copied), say, found["kernels"])
+                _note(timed(job, shape, copied), say, results["kernels"])
         for job in others.compiled_jobs(name, cls, shape, device) if peers else ():
-            _note(timed(job, shape, copied), say, found["peers"])
+            _note(timed(job, shape, copied), say, results["peers"])
     for job in others.other_jobs(shape, device, say) if peers else ():
-        _note(timed(job, shape, copied), say, found["peers"])
+        _note(timed(job, shape, copied), say, results["peers"])
 
 
 def _note(row: Timed, say: Callable[[str], object], rows: list[dict[str, Any]]) -> None:
@@ -223,17 +224,17 @@ def to_shape(text: str) -> Shape:
 
 
 def main() -> int:
-    """The same command where click is not installed."""
+    """The same command without click."""
     parser = argparse.ArgumentParser(prog="python -m layoutc.bench", description="Time kernels and hooks.")
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(RECIPES)}")
     parser.add_argument("--shape", action="append", default=[], metavar="MxK", help="can be repeated; 8192x8192")
     parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks that the hooks are for")
     parser.add_argument("--peers", action="store_true", help="torch.compile and torchao beside the kernels")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        shapes = [to_shape(text) for text in given.shape]
-        return report(given.recipes, shapes, given.world, given.peers, given.json)
+        shapes = [to_shape(text) for text in arguments.shape]
+        return report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -246,7 +247,7 @@ def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: b
     def say(text: str) -> None:
         print(text, file=stream, flush=True)
 
-    found = run(recipes, shapes, world, peers, say)
+    results = run(recipes, shapes, world, peers, say)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(results))
     return 0

@@ -1,4 +1,4 @@
-"""What others take for the same work, for the benchmarks: torch, torch.compile, and torchao where it is installed."""
+"""Peers for the benchmarks: the same work by torch, torch.compile, and torchao if it is installed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def compiled_jobs(name: str, cls: type[QuantizedTensor], shape: Shape, device: t
         for mode in MODES:
             torch._dynamo.reset()
             function: Any = torch.compile(reference.quantize_reference, mode=mode, dynamic=False)
-            found = function(x, amax=amax, orientations=orientations)
-            equal = all(same(planes[plane], found[plane]) for plane in planes)
+            outputs = function(x, amax=amax, orientations=orientations)
+            equal = all(same(planes[plane], outputs[plane]) for plane in planes)
 
             def make(function: Any = function, orientations: tuple[str, ...] = orientations) -> Work:
                 return lambda: function(x, amax=amax, orientations=orientations)
@@ -72,7 +72,7 @@ def _job(work: str, dtype: str, nbytes: int, call: Callable[[], object]) -> Job:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bytes, where all NaN count as one."""
+    """True for equal bytes, with all NaNs taken as equal."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     integer = {2: torch.int16, 4: torch.int32}[a.element_size()]

@@ -1,10 +1,10 @@
-"""Where specs are: folders, and those that installed packages ship, found by entry points of the group `layoutc.specs`.
+"""Finds specs: in folders, and in those that installed packages ship, by entry points of the group `layoutc.specs`.
 
     [project.entry-points."layoutc.specs"]
     their_name = "their_package.specs"      # a package folder that holds YAML files
 
-`--specs their_name` then stands for that folder, and the name of a spec in it for that spec, in any directory. The
-package that holds the folder is imported, as Python finds submodules that way; the folder itself is not and needs no
+`--specs their_name` then means that folder, and the name of a spec in it means that spec, in any directory. The package
+that contains the folder is imported, since Python finds submodules that way; the folder itself is not, and needs no
 `__init__.py`.
 """
 
@@ -27,64 +27,64 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def specs_in(folder: Path) -> list[Path]:
-    """The specs of a folder, in order of their names; none where there is no such folder."""
+    """The specs in a folder, sorted by name; [] if there is no such folder."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
 
 
 def folders() -> dict[str, Path]:
-    """Every shipped folder by its name. What can't be found is left out."""
-    places = {point.name: _place(point) for point in entry_points(group=GROUP)}
-    return {name: place for name, place in places.items() if place is not None}
+    """Every shipped folder by name. Those that can't be found are left out."""
+    places = {point.name: _folder_of(point) for point in entry_points(group=GROUP)}
+    return {name: folder for name, folder in places.items() if folder is not None}
 
 
-def _place(point: EntryPoint) -> Path | None:
+def _folder_of(point: EntryPoint) -> Path | None:
     try:
-        found = find_spec(point.module)
+        module = find_spec(point.module)
     except ImportError:
         return None
-    locations = list(found.submodule_search_locations or ()) if found else []
+    locations = list(module.submodule_search_locations or ()) if module else []
     return Path(locations[0]) if locations else None
 
 
-def chosen(given: tuple[str, ...], folder: Path) -> list[Path]:
-    """The specs that a command's arguments name, or those of the folder where they name none.
+def chosen(arguments: tuple[str, ...], folder: Path) -> list[Path]:
+    """The specs that a command's arguments name; without arguments, those in the folder.
 
-    A file stands for itself, a folder for what is in it, a name for the recipe of `find`. Raises click.UsageError.
+    An argument is a file, a folder of specs, or the name of a recipe as for `find`. Raises click.UsageError.
     """
     paths: list[Path] = []
-    for one in given or (str(folder),):
-        place = Path(one)
-        if place.is_dir() and (inside := specs_in(place)):
+    for one in arguments or (str(folder),):
+        path = Path(one)
+        if path.is_dir() and (inside := specs_in(path)):
             paths += inside
-        elif given and _is_name(one):
+        elif arguments and _is_name(one):
             paths.append(find(one, folder))
-        elif place.is_dir():
-            raise click.UsageError(f"{place} holds no YAML file")
-        elif place.exists():
-            paths.append(place)
+        elif path.is_dir():
+            raise click.UsageError(f"{path} holds no YAML file")
+        elif path.exists():
+            paths.append(path)
         else:
-            words = "" if given else "; name a recipe or a spec, or a folder with --specs."
-            listed = [] if given or _is_given() else _listed(by_package(), folder)
-            raise click.UsageError(" ".join([f"{place} does not exist{words}", *listed]))
+            words = "" if arguments else "; name a recipe or a spec, or a folder with --specs."
+            listed = [] if arguments or _is_given() else _listed(by_package(), folder)
+            raise click.UsageError(" ".join([f"{path} does not exist{words}", *listed]))
     return list(dict.fromkeys(paths))
 
 
-def spec_of(given: str, folder: Path, everywhere: bool = False) -> Path:
-    """The one spec that an argument names: a file, or the recipe of `find`. Raises click.UsageError."""
-    if _is_name(given):
-        return find(given, folder, everywhere)
-    if not Path(given).is_file():
-        raise click.UsageError(f"{given} {'is not a file' if Path(given).exists() else 'does not exist'}")
-    return Path(given)
+def spec_of(argument: str, folder: Path, everywhere: bool = False) -> Path:
+    """The spec that an argument names: a file, or a recipe as for `find`. Raises click.UsageError."""
+    if _is_name(argument):
+        return find(argument, folder, everywhere)
+    if not Path(argument).is_file():
+        raise click.UsageError(f"{argument} {'is not a file' if Path(argument).exists() else 'does not exist'}")
+    return Path(argument)
 
 
 def find(name: str, folder: Path, everywhere: bool = False) -> Path:
-    """The spec of a recipe: of the folder, or, unless --specs has named it, of those that installed packages ship.
+    """The spec of a recipe: in the folder, or, unless --specs was given, among those that installed packages ship.
 
-    everywhere: of those in any case. Raises click.UsageError for a name that none has, with the names that there are,
-    and for one that several packages ship.
+    everywhere: look among those in any case. Raises click.UsageError for an unknown name, and lists the known ones, and
+    for a name that several packages ship.
     """
     own = {path.stem: path for path in specs_in(folder)}
     if name in own:
@@ -97,56 +97,56 @@ def find(name: str, folder: Path, everywhere: bool = False) -> Path:
         return others[holding[0]][name]
     if len(holding) > 1 and others:
         raise click.UsageError(f"{' and '.join(holding)} ship a recipe {name}; name one: --specs {holding[0]}")
-    place = f"{folder} has no recipe" if folder.is_dir() and (own or not others) else "there is no recipe"
-    place = place if others or folder.is_dir() else f"{folder} does not exist, and so has no recipe"
-    known = [*own, *(one for specs in others.values() for one in specs)]
+    problem = f"{folder} has no recipe" if folder.is_dir() and (own or not others) else "there is no recipe"
+    problem = problem if others or folder.is_dir() else f"{folder} does not exist, so it has no recipe"
+    names = [*own, *(one for specs in others.values() for one in specs)]
     if holding:
         hint = f"One comes with {holding[0]}: leave out --specs, or write --specs {holding[0]}."
-    elif meant := nearest(name, known):
+    elif meant := nearest(name, names):
         hint = f"Did you mean {meant}?"
     else:
         hint = " ".join([f"It has {', '.join(own)}."] * bool(own) + _listed(others, folder))
-    raise click.UsageError(f"{place} '{name}'. {hint}".rstrip())
+    raise click.UsageError(f"{problem} '{name}'. {hint}".rstrip())
 
 
 def by_package() -> dict[str, dict[str, Path]]:
-    """By the name of a shipped folder: its specs by their names."""
-    return {package: {path.stem: path for path in specs_in(place)} for package, place in sorted(folders().items())}
+    """The name of each shipped folder -> its specs by name."""
+    return {package: {path.stem: path for path in specs_in(folder)} for package, folder in sorted(folders().items())}
 
 
 def _listed(shipped: dict[str, dict[str, Path]], folder: Path) -> list[str]:
-    """What comes with each package, but for that of the folder itself."""
+    """What each package ships, in words, except the one that ships the folder itself."""
     elsewhere = {package: specs for package, specs in shipped.items() if folders()[package] != folder.absolute()}
-    return [f"With {package} come {', '.join(specs)}." for package, specs in elsewhere.items() if specs]
+    return [f"{package} ships {', '.join(specs)}." for package, specs in elsewhere.items() if specs]
 
 
 def _is_given() -> bool:
-    """True where the command was told --specs."""
+    """True if --specs was given on the command line."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source("folder") is click.core.ParameterSource.COMMANDLINE
 
 
-def _is_name(given: str) -> bool:
-    """True for what can be a recipe's name; a file's has a suffix, or a folder before it."""
-    path = Path(given)
+def _is_name(argument: str) -> bool:
+    """True for an argument that can be a recipe's name: it has no suffix and no folder, and is not a file."""
+    path = Path(argument)
     return path.suffix not in SUFFIXES and len(path.parts) == 1 and not path.is_file()
 
 
 class SpecsFolder(click.Path):
-    """A folder; one that does not exist may be the name of one that a package ships."""
+    """The type of --specs: a folder, or the name of one that a package ships."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The folder, existing or not: whoever reads it says so."""
+        """The folder, whether it exists or not: commands report that when they read it."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if path.exists() or len(path.parts) != 1:
             return path
         return folders().get(path.name, path)
 
 
-def specs_option(words: str, place: click.Path | None = None) -> Callable[[Command], Command]:
+def specs_option(words: str, folder_type: click.Path | None = None) -> Callable[[Command], Command]:
     """Adds --specs to a command."""
-    place = place or SpecsFolder()
-    return click.option("--specs", "folder", type=place, default=Path("specs"), show_default=True, help=words)
+    folder_type = folder_type or SpecsFolder()
+    return click.option("--specs", "folder", type=folder_type, default=Path("specs"), show_default=True, help=words)

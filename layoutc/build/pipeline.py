@@ -18,7 +18,7 @@ from layoutc.spec.checks.read import read_spec_bytes
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build found and would write, or has written."""
+    """The findings of a build, and the files that it would write or has written."""
 
     states: list[files.FileState]
     diagnostics: list[Diagnostic]
@@ -35,43 +35,43 @@ def compile_spec(spec: schema.Spec, sha256: str) -> dict[str, str]:
 
 
 def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str], list[Diagnostic]]:
-    """A spec file's bytes -> the spec, its unformatted files, every finding. None and no files where one is an error.
+    """A spec file's bytes -> the spec, its unformatted files, all findings; None and no files if one is an error.
 
-    What is found sound and can't be printed all the same is a finding of its own. Never raises.
+    If the compiler fails on a sound spec, that is a finding too. Never raises.
     """
-    spec, found = read_spec_bytes(content, path)
+    spec, diagnostics = read_spec_bytes(content, path)
     if spec is None:
-        return None, {}, found
+        return None, {}, diagnostics
     try:
-        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest()), found
+        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest()), diagnostics
     except Exception as error:
-        return None, {}, [*found, _unprintable(error, path)]
+        return None, {}, [*diagnostics, _unprintable(error, path)]
 
 
 def check(content: bytes, path: str) -> list[Diagnostic]:
-    """Every finding about a spec file's bytes: the whole pipeline, up to text that Python can compile. Never raises."""
-    _, texts, found = read(content, path)
+    """All findings about a spec file's bytes, of the whole pipeline up to text that Python compiles. Never raises."""
+    _, texts, diagnostics = read(content, path)
     for name, text in texts.items():
         try:
             compile(text, name, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
-            found = [*found, _unprintable(error, path)]
-    return found
+            diagnostics = [*diagnostics, _unprintable(error, path)]
+    return diagnostics
 
 
 def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
-    """Compiles spec files into `out`; writes nothing when a spec has an error, a file is in the way, or with `check`.
+    """Compiles spec files into `out`. Writes nothing if a spec has an error, if a file is in the way, or with `check`.
 
-    `whole`: these are all specs of the folder, so other files of ours there are stale (reported, and left). Otherwise
-    other recipes stay in the package's index. Raises OSError for files that can't be read or written, and RuntimeError
-    where ruff is missing.
+    whole: these are all specs of the folder, so layoutc's other files there are stale; they are reported and left.
+    Otherwise other recipes stay in the package's index. Raises OSError for files that can't be read or written,
+    RuntimeError if ruff is missing.
     """
     diagnostics: list[Diagnostic] = []
     rendered: dict[str, str] = {}
     made: dict[str, str] = {}  # recipe -> summary
     for path in specs:
-        spec, texts, found = read(path.read_bytes(), str(path))
-        diagnostics += found
+        spec, texts, findings = read(path.read_bytes(), str(path))
+        diagnostics += findings
         if spec is None:
             continue
         if spec.name in made:
@@ -95,36 +95,36 @@ def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> B
 
 
 def _unprintable(error: Exception, path: str) -> Diagnostic:
-    """A spec for which the compiler itself fails."""
+    """The finding about a spec on which the compiler itself fails."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return Diagnostic(
         "LC907",
         f"layoutc can't write the code of this spec: {type(error).__name__}{at}",
         path,
-        why=f"{error}; the spec has no error that layoutc knows of, so this is a mistake in layoutc",
+        why=f"{error}; layoutc finds no error in the spec, so this is a bug in layoutc",
         help="report it with this spec",
     )
 
 
 def _in_the_way(state: files.FileState, out: Path) -> Diagnostic:
-    """What keeps the build from writing where it must."""
+    """The finding about a file that the build must not replace."""
     return Diagnostic(
         "LC905",
         f"this is in the way of a generated file: {state.obstacle}",
         str(state.path),
-        why="layoutc replaces only files that begin with its own mark; nothing was written",
+        why="layoutc only replaces files that begin with its own mark; nothing was written",
         help=f"move it away, or build into another folder: `--out {out / 'quant'}`",
     )
 
 
 def _unreadable(state: files.FileState) -> Diagnostic:
-    """A recipe that a build of others would drop from the index."""
+    """The finding about a recipe that a build of others would drop from the index."""
     return Diagnostic(
         "LC906",
         f"this generated file can't be read: {state.obstacle}",
         str(state.path),
-        why="the package's index lists this recipe, with the summary that stands there; nothing was written",
+        why="the package's index lists this recipe with the summary in this file; nothing was written",
         help=f"build it again with its spec beside the others, or delete {state.path.parent}",
     )
 

@@ -1,4 +1,4 @@
-"""Specs as they were at a git revision. Reads through the `git` command; changes nothing."""
+"""Specs at a git revision, read through the `git` command. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class RevisionError(Exception):
-    """Git can't answer; the message says what to do."""
+    """Raised if git can't answer; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class SpecFile:
 
 
 def specs_at(revision: str, folder: Path) -> list[SpecFile]:
-    """The spec files that `folder` held at `revision`, sorted by name; none where it did not exist yet.
+    """The spec files in `folder` at `revision`, sorted by name; [] if it did not exist yet.
 
-    Raises RevisionError when there is no git, no repository or no such revision.
+    Raises RevisionError without git, without a repository, or for an unknown revision.
     """
     commit = _commit(revision, folder)
     listed = _git(folder, "ls-tree", "-z", "--name-only", commit, "--", "./", failed=f"git can't list {revision}")
@@ -35,7 +35,7 @@ def specs_at(revision: str, folder: Path) -> list[SpecFile]:
 
 
 def text_at(revision: str, folder: Path, name: str) -> str | None:
-    """A text file below `folder` at `revision`; None where it did not exist, or `folder` does not now."""
+    """A text file below `folder` at `revision`; None if it did not exist, or if `folder` does not exist now."""
     if not folder.is_dir():
         return None
     try:
@@ -47,12 +47,15 @@ def text_at(revision: str, folder: Path, name: str) -> str | None:
 
 def _commit(revision: str, folder: Path) -> str:
     _git(
-        folder, "rev-parse", "--show-prefix", failed=f"{folder} is not in a git repository, so nothing to compare with"
+        folder,
+        "rev-parse",
+        "--show-prefix",
+        failed=f"{folder} is not in a git repository, so there is nothing to compare with",
     )
     spelled = f"{revision}^{{commit}}"
-    hint = f"{revision} is not a revision of this repository; a shallow clone must fetch it first: git fetch origin"
-    found = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint)
-    return found.decode().strip()
+    hint = f"{revision} is not a revision of this repository; in a shallow clone, fetch it first: git fetch origin"
+    commit = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", spelled, failed=hint)
+    return commit.decode().strip()
 
 
 def _git(folder: Path, *arguments: str, failed: str) -> bytes:

@@ -1,10 +1,10 @@
 """The command line: arguments, streams, exit codes. Decides nothing about layouts.
 
 Exit codes: 0 nothing found, 1 findings (errors in specs, drift), 2 the command could not do its work. Findings for
-people (full, concise) and everything that says what is going on go to stderr; data goes to stdout, and so do findings
-that a machine will read (github, json, sarif).
+people (full, concise) and progress go to stderr; data goes to stdout, and so do findings for machines (github, json,
+sarif).
 
-Anything slow is imported by the command that needs it: `layoutc check` of 20 specs takes less than a second.
+Slow modules are imported by the commands that need them: `layoutc check` of 20 specs takes less than a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from layoutc.build.files import FileState
 
 
-# What newcomers from other tools type first.
+# Verbs of other tools.
 _KNOWN_ELSEWHERE = {
     **dict.fromkeys(("generate", "gen", "compile", "make"), "build"),
     **dict.fromkeys(("vet", "lint", "validate", "verify"), "check"),
@@ -43,7 +43,7 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click, but an unknown verb is answered with the one that was probably meant."""
+        """As click, but for an unknown verb suggests the one that was probably meant."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             meant = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.commands)
@@ -52,7 +52,7 @@ class _Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order in which a user meets them."""
+        """The commands in the order in which users need them."""
         return list(self.commands)
 
 
@@ -105,9 +105,9 @@ def build(
         verbs = {"new": "missing" if check else "wrote", "changed": "changed" if check else "wrote"}
         for state in result.states:
             click.echo(f"{verbs.get(state.status, state.status):8}{state.path}")
-    found = tidy([*result.diagnostics, *drift])
-    report(found, form, color)
-    sys.exit(1 if has_errors(found) else 0)
+    findings = tidy([*result.diagnostics, *drift])
+    report(findings, form, color)
+    sys.exit(1 if has_errors(findings) else 0)
 
 
 @main.command()
@@ -131,19 +131,19 @@ def check(
     from layoutc.build import pipeline
 
     paths = chosen(specs, folder)
-    found: list[Diagnostic] = []
+    findings: list[Diagnostic] = []
     for path in paths:
         try:
             content = path.read_bytes()
         except OSError as error:
             refuse(f"{path}: {error.strerror}")
-        found += pipeline.check(content, str(path))
+        findings += pipeline.check(content, str(path))
     if explain:
-        found += cli_layout.explain_specs(paths, form)
-    report(tidy(found), form, color)
+        findings += cli_layout.explain_specs(paths, form)
+    report(tidy(findings), form, color)
     if not quiet:
-        click.echo(summary(len(paths), found), err=True)
-    sys.exit(1 if has_errors(found) or (strict and found) else 0)
+        click.echo(summary(len(paths), findings), err=True)
+    sys.exit(1 if has_errors(findings) or (strict and findings) else 0)
 
 
 @main.command()
@@ -206,10 +206,10 @@ def demo(recipes: tuple[str, ...], steps: int, processes: int) -> None:
     except ImportError as error:
         refuse(f"the demo needs torch with torch.distributed: {error}")
     try:
-        held = run(recipes=recipes, steps=steps, processes=processes)
+        passed = run(recipes=recipes, steps=steps, processes=processes)
     except ValueError as error:
         refuse(str(error))
-    sys.exit(0 if held else 1)
+    sys.exit(0 if passed else 1)
 
 
 @main.command()
@@ -235,7 +235,7 @@ main.add_command(measure.bench)
 
 
 def _drift(state: FileState) -> Diagnostic | None:
-    """What `build --check` says of one file."""
+    """The finding of `build --check` about a file; None if it is up to date."""
     path = str(state.path)
     if state.status == "same":
         return None

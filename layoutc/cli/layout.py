@@ -1,6 +1,6 @@
-"""The commands that show what a layout means and what became of it: show, breaking, and the proofs of check --explain.
+"""The commands that show a layout and what became of it: show, breaking, and the proofs of check --explain.
 
-As in cli.py: arguments, streams and exit codes; nothing is decided here, and slow imports wait for their command.
+As in app.py: arguments, streams and exit codes. Nothing is decided here, and slow imports wait for their command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from layoutc.report.proofs import Proof
     from layoutc.report.tables import Table
 
-WIDTH = 120  # of a picture that no terminal limits
+WIDTH = 120  # of a picture that is not printed on a terminal
 MAP_BYTES = 2**20  # the largest index map that --json writes
 
 
@@ -73,8 +73,8 @@ def show(
     layoutc show --checkpoint runs/step-1000                  a saved model
     """
     if checkpoint is not None:
-        given = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
-        if recipe is not None or given:
+        spec_options = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
+        if recipe is not None or spec_options:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
         if not checkpoint.is_dir():
             raise click.UsageError(f"{checkpoint} does not exist")
@@ -92,9 +92,9 @@ def show(
         hint = f"Did you mean {meant}?" if meant else f"It has {', '.join(names)}."
         raise click.UsageError(f"{plan.layout.name} has no buffer {picture}. {hint}")
     m, k = shape or describe.usual_shape(plan, world)
-    found = describe.problems(plan, m, k, str(path))
-    if found:
-        report(found, "full")  # of which the short form would leave out what to do
+    problems = describe.problems(plan, m, k, str(path))
+    if problems:
+        report(problems, "full")  # the short form would leave out what to do
         sys.exit(1)
     facts = describe.describe(plan, m, k, world)
     if as_json:
@@ -127,7 +127,7 @@ def _show_checkpoint(folder: Path, thorough: bool, as_json: bool) -> None:
 
 
 def _print(drawn: list[Table]) -> None:
-    """rich on a terminal; where the output is read by something else, text that is the same everywhere."""
+    """Prints tables: rich on a terminal; else text that is the same everywhere."""
     from layoutc.report import tables
 
     if sys.stdout.isatty():
@@ -202,13 +202,13 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
     except revisions.RevisionError as error:
         raise click.UsageError(str(error)) from error
     paths: dict[str, str] = {}
-    found: list[Diagnostic] = []
+    findings: list[Diagnostic] = []
     before: dict[str, Plan] = {}
     recorded: dict[str, str] = {}
     for file in old_files:
         plan, problems = _read(file.content, str(folder / file.name))
         if plan is None:
-            found.append(breaking.unreadable(str(folder / file.name), revision, problems))
+            findings.append(breaking.unreadable(str(folder / file.name), revision, problems))
         else:
             before[plan.layout.name] = plan
             paths[plan.layout.name] = str(folder / file.name)
@@ -218,14 +218,14 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
     after: dict[str, Plan] = {}
     for path in specs_in(folder):
         plan, problems = _read(_content(path), str(path))
-        found += [item for item in problems if plan is None]
+        findings += [item for item in problems if plan is None]
         if plan is not None:
             after[plan.layout.name] = plan
             paths[plan.layout.name] = str(path)
-    broken = {Path(item.path).stem for item in found}  # of these one side is unknown, which is said already
+    broken = {Path(item.path).stem for item in findings}  # reported already; one side is unknown
     then, now = ({name: plan for name, plan in side.items() if name not in broken} for side in (before, after))
     changes = breaking.compare(then, now, recorded)
-    found = tidy([*found, *breaking.findings(changes, revision, paths)])
+    findings = tidy([*findings, *breaking.findings(changes, revision, paths)])
     if as_json:
         click.echo(json.dumps(as_data(changes)))
     elif form not in _MACHINES:
@@ -233,24 +233,24 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
             ids = change.after or change.before or ""
             moved = f"{change.before} -> {change.after}" if change.status == "changed" else ids
             click.echo(f"{change.status:10}{change.name}{f' -> {change.now}' if change.now else ''}  {moved}")
-    report(found, form)
-    sys.exit(1 if has_errors(found) else 0)
+    report(findings, form)
+    sys.exit(1 if has_errors(findings) else 0)
 
 
 _MACHINES = ("github", "json", "sarif")
 
 
 def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
-    """Prints every proof about each sound spec, and returns findings for those that do not hold."""
+    """Prints all proofs about each sound spec; returns findings for those that do not hold."""
     from layoutc.report import proofs
 
-    found: list[Diagnostic] = []
+    findings: list[Diagnostic] = []
     for path in paths:
         plan, _ = _read(_content(path), str(path))
         if plan is None:
             continue
         shown = proofs.prove(plan)
-        found += proofs.failures(shown, str(path))
+        findings += proofs.failures(shown, str(path))
         if form == "json":
             click.echo(
                 "".join(json.dumps({"file": str(path), **_proof_data(proof)}) + "\n" for proof in shown), nl=False
@@ -263,7 +263,7 @@ def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
                 click.echo(
                     f"          by: {proof.method}" + (f"; against it: {proof.counter}" if proof.counter else "")
                 )
-    return found
+    return findings
 
 
 def _proof_data(proof: Proof) -> dict[str, object]:
@@ -277,10 +277,10 @@ def _proof_data(proof: Proof) -> dict[str, object]:
 
 
 def _plan(path: Path) -> Plan:
-    """The plan of a spec; its findings and exit code 1 where it has errors."""
-    plan, found = _read(_content(path), str(path))
+    """The plan of a spec. If it has errors, reports its findings and exits with code 1."""
+    plan, diagnostics = _read(_content(path), str(path))
     if plan is None:
-        report(found)
+        report(diagnostics)
         sys.exit(1)
     return plan
 
@@ -290,8 +290,8 @@ def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
     from layoutc.plan.plan import derive
     from layoutc.spec.checks.read import read_spec_bytes
 
-    spec, found = read_spec_bytes(content, path)
-    return (None if spec is None else derive(resolve(spec))), found
+    spec, diagnostics = read_spec_bytes(content, path)
+    return (None if spec is None else derive(resolve(spec))), diagnostics
 
 
 def _content(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""The command that measures: bench. As in cli.py: arguments, streams and exit codes; torch is imported by the work."""
+"""The command that measures: bench. As in app.py: arguments, streams and exit codes; torch is imported when needed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The commands that a new recipe begins with: new, which writes its spec, and test, which proves what is built from it.
 
-As in cli.py: arguments, streams and exit codes. torch is imported by `test` alone.
+As in app.py: arguments, streams and exit codes. Only `test` imports torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test(
 
 
 def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distributed: bool, as_json: bool) -> bool:
-    """Runs the suite on every spec; True when nothing failed. One group of processes serves all."""
+    """Runs the suite on every spec, with one group of processes for all; true if nothing failed."""
     from layoutc.conformance.ranks import Ranks
     from layoutc.conformance.runner import one_thread
     from layoutc.conformance.subject import BadSpec, Unusable, compile_subject
@@ -105,7 +105,7 @@ def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distrib
 
 
 def _test_one(subject: Subject, wanted: Any, as_json: bool) -> bool:
-    """Runs the suite on one subject, printing as it goes; True when nothing failed."""
+    """Runs the suite on a subject and prints as it goes; true if nothing failed."""
     from layoutc.conformance import report
     from layoutc.conformance.runner import run_checks
 
@@ -118,30 +118,30 @@ def _test_one(subject: Subject, wanted: Any, as_json: bool) -> bool:
         if not as_json:
             click.echo(report.line(outcome))
     seconds = time.perf_counter() - start
-    held = all(outcome.status != "fail" for outcome in outcomes)
+    passed = all(outcome.status != "fail" for outcome in outcomes)
     if not as_json:
         click.echo(report.tally(outcomes, seconds))
-        return held
+        return passed
     result = {
         "recipe": subject.name,
         "spec": str(subject.path),
         "layout_id": subject.plan.layout_id,
         "seed": subject.seed,
-        "passed": held,
+        "passed": passed,
         "seconds": round(seconds, 3),
         "checks": [report.as_data(outcome) for outcome in outcomes],
     }
     click.echo(json.dumps(result))
-    return held
+    return passed
 
 
 def _tell_bad(path: Path, bad: Exception, as_json: bool) -> None:
-    """A spec with errors: its findings, as `check` prints them. Or a package that can't be imported: why."""
+    """Prints the findings of a spec with errors, as `check` does, or why a package can't be imported."""
     text = str(bad) if str(bad).startswith(str(path)) else f"{path}: {bad}"
     click.echo(text, err=True)
     if as_json:
-        found = str(bad).splitlines()
-        click.echo(json.dumps({"recipe": path.stem, "spec": str(path), "passed": False, "findings": found}))
+        lines = str(bad).splitlines()
+        click.echo(json.dumps({"recipe": path.stem, "spec": str(path), "passed": False, "findings": lines}))
 
 
 @click.command()
@@ -159,7 +159,7 @@ def new(name: str, original: str | None, folder: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name) or name == "layoutc":
         fixed = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:40]
         hint = f" For instance: {fixed}." if re.fullmatch(r"[a-z][a-z0-9_]*", fixed) and fixed != name else ""
-        words = "a lower-case letter, then lower-case letters, digits and underscores, at most 40 in all, no keyword"
+        words = "a lower-case letter, then lower-case letters, digits and underscores, at most 40 in all, not a keyword"
         refuse(f"'{name}' can't name a recipe: {words}.{hint}")
     path = folder / f"{name}.yaml"
     taken = next((folder / f"{name}{s}" for s in SUFFIXES if (folder / f"{name}{s}").exists()), None)
@@ -183,6 +183,6 @@ def new(name: str, original: str | None, folder: Path) -> None:
     click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)
 
 
-def _meant(word: str, known: Any) -> str:
-    found = nearest(word, known)
-    return f" Did you mean {found}?" if found else ""
+def _meant(word: str, choices: Any) -> str:
+    meant = nearest(word, choices)
+    return f" Did you mean {meant}?" if meant else ""

@@ -1,4 +1,4 @@
-"""Options, and how findings are printed: what the families of commands have in common."""
+"""What the families of commands share: options, and how findings are printed."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     return (int(match[1]), int(match[2])) if match else None
 
 
-def report(found: Iterable[Diagnostic], form: str | None = None, color: str = "auto") -> None:
-    """Findings for people to stderr, for machines to stdout."""
+def report(diagnostics: Iterable[Diagnostic], form: str | None = None, color: str = "auto") -> None:
+    """Prints findings, for people to stderr, for machines to stdout."""
     form = form or ("full" if sys.stderr.isatty() else "concise")
     for_machines = form in ("github", "json", "sarif")
     auto = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     colored = form == "full" and (color == "always" or (color == "auto" and auto))
-    click.echo(render(found, form, colored), err=not for_machines, nl=False, color=colored or None)
+    click.echo(render(diagnostics, form, colored), err=not for_machines, nl=False, color=colored or None)
 
 
 def refuse(message: str) -> NoReturn:
-    """Exit code 2, in click's own form."""
+    """Ends the command with a usage error: exit code 2, in click's form."""
     raise click.UsageError(message)

@@ -1,1 +1,1 @@
-"""Integers that the compiler and the runtime both need: sizes, and where rows are cut. Imports nothing."""
+"""Integer arithmetic that the compiler and the runtime share: sizes, cuts and rectangles. Imports nothing."""

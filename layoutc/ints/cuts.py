@@ -1,7 +1,7 @@
-"""Where FSDP2 cuts the rows of a weight, and what each rank then holds and sends. Pure integers, alike on every rank.
+"""Where FSDP2 cuts the rows of a weight, and what each rank then holds and sends. Pure integers, equal on every rank.
 
-A cut may fall inside a block: then the ranks on both sides hold the block's scale, and the planes of their shards cover
-the whole block. The rows of the planes that are not the shard's own are its *halo*.
+If a cut falls inside a block, the ranks on both sides hold the block's scale, and the planes of their shards cover the
+whole block. The rows of the planes that are not the shard's own are its *halo*.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Halo(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows in all."""
+        """The number of rows before and after."""
         return self.before + self.after
 
     @property
     def tied(self) -> bool:
-        """True when writing scales of the tensor would change what the rest of a larger one means."""
+        """True if writing scales of this tensor would change the values of the rest of a larger one."""
         return self.tied_before or self.tied_after
 
 
@@ -62,7 +62,7 @@ class Cuts:
         return min(rank * self.per_rank, self.rows), min((rank + 1) * self.per_rank, self.rows)
 
     def aligned(self, block: int) -> bool:
-        """True when no cut falls inside a block of so many rows."""
+        """True if no cut falls inside a block of so many rows."""
         return self.per_rank >= self.rows or self.per_rank % block == 0
 
     def touched(self, rank: int, block: int) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class Cuts:
         return first // block, cdiv(last, block) if last > first else first // block
 
     def halo(self, rank: int, block: int) -> Halo:
-        """The rest of the blocks that a rank cuts."""
+        """The halo of a rank: the rest of the blocks that its cuts split."""
         first, last = self.bounds(rank)
         if first == last:
             return NO_HALO
@@ -85,7 +85,7 @@ class Cuts:
         """How many ranks hold a part of a block whose other rows other ranks hold."""
         if self.aligned(block):
             return 0
-        # Of neighbouring cuts one falls inside a block, so only the last rank, which ends with the rows, may hold none.
+        # Of two neighbouring cuts one is inside a block, so only the last rank, which ends with the rows, may hold none.
         return self.last + (self.last * self.per_rank % block > 0)
 
     def _cycle(self, block: int) -> int:
@@ -95,7 +95,7 @@ class Cuts:
 
 @lru_cache(maxsize=4096)
 def sent_blocks(cuts: Cuts, block: int) -> int:
-    """Blocks of `block` rows that a rank sends: as many as the rank that touches the most."""
+    """The blocks of `block` rows that each rank sends: as many as the rank that touches the most."""
     if cuts.aligned(block):
         return cdiv(cuts.per_rank, block)
     ranks = [*range(min(cuts._cycle(block), cuts.last)), cuts.last]
@@ -104,7 +104,8 @@ def sent_blocks(cuts: Cuts, block: int) -> int:
 
 @lru_cache(maxsize=4096)
 def picks(cuts: Cuts, block: int) -> tuple[int, ...] | None:
-    """For each block of the matrix, which of the world * sent_blocks that arrive; None: the first ones, in order.
+    """For each block of the matrix, its index among the world * sent_blocks received ones; None: the first ones, in
+    order.
 
     A block that several ranks send is taken from the first of them.
     """

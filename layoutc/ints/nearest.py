@@ -1,4 +1,4 @@
-"""The nearest sizes and worlds at which no cut falls inside a block. Pure integers."""
+"""The nearest sizes and world sizes at which no cut falls inside a block. Pure integers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutc.ints.sizes import cdiv, up
 
 
 def nearest_rows(rows: int, world: int, multiple: int, accepted: int) -> tuple[int, ...]:
-    """The nearest numbers of rows below and above, in whole blocks and as `accepted`, that are cut between blocks."""
+    """The nearest numbers of rows below and above, in multiples of `accepted`, whose cuts fall between blocks."""
     step = lcm(multiple, accepted)
     found = []
     size = up(rows, step) - step

@@ -1,6 +1,6 @@
 """Chains of invertible steps from an array of values to bytes: permute, repeat, pad, split, then pack and flatten.
 
-Every step can be asked both ways: where does this value go, and which value is stored here. No step knows a recipe.
+Every step answers both ways: where does this value go, and which value is stored here? No step knows a recipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Permute:
         return (tuple([index[d] for d in self.order]),)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
-        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
         back = [0] * len(index)
         for result, source in enumerate(self.order):
             back[source] = index[result]
@@ -59,7 +59,7 @@ class Repeat:
         return [(*before, i, *after) for i in range(first, min(first + self.times, self.limit))]
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
-        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
         return (*index[: self.dim], index[self.dim] // self.times, *index[self.dim + 1 :])
 
 
@@ -105,7 +105,7 @@ class Split:
         return ((*index[: self.dim], rest, *reversed(parts), *index[self.dim + 1 :]),)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
-        """Which value of an array of `shape` is at `index` of the result; None for padding."""
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
         value = index[self.dim]
         for offset, size in enumerate(self.sizes, start=1):
             value = value * size + index[self.dim + offset]
@@ -117,10 +117,11 @@ Step = Permute | Repeat | Pad | Split
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps applied to an array of `start` shape; then values packed at `bits` each along the last dim, and flattened.
+    """Steps on an array of `start` shape. The result is packed along the last dim, `bits` for each value, and
+    flattened.
 
-    A position is (byte, bit): the byte offset, and the offset of the value's first bit in it, counted from the end that
-    `low_first` names. Codes of 6 bits run on into the next byte.
+    A position is (byte, bit): the byte offset, and the offset of the value's first bit in that byte, counted from the
+    end that `low_first` names. Codes of 6 bits may continue in the next byte.
     """
 
     start: Shape
@@ -130,7 +131,7 @@ class Chain:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape before each step, and after the last."""
+        """The shape before each step and after the last one."""
         return tuple(itertools.accumulate(self.steps, lambda shape, step: step.shape(shape), initial=self.start))
 
     @cached_property
@@ -144,7 +145,7 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all; each row of the last dim is whole bytes."""
+        """The size in bytes. Each row of the last dim is whole bytes."""
         *lead, last = self.shapes[-1]
         return prod(lead) * (last * self.bits // 8)
 
@@ -161,7 +162,7 @@ class Chain:
     def value_at(self, byte: int, bit: int) -> Index | None:
         """The index in the start array of the value that begins at (byte, bit); None for padding.
 
-        Inverse of positions.
+        The inverse of `positions`. Raises ValueError if no value can begin there.
         """
         *lead, last = self.shapes[-1]
         row, column_bytes = divmod(byte, last * self.bits // 8)

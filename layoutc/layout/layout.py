@@ -1,8 +1,8 @@
 """The layout of a recipe: pure integers and index maps. No torch, no I/O.
 
-A *source* is one quantization of the weight: one code for each element, one scale for each block. A *plane* is what a
-tensor stores of a source: compact, m-major, each value once. A *buffer* is what a GEMM reads: the plane's values laid
-out as the spec says, by a chain of steps (layoutc.layout.chain).
+A *source* is one quantization of the weight: a code for each element, a scale for each block. A *plane* is a tensor
+that is stored for a source: compact, m-major, each value once. A *buffer* is a tensor that a GEMM reads: a plane's
+values laid out as the spec says, by a chain of steps (layoutc.layout.chain).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What decides codes and scales. Two orientations with equal quantizations hold the same codes and scales."""
+    """All that decides codes and scales. Orientations with equal quantizations have the same codes and scales."""
 
     element: Format
     scale: Format
@@ -55,9 +55,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored array of a source: rows of `per_m` weight rows (None: all of them) by values for `per_k` columns each.
+    """A stored array of a source: one value for each `per_m` rows and `per_k` columns of the weight; None: all of them.
 
-    Shape (rows, bytes of a row) for codes packed below a byte, (rows, values) otherwise; (1,) where both are None.
+    Its shape is (rows, bytes of a row) for codes that are packed below a byte, else (rows, values); (1,) if both are
+    None.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Plane:
 
     @property
     def is_scalar(self) -> bool:
-        """One value for the whole weight, equal on all shards."""
+        """True for one value for the whole weight, equal on all shards."""
         return self.per_m is None and self.per_k is None
 
     def shape(self, m: int, k: int) -> Shape:
@@ -90,20 +91,20 @@ class Plane:
 
     @property
     def row_multiple(self) -> int:
-        """A cut between weight rows at multiples of this crosses no value and no byte of the plane.
+        """Cuts between weight rows at multiples of this cross no value and no byte of the plane.
 
-        Rows are stored one after the other and a row is whole bytes, so only the rows that share a value matter.
+        Each stored row is whole bytes, so only the rows that share a value matter.
         """
         return self.per_m or 1
 
     @property
     def column_multiple(self) -> int:
-        """The same for a cut between columns: whole values, and whole bytes of packed codes."""
+        """The same for cuts between columns: whole values, and whole bytes of packed codes."""
         return (self.per_k or 1) * (codes_per_group(self.bits))
 
 
 def codes_per_group(bits: int) -> int:
-    """Codes in the shortest run that ends on a byte: 2 of 4 bits, 4 of 6 bits, 1 of 8 or more."""
+    """The number of codes in the shortest run of whole bytes: 2 of 4 bits, 4 of 6 bits, 1 of 8 or more."""
     return 8 // gcd(bits, 8) if bits < 8 else 1
 
 
@@ -154,14 +155,14 @@ class Buffer:
         return self.plane.dtype
 
     def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k), the last dim in bytes where codes are packed."""
+        """Its shape for a weight of (m, k); the last dim is in bytes if codes are packed."""
         if not self.dims:
             return (1,)
         *lead, last = (dim.size(m, k) for dim in self.dims)
         return (*lead, last * self.plane.bits // 8 if self.plane.bits < 8 else last)
 
     def steps(self, m: int, k: int) -> tuple[Step, ...]:
-        """From the plane's values, as a (rows, columns) array, to the buffer."""
+        """The steps from the plane's values, as a (rows, columns) array, to the buffer."""
         axes = self.axes
         steps: list[Step] = []
         if self.permutes:
@@ -194,23 +195,23 @@ class Buffer:
 
     @property
     def permutes(self) -> bool:
-        """True when k comes before m."""
+        """True if k comes before m."""
         return self.axes == ("k", "m")
 
     @property
     def repeats(self) -> tuple[int, ...]:
-        """For each dim, how often a value of the plane is stored in a row."""
+        """For each dim, how many times in a row a value of the plane is stored."""
         per = {"m": self.plane.per_m, "k": self.plane.per_k}
         return tuple((per[dim.axis] or dim.per) // dim.per for dim in self.dims)
 
     @property
     def pads(self) -> bool:
-        """True when some dim has a padding multiple."""
+        """True if some dim has a padding multiple."""
         return any(dim.multiple > 1 for dim in self.dims)
 
     @property
     def is_plane(self) -> bool:
-        """True when the buffer is the plane itself, byte for byte, for every shape."""
+        """True if the buffer equals the plane, byte for byte, for every shape."""
         return not self.permutes and not self.pads and all(times == 1 for times in self.repeats)
 
 
@@ -237,22 +238,22 @@ class Layout:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Everything a tensor stores, in order; amax last."""
+        """All planes that a tensor stores, in order; the amax last."""
         stored = tuple(plane for source in self.sources for plane in source.planes)
         if not (self.tensor_amax or self.history):
             return stored
         return (*stored, Plane("amax", "scale", None, None, 32))
 
     def source(self, orientation: str) -> Source:
-        """The source that an orientation's buffers are made of."""
+        """The source that an orientation's buffers are made from."""
         name = dict(self.source_of)[orientation]
         return next(source for source in self.sources if source.name == name)
 
 
 def resolve(spec: schema.Spec) -> Layout:
-    """A checked spec -> its layout. The spec is known to be sound: resolve decides nothing and refuses nothing."""
-    known = dict(formats.BUILTIN)
-    known.update({name: formats.make(name, entry.model_dump()) for name, entry in spec.formats.items()})
+    """A checked spec -> its layout. The checks have found the spec sound, so nothing is decided or refused here."""
+    all_formats = dict(formats.BUILTIN)
+    all_formats.update({name: formats.make(name, entry.model_dump()) for name, entry in spec.formats.items()})
     sources: list[Source] = []
     source_of: list[tuple[str, str]] = []
     buffers: list[Buffer] = []
@@ -263,10 +264,10 @@ def resolve(spec: schema.Spec) -> Layout:
         block = Block(*(None if size == "all" else size for size in (orientation.block.m, orientation.block.k)))
         stated_element = orientation.quantize.element or spec.element
         stated_scale = orientation.quantize.scale or spec.scale
-        element, scale = known[stated_element.format], known[stated_scale.format]
+        element, scale = all_formats[stated_element.format], all_formats[stated_scale.format]
         low_first = stated_element.pack == "low-first"
         parameters = tuple(sorted(stated_scale.parameters.items()))
-        zero = known[stated_scale.zero] if stated_scale.zero else None
+        zero = all_formats[stated_scale.zero] if stated_scale.zero else None
         quantization = Quantization(
             element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first
         )
@@ -280,7 +281,7 @@ def resolve(spec: schema.Spec) -> Layout:
         source_of.append((name, source.name))
         for plane in source.planes:
             kind = plane.kind
-            buffer = orientation.data if kind == "data" else orientation.scale  # zero points lie as scales do
+            buffer = orientation.data if kind == "data" else orientation.scale  # zero points are laid out as scales
             terms = parse_layout(buffer.layout)
             pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
@@ -302,7 +303,7 @@ def resolve(spec: schema.Spec) -> Layout:
 
 
 def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
-    """True for buffers that a GEMM wants swizzled: scales, and zero points, which lie as the scales do."""
+    """True for buffers that a GEMM reads swizzled: scales, and zero points, which are laid out as scales."""
     return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
 
 

@@ -1,1 +1,1 @@
-"""What a plan means, for people: pictures, tables, proofs, and what changed since a revision."""
+"""Reports about a plan for people: pictures, tables, proofs, and what changed since a revision."""

@@ -1,7 +1,7 @@
-"""Two sets of recipes compared by layout id: which changed their bytes, and in what. Pure functions over plans.
+"""Compares two sets of recipes by layout id: which recipes changed their bytes, and in what. Pure functions over plans.
 
-Both sides are resolved by this version of layoutc, so what is compared is what the specs say. Where the code that was
-generated then is at hand, its layout id counts: layoutc's own rules and formats may have changed since.
+Both sides are resolved by this version of layoutc, so that the specs are compared. If the code that was generated then
+is available, its layout id counts, since layoutc's own rules and formats may have changed as well.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from layoutc.plan.plan import Plan
 Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
 SHOWN = 6  # differences that a message lists
 
-# Facts that no stored byte and no operation depends on; the layout id leaves them out as well.
+# Facts that no stored byte and no operation depends on; they are not part of the layout id either.
 _LABELS = frozenset({"name", "summary", "multiple_m", "multiple_k", "swizzle", "torch", "rule"})
 _ABSENT = "none"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact of a layout, then and now."""
+    """A fact of a layout, then and now."""
 
     fact: str
     before: str
@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one recipe. `now` is its name today, where it is another or `name` is gone."""
+    """What became of a recipe. `now`: its name today, if it was renamed."""
 
     name: str
     status: Status
@@ -48,24 +48,24 @@ class Change:
 def compare(
     before: Mapping[str, Plan], after: Mapping[str, Plan], recorded: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """What became of each recipe, sorted by name. `recorded`: layout ids in code that was generated before."""
+    """What became of each recipe, sorted by name. recorded: layout ids in code that was generated then."""
     ids = recorded or {}
     changes = [_same_name(name, before[name], after[name], ids.get(name)) for name in before.keys() & after.keys()]
     new = {name: after[name].layout_id for name in sorted(after.keys() - before.keys())}
     for name in sorted(before.keys() - after.keys()):
         old = ids.get(name, before[name].layout_id)
-        now = next((other for other, found in new.items() if found == old), None)
+        now = next((other for other, layout_id in new.items() if layout_id == old), None)
         if now is None:
             changes.append(Change(name, "removed", old, None))
         else:
             del new[now]
             changes.append(Change(name, "renamed", old, old, now))
-    changes += [Change(name, "added", None, found) for name, found in new.items()]
+    changes += [Change(name, "added", None, layout_id) for name, layout_id in new.items()]
     return sorted(changes, key=lambda change: change.name)
 
 
 def findings(changes: list[Change], revision: str, paths: Mapping[str, str]) -> list[Diagnostic]:
-    """A finding for each recipe whose users must act. `paths` has the spec of each recipe, then or now."""
+    """A finding for each recipe whose users must act. paths: the spec of each recipe, then or now."""
     return [item for change in changes if (item := _finding(change, revision, paths))]
 
 
@@ -90,10 +90,10 @@ def _finding(change: Change, revision: str, paths: Mapping[str, str]) -> Diagnos
     return None
 
 
-def unreadable(path: str, revision: str, found: list[Diagnostic]) -> Diagnostic:
+def unreadable(path: str, revision: str, diagnostics: list[Diagnostic]) -> Diagnostic:
     """The finding about a spec of `revision` in which `found` was found."""
-    first = found[0]
-    why = f"{first.code}: {first.message}" + (f"; {len(found) - 1} more" if len(found) > 1 else "")
+    first = diagnostics[0]
+    why = f"{first.code}: {first.message}" + (f"; {len(diagnostics) - 1} more" if len(diagnostics) > 1 else "")
     message = f"the spec at {revision} is not one that this version of layoutc reads"
     return Diagnostic("LC604", message, path, why=why, help="compare with a revision that it reads")
 
@@ -102,14 +102,14 @@ def _same_name(name: str, old: Plan, new: Plan, recorded: str | None) -> Change:
     before = recorded or old.layout_id
     if before == new.layout_id:
         return Change(name, "unchanged", before, new.layout_id)
-    found = differences(old.layout, new.layout)
+    changed = differences(old.layout, new.layout)
     if before != old.layout_id:
-        found = (Difference("layoutc's rules and formats", "as they were", "as they are"), *found)
-    return Change(name, "changed", before, new.layout_id, None, found)
+        changed = (Difference("layoutc's rules and formats", "as they were", "as they are"), *changed)
+    return Change(name, "changed", before, new.layout_id, None, changed)
 
 
 def recorded_id(code: str, spec: bytes) -> str | None:
-    """The layout id in a generated layout.py; None where that was generated from another spec than this."""
+    """The layout id in a generated layout.py; None if that was generated from another spec."""
     made_from = re.search(r'^    spec_sha256="([0-9a-f]{64})",$', code, re.MULTILINE)
     written = re.search(r"^# Layout id ([0-9a-f]{12}):", code, re.MULTILINE)
     same = made_from is not None and made_from.group(1) == hashlib.sha256(spec).hexdigest()
@@ -120,27 +120,27 @@ def recorded_id(code: str, spec: bytes) -> str | None:
 def differences(old: Layout, new: Layout) -> tuple[Difference, ...]:
     """The facts in which two layouts differ, in the order of the newer one."""
     before, after = facts(old), facts(new)
-    found = []
+    changed = []
     gone: set[str] = set()
     for fact in dict.fromkeys((*after, *before)):
         then, now = before.get(fact), after.get(fact)
         if then == now:
             continue
-        if then is None or now is None:  # a source, buffer or dim that is on one side: say so once
+        if then is None or now is None:  # a source, buffer or dim that only one side has: reported once
             part = _missing_part(fact, after if then is None else before, before if then is None else after)
             if part not in gone:
                 gone.add(part)
                 whole = part != fact
                 value = then or now or ""
                 present = "present" if whole else value
-                found.append(Difference(part, *((_ABSENT, present) if then is None else (present, _ABSENT))))
+                changed.append(Difference(part, *((_ABSENT, present) if then is None else (present, _ABSENT))))
             continue
-        found.append(Difference(fact, then, now))
-    return tuple(found)
+        changed.append(Difference(fact, then, now))
+    return tuple(changed)
 
 
 def _missing_part(fact: str, has: Mapping[str, str], lacks: Mapping[str, str]) -> str:
-    """The largest part around a fact of which the other side has nothing at all."""
+    """The largest part around a fact that the other side lacks completely."""
     words = fact.split(".")
     for length in range(1, len(words)):
         part = ".".join(words[:length])
@@ -151,22 +151,22 @@ def _missing_part(fact: str, has: Mapping[str, str], lacks: Mapping[str, str]) -
 
 def facts(layout: Layout) -> dict[str, str]:
     """Everything that decides stored bytes or arithmetic, by dotted name: `columnwise_scale.dims.0.axis`."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for source in layout.sources:
-        found |= _flat(source.name, source.quantization)
-        found |= {f"{source.name}.{key}": text for key, text in _program(source.quantization)}
+        named |= _flat(source.name, source.quantization)
+        named |= {f"{source.name}.{key}": text for key, text in _program(source.quantization)}
         for field in fields(source):
             if field.name not in (*_LABELS, "quantization"):
-                found |= _flat(f"{source.name}.{field.name}", getattr(source, field.name))
+                named |= _flat(f"{source.name}.{field.name}", getattr(source, field.name))
     for buffer in layout.buffers:
-        found |= _flat(buffer.name, [buffer.dims, buffer.low_first], ("dims", "low_first"))
-        found[f"{buffer.name}.made_of"] = buffer.plane.name
+        named |= _flat(buffer.name, [buffer.dims, buffer.low_first], ("dims", "low_first"))
+        named[f"{buffer.name}.made_of"] = buffer.plane.name
     for orientation, name in layout.source_of:
-        found[f"{orientation}.source"] = name
+        named[f"{orientation}.source"] = name
     rest = (field.name for field in fields(layout) if field.name not in (*_LABELS, "sources", "source_of", "buffers"))
     for name in rest:
-        found |= _flat(name, getattr(layout, name))
-    return found
+        named |= _flat(name, getattr(layout, name))
+    return named
 
 
 def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""What a plan means for a weight of given size, as plain values: shapes, bytes, cuts, gathers, derivations.
+"""Describes what a plan means for a weight of a given size: shapes, bytes, cuts, gathers, derivations.
 
-Pure functions; how it is printed is decided elsewhere (show.py). Every figure follows from the plan, none is stored.
+Pure functions to plain values, which show.py prints. Every figure is computed from the plan.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from layoutc.layout.layout import Buffer, Layout, Plane, codes_per_group
 from layoutc.plan.plan import Gather, Plan
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
-EXCHANGED = 4  # bytes of an fp32 value, as ranks tell one another of blocks that are cut
-USUAL = 4096  # rows and columns of the weight that is shown when none is asked for
+EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that are cut
+USUAL = 4096  # rows and columns of the weight that is shown by default
 
 
 @dataclass(frozen=True)
 class PlaneFacts:
-    """A stored plane of one weight. `covers`: rows and columns that one value serves, None for all of them."""
+    """A stored plane of a weight. `covers`: the rows and columns that one value serves; None: all of them."""
 
     name: str
     kind: str
@@ -58,10 +58,10 @@ class BufferFacts:
 
 @dataclass(frozen=True)
 class PassFacts:
-    """What one pass gathers. The ratio is to gathering the same weight in bf16.
+    """What one pass gathers. The ratio compares it with gathering the same weight in bf16.
 
-    `filling` bytes of a rank's hold nothing: FSDP2 sizes a slot once, for the larger of the passes that use it.
-    `doubled` bytes are those beyond its rows' share: of a block that is cut, several ranks send the scales.
+    `filling`: bytes of a rank that are padding, as FSDP2 sizes a slot once, for the larger of the passes that use it.
+    `doubled`: bytes beyond the share of a rank's rows, as several ranks send the scales of a block that is cut.
     """
 
     name: str
@@ -80,8 +80,8 @@ class PassFacts:
 class CutBlocks:
     """Cuts that fall inside blocks of `rows` rows: how many, on how many ranks, and what they cost in a step.
 
-    In an optimizer step each rank contributes `exchange_bytes_per_rank` to one all-gather: of the first and of the last
-    block that it has rows of, each column's least and greatest value ("extremes"), or all "values", in fp32.
+    In an optimizer step each rank contributes `exchange_bytes_per_rank` to one all-gather: for its first and its last
+    block, each column's least and greatest value ("extremes"), or all "values", in fp32.
     """
 
     rows: int
@@ -95,8 +95,8 @@ class CutBlocks:
 class Alignment:
     """Where cuts cost nothing, where FSDP2 cuts the rows, and what that costs.
 
-    `free_rows` and `free_worlds`: where this one's cuts cost something, the nearest numbers of rows over as many ranks,
-    and the nearest world sizes for as many rows, whose cuts cost nothing. `shards_have_buffers`: by themselves.
+    `free_rows`, `free_worlds`: if these cuts cost something, the nearest numbers of rows for this world size, and the
+    nearest world sizes for these rows, whose cuts cost nothing. `shards_have_buffers`: without being gathered.
     """
 
     rows: int
@@ -132,7 +132,7 @@ class View:
 class Description:
     """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
 
-    `no_kernels`: why the recipe has none, and the reference serves it on every device.
+    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels.
     """
 
     name: str
@@ -152,20 +152,20 @@ class Description:
 
 
 def problems(plan: Plan, m: int, k: int, path: str) -> list[Diagnostic]:
-    """Why a weight of (m, k) can't be held, with the nearest sizes that can."""
+    """Why the recipe can't hold a weight of (m, k), with the nearest sizes that it can."""
     layout = plan.layout
-    found = []
+    diagnostics = []
     for axis, size, multiple in (("m", m, layout.multiple_m), ("k", k, layout.multiple_k)):
         if size % multiple:
             near = _either(nearest_multiple(size, multiple))
             what = {"m": "rows", "k": "columns"}[axis]
             message = f"{layout.name} takes {what} in multiples of {multiple}, not {size}"
-            found.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
-    return found
+            diagnostics.append(Diagnostic("LC401", message, path, help=f"{axis} can be {near}"))
+    return diagnostics
 
 
 def usual_shape(plan: Plan, world: int) -> tuple[int, int]:
-    """A weight of about 4096 x 4096 that the recipe takes, in equal shards of whole blocks."""
+    """The shape of a weight of about 4096 x 4096 that the recipe takes, with equal shards of whole blocks."""
     layout = plan.layout
     rows = lcm(layout.multiple_m, plan.shard_rows * world)
     return up(USUAL, rows), up(USUAL, lcm(layout.multiple_k, plan.column_multiple))
@@ -224,7 +224,7 @@ def _cut_blocks(plan: Plan, m: int, k: int, world: int) -> CutBlocks | None:
 
 
 def as_data(value: object) -> object:
-    """A description as JSON has it: mappings, lists, numbers, words."""
+    """A description in JSON values: mappings, lists, numbers, text."""
     if is_dataclass(value):
         return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple | list):
@@ -237,7 +237,7 @@ def as_data(value: object) -> object:
 def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
     shape, covers = plane.shape(m, k), (plane.per_m, plane.per_k)
     if layout.history and not any(plane in source.planes for source in layout.sources):
-        shape = (layout.history,)  # of the weight's amax, not of a source: one for each step that is remembered
+        shape = (layout.history,)  # the weight's amax, not a plane of a source: one value for each step of the history
     nbytes = prod(shape) * (4 if plane.bits == 32 else 1)
     return PlaneFacts(
         plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded=plane.per_m is not None
@@ -262,7 +262,7 @@ def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
 
 
 def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
-    """Planes that no orientation lays out: a GEMM reads them as they are."""
+    """Planes that a GEMM reads as they are, since no orientation lays them out."""
     laid_out = {buffer.plane for buffer in layout.buffers}
     for plane in layout.planes:
         if plane not in laid_out:
@@ -271,13 +271,13 @@ def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
 
 
 def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
-    """Bytes of a buffer that hold no value: those of its padded size, less those of the size that the weight fills."""
+    """The bytes of a buffer that are padding."""
     filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
     return buffer.chain(m, k).nbytes - filled * buffer.plane.bits // 8
 
 
 def made_by(buffer: Buffer) -> tuple[str, ...]:
-    """The steps from a plane to a buffer, in words; none where the buffer is the plane."""
+    """The steps from a plane to a buffer, in words; () if the buffer is the plane."""
     words = ["transposed"] if buffer.permutes else []
     for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
         if times > 1:
@@ -293,18 +293,17 @@ def _swizzle(layout: Layout) -> str | None:
     """The pattern with its sizes, as a spec writes it."""
     if layout.swizzle is None:
         return None
-    left = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in layout.swizzle.groups)
     sizes = ", ".join(f"{name} = {size}" for name, size in layout.swizzle.sizes)
-    return f"{left} -> {' '.join(layout.swizzle.order)}" + (f" with {sizes}" if sizes else "")
+    return layout.swizzle.pattern + (f" with {sizes}" if sizes else "")
 
 
 def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     layout = plan.layout
     slots = {one.name: [_sent(plane, m, k, world) for plane in one.planes] for one in (plan.forward, plan.backward)}
-    held = sum(_sent(plane, m, k, world) for plane in gather.planes)
+    own_bytes = sum(_sent(plane, m, k, world) for plane in gather.planes)
     cut = not Cuts.of(m, world).aligned(plan.block_rows)
     shared = gather.name in slots and (plan.slots_differ or (plan.passes_differ and cut))
-    per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else held
+    per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else own_bytes
     share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
     per_element = Fraction(per_rank * world, m * k)
     derived = [
@@ -316,8 +315,8 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
         name=gather.name,
         planes=tuple(plane.name for plane in gather.planes),
         bytes_per_rank=per_rank,
-        filling=per_rank - held,
-        doubled=ceil(held - share) if cut else 0,
+        filling=per_rank - own_bytes,
+        doubled=ceil(own_bytes - share) if cut else 0,
         bytes_per_element=per_element,
         ratio_to_bf16=per_element / HIGH_PRECISION,
         large_weight=gather.bytes_per_element,

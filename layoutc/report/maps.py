@@ -1,4 +1,4 @@
-"""Which value of a plane stands where in a buffer, byte for byte: what `show --picture` draws. Pure functions."""
+"""Index maps: which value of a plane is at each byte of a buffer, for `show --picture`. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from layoutc.plan.plan import Plan
 
 
 def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
-    """Where every byte of a buffer comes from, as JSON has it.
+    """Where every byte of a buffer comes from, in JSON values.
 
-    `bytes` has an entry for each byte: the values that have bits in it, first bits first, each as [row, column] of its
-    plane, None for padding. A value of a plane serves `covers` rows and columns of the weight (None: all), so for codes
-    it is the element's own (i, j), and for scales the block's. A value of several bytes stands in each of them.
-    `swizzled` lists the values of a scale buffer in the order in which a GEMM wants them, where it wants another.
+    `bytes` has an entry for each byte: the values with bits in it, first bits first, each as [row, column] of its
+    plane; None for padding. A value of a plane serves `covers` rows and columns of the weight (None: all), so [row,
+    column] is the element for codes, and the block for scales. A value of several bytes appears in each of them.
+    `swizzled` lists a scale buffer's values in the order that a GEMM reads them, if that is another one.
     """
-    found = find_buffer(plan.layout, buffer)
-    chain = found.chain(m, k)
-    swizzled = swizzled_map(plan.layout, found, m, k) if is_swizzled(plan.layout, found) else None
+    laid_out = find_buffer(plan.layout, buffer)
+    chain = laid_out.chain(m, k)
+    swizzled = swizzled_map(plan.layout, laid_out, m, k) if is_swizzled(plan.layout, laid_out) else None
     return {
-        "buffer": found.name,
-        "plane": found.plane.name,
-        "kind": found.kind,
-        "dtype": found.dtype,
-        "shape": list(found.shape(m, k)),
-        "bits": found.plane.bits,
+        "buffer": laid_out.name,
+        "plane": laid_out.plane.name,
+        "kind": laid_out.kind,
+        "dtype": laid_out.dtype,
+        "shape": list(laid_out.shape(m, k)),
+        "bits": laid_out.plane.bits,
         "order": "low-first" if chain.low_first else "high-first",
-        "covers": [found.plane.per_m, found.plane.per_k],
+        "covers": [laid_out.plane.per_m, laid_out.plane.per_k],
         "weight": [m, k],
         "bytes": [
-            [None if value is None else list(value) for value in values_in(found, chain, byte)]
+            [None if value is None else list(value) for value in values_in(laid_out, chain, byte)]
             for byte in range(chain.nbytes)
         ],
         "swizzled": None if swizzled is None else [None if value is None else list(value) for value in swizzled],
@@ -39,14 +39,14 @@ def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
 
 
 def find_buffer(layout: Layout, name: str) -> Buffer:
-    """The buffer of that name; KeyError where there is none."""
+    """The buffer of that name. Raises KeyError if there is none."""
     return {buffer.name: buffer for buffer in layout.buffers}[name]
 
 
 def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]:
-    """(row, column) in the plane of each value that has bits in a byte; None for padding."""
+    """(row, column) in the plane of each value with bits in a byte; None for padding."""
     bits = buffer.plane.bits
-    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row, at which packing starts anew
+    width = chain.shapes[-1][-1] * bits // 8  # bytes of a row; packing starts anew in each
     row, offset = divmod(byte, width)
     for code in range(offset * 8 // bits, (offset * 8 + 7) // bits + 1):
         begin, bit = divmod(code * bits, 8)
@@ -55,14 +55,14 @@ def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]
 
 
 def plane_index(buffer: Buffer, value: Index) -> Index:
-    """(row, column) in the plane: an axis that all values cover has none of its own, so it is 0."""
+    """(row, column) in the plane: 0 for an axis that every value covers."""
     if len(value) == 2:
         return value
     return (value[0], 0) if buffer.m_dim is not None else (0, value[0])
 
 
 def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:
-    """(row, column) in the plane of each byte of a swizzled scale buffer, in the order in which a GEMM reads them."""
+    """(row, column) in the plane of each byte of a swizzled scale buffer, in the order that a GEMM reads them."""
     assert layout.swizzle is not None
     chain = buffer.chain(m, k)
     # The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
@@ -71,8 +71,8 @@ def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Ind
     swizzle = swizzle_chain(layout.swizzle, shape[::-1] if turned else shape, buffer.plane.bits)
     size = buffer.plane.bits // 8
     for byte in range(0, swizzle.nbytes, size):
-        place = swizzle.value_at(byte, 0)
-        assert place is not None
-        row, column = place[::-1] if turned else place
+        entry = swizzle.value_at(byte, 0)
+        assert entry is not None
+        row, column = entry[::-1] if turned else entry
         value = chain.value_at((row * shape[1] + column) * size, 0)
         yield None if value is None else plane_index(buffer, value)

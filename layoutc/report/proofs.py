@@ -1,8 +1,8 @@
-"""Static proofs about a layout: each a statement, how it was shown, and whether it holds.
+"""Static proofs about a layout: each is a statement, the way it was shown, and whether it holds.
 
-Most enumerate: they walk every value or byte of the smallest weights that cover whole tiles of the layout, and of one
-that leaves the last tile partly filled. What is larger than a budget is shown from the form of its steps. The
-index maps repeat with the tile, so what holds for these weights holds for all that the recipe takes.
+Most enumerate every value or byte of the smallest weights that cover whole tiles of the layout, and of one that fills
+the last tile only partly. If that is more than a budget, the proof follows from the form of the steps. Index maps
+repeat with the tile, so statements that hold for these weights hold for all that the recipe takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUDGET = 2**16  # values or bytes that one proof may walk
 
 @dataclass(frozen=True)
 class Proof:
-    """One statement about a layout. `counter` is the first case against it, where it does not hold."""
+    """A statement about a layout. `counter`: the first counterexample, if it does not hold."""
 
     about: str
     statement: str
@@ -56,7 +56,7 @@ def buffers_are_bijections(plan: Plan) -> Iterator[Proof]:
         statement = "every value lies at bits of its own and is found again from them; all other bits are padding, zero"
         shapes = _to_walk(plan.layout, buffer)
         if shapes:
-            counter = next((found for shape in shapes if (found := _not_a_bijection(buffer, *shape))), "")
+            counter = next((case for shape in shapes if (case := _not_a_bijection(buffer, *shape))), "")
             yield _proof(buffer.name, statement, f"every value and every bit enumerated, {_weights(shapes)}", counter)
         else:
             shape = _tiles(plan.layout, buffer, 1, 1)
@@ -65,7 +65,7 @@ def buffers_are_bijections(plan: Plan) -> Iterator[Proof]:
 
 
 def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
-    """Weights that show a whole tile of a buffer, more than once along each axis if affordable, and a torn one."""
+    """Shapes with whole tiles of a buffer, several along each axis if affordable, and one with a partly filled tile."""
     sizes = [[_tiles(layout, buffer, 2, 3)], [_tiles(layout, buffer, 1, 1)]]
     if buffer.pads or any(times > 1 for times in buffer.repeats):
         sizes = [[*shapes, _torn(layout, buffer)] for shapes in sizes]
@@ -73,12 +73,12 @@ def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
 
 
 def _slots(buffer: Buffer, m: int, k: int) -> int:
-    """How many values a buffer has room for."""
+    """The number of values that a buffer has room for."""
     return buffer.chain(m, k).nbytes * 8 // buffer.plane.bits
 
 
 def _not_a_bijection(buffer: Buffer, m: int, k: int) -> str:
-    """The first value or bit against it; also padding that is more or less than a description says."""
+    """The first counterexample; also if the padding is not what a description says."""
     chain, bits = buffer.chain(m, k), buffer.plane.bits
     width = chain.shapes[-1][-1] * bits // 8
     # A row is whole bytes, and values begin at multiples of `bits` in it, so only those that begin together overlap.
@@ -103,7 +103,7 @@ def _not_a_bijection(buffer: Buffer, m: int, k: int) -> str:
 
 
 def _step_by_step(chain: Chain) -> str:
-    """The first step that could bring two values to one place."""
+    """The first step that could map two values to one position; "" if there is none."""
     for step, shape in zip(chain.steps, chain.shapes, strict=False):
         match step:
             case Permute(order):
@@ -121,7 +121,7 @@ def _step_by_step(chain: Chain) -> str:
 
 
 def swizzle_is_a_bijection(plan: Plan) -> Iterator[Proof]:
-    """The GEMM's order of a padded scale buffer moves each value to a place of its own."""
+    """The GEMM's order of a padded scale buffer moves each value to a position of its own."""
     swizzle = plan.layout.swizzle
     if swizzle is None:
         return
@@ -136,7 +136,7 @@ def swizzle_is_a_bijection(plan: Plan) -> Iterator[Proof]:
     chain = swizzle_chain(swizzle, shape)
     places = {index: chain.positions(index) for index in product(*map(range, shape))}
     wrong = next((f"{i} goes to {p}" for i, p in places.items() if [chain.value_at(*at) for at in p] != [i]), "")
-    if not wrong and {byte for place in places.values() for byte, _ in place} != set(range(prod(shape))):
+    if not wrong and {byte for positions in places.values() for byte, _ in positions} != set(range(prod(shape))):
         wrong = "some places of the buffer get no scale"
     yield _proof(names, statement, f"every place of 2 x 2 tiles of {tile[0]} x {tile[1]} enumerated", wrong)
 
@@ -151,7 +151,7 @@ def blocks_partition_the_weight(plan: Plan) -> Iterator[Proof]:
             whole = _shape_for(plan.layout, 2 * (plane.per_m or 1), 2 * (plane.per_k or 1))
             shapes = [whole, (whole[0] + plan.layout.multiple_m, whole[1] + plan.layout.multiple_k)]
             tries = product(shapes, (0, 1))
-            counter = next((found for shape, axis in tries if (found := _not_a_partition(plane, shape, axis))), "")
+            counter = next((case for shape, axis in tries if (case := _not_a_partition(plane, shape, axis))), "")
             yield _proof(plane.name, statement, f"edges of blocks compared, {_weights(shapes)}", counter)
     statement = "the entry that an element's row and column lead to holds the value of its block"
     for buffer in plan.layout.buffers:
@@ -193,9 +193,9 @@ def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
             offset = offset * size + index
         at = {dim.axis: index * dim.per for dim, index in zip(buffer.dims, entry, strict=True)}
         block = tuple(at[dim.axis] // (per[dim.axis] or 1) for dim in axes)
-        found = chain.value_at(*divmod(offset * chain.bits, 8))
-        if found != block:
-            return f"entry {entry} holds the value of block {found}, not of {block}"
+        value = chain.value_at(*divmod(offset * chain.bits, 8))
+        if value != block:
+            return f"entry {entry} holds the value of block {value}, not of {block}"
     return ""
 
 
@@ -247,14 +247,14 @@ def _bytes_of_row(layout: Layout, buffer: Buffer, row: int, cut: int) -> set[int
 
 
 def _primes(number: int) -> list[int]:
-    found, divisor = [], 2
+    primes, divisor = [], 2
     while divisor * divisor <= number:
         if number % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             while number % divisor == 0:
                 number //= divisor
         divisor += 1
-    return [*found, number] if number > 1 else found
+    return [*primes, number] if number > 1 else primes
 
 
 # --------------------------------------------------------------------------------------------------------- derivations

@@ -1,4 +1,4 @@
-"""A description as tables, and bytes as a small picture: what `layoutc show` prints. Pure functions to text."""
+"""The text of `layoutc show`: a description as tables, and bytes as a small picture. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES_A_LINE = (16, 8, 4, 2, 1)
 
 
 def tables(facts: Description) -> list[Table]:
-    """The whole description, in the order in which an author asks."""
+    """The whole description, most important facts first."""
     head = [_head(facts), _stored(facts), _read(facts), _uncrossed(facts), _sharded(facts)]
     return [*head, _gathered(facts), *_derived(facts), _views(facts)]
 
@@ -95,7 +95,7 @@ def _sharded(facts: Description) -> Table:
 
 
 def _cut_blocks(facts: Description, at: CutBlocks) -> list[tuple[str, str]]:
-    """What cuts inside blocks cost, in each pass and in a step."""
+    """The cost of cuts inside blocks, in each pass and in an optimizer step."""
     cuts = facts.alignment.ranks_with_rows - 1
     passes: dict[int, list[str]] = {}
     for one in facts.passes:
@@ -107,11 +107,11 @@ def _cut_blocks(facts: Description, at: CutBlocks) -> list[tuple[str, str]]:
         if nbytes
     )
     exchange = f"{_number(at.exchange_bytes_per_rank)} bytes a rank in an all-gather that all weights share"
-    told = {"extremes": "the least and greatest value", "values": "all values"}[at.exchanged]
+    what = {"extremes": "the least and greatest value", "values": "all values"}[at.exchanged]
     return [
         ("cuts", f"{at.cuts} of {cuts} inside a block of {at.rows} rows; {_count(at.ranks, 'rank')} with part of one"),
         ("scales", f"each rank sends those of all blocks that it has rows of: {more}"),
-        ("optimizer step", f"{exchange}: {told} of each column of a rank's first and last block"),
+        ("optimizer step", f"{exchange}: {what} of each column of a rank's first and last block"),
     ]
 
 
@@ -159,7 +159,7 @@ def _views(facts: Description) -> Table:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """`4096x2048`; one dim has a comma of its own, as in Python."""
+    """`4096x2048`; a single dim has a comma, as in Python."""
     return "x".join(map(str, shape)) if len(shape) > 1 else f"({shape[0]},)"
 
 
@@ -183,7 +183,7 @@ def _per_element(value: float) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 def pictures(layout: Layout, name: str, m: int, k: int, width: int) -> list[str]:
-    """The first rows of a buffer, and one tile of it as a GEMM wants it, in lines of at most `width` where they fit."""
+    """Pictures of a buffer's first rows, and of one tile as a GEMM reads it, at most `width` wide if possible."""
     buffer = find_buffer(layout, name)
     drawn = [_rows(buffer, m, k, width)]
     if is_swizzled(layout, buffer):

@@ -1,4 +1,4 @@
-"""What `layoutc show --checkpoint` prints: the facts of a folder as tables. Pure functions to text."""
+"""The text of `layoutc show --checkpoint`: the facts of a folder as tables. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tables(facts: CheckpointFacts) -> list[Table]:
-    """The folder, its entries as stored, layouts that no installed recipe has, totals."""
+    """The folder, its entries as stored, layouts that no installed recipe has, and totals."""
     return [_head(facts), _entries(facts), *_strange(facts), _totals(facts)]
 
 
@@ -51,17 +51,17 @@ def _entries(facts: CheckpointFacts) -> Table:
 
 
 def _strange(facts: CheckpointFacts) -> list[Table]:
-    """What differs between stored layouts and installed recipes; entries whose pieces are stored in several ways."""
+    """Layouts that no installed recipe has, and entries whose pieces are stored in several ways."""
     unknown = {one.layout_id: one for entry in facts.entries for one in entry.layouts if not one.installed}
-    found = []
+    tables = []
     if unknown:
         rows = tuple((shown(one.recipe), shown(one.layout_id), shown(one.difference or "")) for one in unknown.values())
-        found.append(Table("Layouts that no installed recipe has", ("recipe", "layout id", "because"), rows))
+        tables.append(Table("Layouts that no installed recipe has", ("recipe", "layout id", "because"), rows))
     mixed = [entry for entry in facts.entries if len(entry.layouts) + (entry.plain > 0) > 1]
     if mixed:
         ways = tuple((shown(entry.name), shown(_ways(entry))) for entry in mixed)
-        found.append(Table("Tensors whose pieces are stored in several ways", ("entry", "pieces"), ways))
-    return found
+        tables.append(Table("Tensors whose pieces are stored in several ways", ("entry", "pieces"), ways))
+    return tables
 
 
 def _ways(entry: EntryFacts) -> str:
@@ -71,10 +71,17 @@ def _ways(entry: EntryFacts) -> str:
 
 def _totals(facts: CheckpointFacts) -> Table:
     rows = [_total(one) for one in facts.totals]
-    held = sum(one.stored_bytes for one in facts.totals)
+    stored = sum(one.stored_bytes for one in facts.totals)
     elements = sum(one.elements for one in facts.totals)
-    per_element = _per_element(held / elements if elements else None)
-    everything = ("all", f"{len(facts.entries):,}", f"{elements:,}", f"{held:,}", per_element, f"{facts.bf16_bytes:,}")
+    per_element = _per_element(stored / elements if elements else None)
+    everything = (
+        "all",
+        f"{len(facts.entries):,}",
+        f"{elements:,}",
+        f"{stored:,}",
+        per_element,
+        f"{facts.bf16_bytes:,}",
+    )
     heads = ("stored as", "entries", "elements", "bytes", "B/element", "as bf16")
     return Table("Totals", heads, (*rows, everything), frozenset({1, 2, 3, 4, 5}))
 
@@ -89,5 +96,5 @@ def _per_element(value: float | None) -> str:
 
 
 def shown(text: str) -> str:
-    """A text of a file as a terminal may have it: what is no letter or sign is spelled out."""
+    """Text from a file, safe for a terminal: unprintable characters are escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

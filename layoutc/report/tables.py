@@ -1,15 +1,15 @@
-"""Tables as text: rich on a terminal, plain and stable where the output is read by something else."""
+"""Tables as text: rich on a terminal, plain and stable if something else reads the output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-NAME = 18  # characters that a cell of a narrow column may have
+NAME = 18  # the most characters of cells in a narrow column
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads (none: a list of facts) and rows of text; `numbers` are the columns set flush right."""
+    """A title, column heads (none: a list of facts) and rows of text. `numbers`: columns that are set flush right."""
 
     title: str
     heads: tuple[str, ...]
@@ -18,7 +18,7 @@ class Table:
 
 
 def plain(tables: list[Table]) -> str:
-    """Tables one below the other, columns two spaces apart; the same text everywhere."""
+    """Tables one below the other with columns two spaces apart; the same text on all machines."""
     return "\n".join(_plain(table) for table in tables)
 
 
@@ -36,7 +36,7 @@ def _plain(table: Table) -> str:
 
 
 def print_rich(tables: list[Table]) -> None:
-    """The same tables for a terminal: colours, and cells that wrap."""
+    """Prints the tables on a terminal, with colours and wrapped cells."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable

@@ -36,6 +36,12 @@ class Swizzle:
     order: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
 
+    @property
+    def pattern(self) -> str:
+        """The pattern as a spec writes it, without sizes: `(rt a b) (ct c) -> rt ct b a c`."""
+        groups = (f"({' '.join(group)})" if len(group) > 1 else group[0] for group in self.groups)
+        return f"{' '.join(groups)} -> {' '.join(self.order)}"
+
     def tile(self, dim: int) -> int:
         """The number that the size of a dim must be a multiple of."""
         sizes, product = dict(self.sizes), 1

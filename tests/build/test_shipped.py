@@ -131,7 +131,7 @@ def test_a_name_that_nothing_has_is_answered_with_those_there_are(
     everything = ", ".join(sorted(path.stem for path in SPECS.glob("*.yaml")))
     refused = run(command, "zebra")
     assert refused.exit_code == 2
-    assert refused.output.endswith(f"Error: there is no recipe 'zebra'. With layoutc come {everything}.\n")
+    assert refused.output.endswith(f"Error: there is no recipe 'zebra'. layoutc ships {everything}.\n")
     assert run(command, "nvfp5").output.endswith("Error: there is no recipe 'nvfp5'. Did you mean nvfp4?\n")
     Path("mine").mkdir()
     Path("mine/own.yaml").write_bytes((SPECS / "mxfp8.yaml").read_bytes())
@@ -149,9 +149,7 @@ def test_a_directory_without_specs_is_answered_with_what_can_be_named(
     monkeypatch.chdir(tmp_path)
     refused = run(command)
     assert refused.exit_code == 2
-    assert (
-        "specs does not exist; name a recipe or a spec, or a folder with --specs. With layoutc come" in refused.output
-    )
+    assert "specs does not exist; name a recipe or a spec, or a folder with --specs. layoutc ships" in refused.output
 
 
 def test_a_recipe_that_two_packages_ship_is_not_chosen_between(installed: Path) -> None:
