@@ -66,7 +66,7 @@ ABOVE = {
         "torch",
     ),
     "checkpoint.safetensors": (
-        "runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train checkpoint.common "
+        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train checkpoint.common "
         "checkpoint.untrusted",
         "torch safetensors",
     ),

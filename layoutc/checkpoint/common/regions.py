@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.facts import Plane
 from layoutc.runtime.sharding import meshes
@@ -32,15 +33,6 @@ class Box(NamedTuple):
         return tuple(slice(a, b) for a, b in zip(self.first, self.last, strict=True))
 
 
-class Rows(NamedTuple):
-    """Rows r0..r1 and columns c0..c1 of the (m, k) matrix of a weight."""
-
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-
 def box_of(tensor: Tensor) -> Box:
     """This rank's part of a DTensor, in entries of the whole; all of any other tensor.
 
@@ -59,7 +51,7 @@ def box_of(tensor: Tensor) -> Box:
     return box
 
 
-def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
+def rows_of(shape: Sequence[int], box: Box) -> list[Rect]:
     """The runs of adjacent rows of the (m, k) matrix that a box of a weight of `shape` consists of; [] if it is
     empty."""
     if 0 in box.shape:
@@ -75,14 +67,14 @@ def rows_of(shape: Sequence[int], box: Box) -> list[Rows]:
             start = start * size + at
         start *= lead[dim]
         runs.append(
-            Rows((start + box.first[dim]) * inner, (start + box.last[dim]) * inner, box.first[-1], box.last[-1])
+            Rect((start + box.first[dim]) * inner, (start + box.last[dim]) * inner, box.first[-1], box.last[-1])
         )
     return runs
 
 
-def whole_blocks(rows: Rows, block_rows: int, block_columns: int, m: int, k: int) -> Rows:
+def whole_blocks(rows: Rect, block_rows: int, block_columns: int, m: int, k: int) -> Rect:
     """The whole blocks of an (m, k) matrix that rows touch."""
-    return Rows(
+    return Rect(
         rows.r0 // block_rows * block_rows,
         min(up(rows.r1, block_rows), m),
         rows.c0 // block_columns * block_columns,
@@ -90,7 +82,7 @@ def whole_blocks(rows: Rows, block_rows: int, block_columns: int, m: int, k: int
     )
 
 
-def entries_of(plane: Plane, shape: Sequence[int], rows: Rows, k: int) -> tuple[slice, ...]:
+def entries_of(plane: Plane, shape: Sequence[int], rows: Rect, k: int) -> tuple[slice, ...]:
     """The entries of a stored plane of `shape` that cover rows of a weight with k columns."""
     index = [slice(0, size) for size in shape]
     if plane.rows_per_value is not None:

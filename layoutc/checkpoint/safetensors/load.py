@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.common.regions import Rows, box_of, entries_of, rows_of, whole_blocks
+from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
+from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.quantize import weights
@@ -225,7 +226,7 @@ def _unfit(source: Stored, local: Tensor) -> str:
     return f"{source.dtype} in the files, but {into}{hint}"
 
 
-def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rows]) -> None:
+def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rect]) -> None:
     layout = local.LAYOUT
     if lacking := [plane for plane in local._planes if plane not in source.planes]:
         raise LayoutError(
@@ -303,7 +304,7 @@ def _write(step: Step, slices: Slices) -> None:
 def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Slices) -> None:
     """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
-    all_rows, runs = [Rows(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
+    all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
     for name in local._planes:
         plane, stored, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
@@ -319,7 +320,7 @@ def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dt
     runs = []
     for rows in rows_of(source.shape, box_of(param)):
         blocks = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k)
-        matrix = (blocks.r1 - blocks.r0, blocks.c1 - blocks.c0)
+        matrix = blocks.shape
         planes = {}
         for name, file in source.planes.items():
             piece = slices.read(file, entries_of(layout.stored[name], file.shape, blocks, k))

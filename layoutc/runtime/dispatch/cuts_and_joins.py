@@ -14,7 +14,7 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
-from layoutc.runtime.dispatch.indexing import Window, bounds, dim_of, matrix_for, window
+from layoutc.runtime.dispatch.indexing import Selection, bounds, dim_of, matrix_for, selection
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
@@ -30,7 +30,7 @@ def _piece(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
     if (start, stop) == (0, tensor.shape[dim] if rows is None else rows):
         return _first_rows(tensor, dim, stop)
     if not tensor._transposed:
-        return _cut(tensor, window(tensor, dim, start, stop, operator))
+        return _cut(tensor, selection(tensor, dim, start, stop, operator))
     last = tensor.dim() - 1
     straight = tensor._alias((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]), transposed=False)
     piece = _piece(straight, {last: last - 1, last - 1: last}.get(dim, dim), start, stop, operator)
@@ -46,35 +46,37 @@ def _first_rows(tensor: QuantizedTensor, dim: int, stop: int) -> QuantizedTensor
     return piece
 
 
-def _cut(tensor: QuantizedTensor, region: Window) -> QuantizedTensor:
-    is_first = tensor._padding.ends_where_cut and region.r0 == 0
-    if is_first and region.halo.after:
-        region = region._replace(r1=region.r1 - region.halo.after, halo=NO_HALO)
-    window = (region.r0, region.r1, region.c0, region.c1)
+def _cut(tensor: QuantizedTensor, chosen: Selection) -> QuantizedTensor:
+    """A piece as a view: `chosen` of the tensor, which may have halos of its own."""
+    rect, halo = chosen.rect, chosen.halo
+    is_first = tensor._padding.ends_where_cut and rect.r0 == 0
+    if is_first and halo.after:
+        rect, halo = rect._replace(r1=rect.r1 - halo.after), NO_HALO
+    rows = rect.shape[0] - halo.rows
     planes: MutableMapping[str, Tensor]
     if isinstance(tensor._planes, ScatteredPlanes):  # these planes are copies: writes to a view of them would be lost
-        if region.rows == tensor._rows:
-            return tensor._planes.columns(region.c0, region.c1)._alias(region.shape)  # type: ignore[attr-defined,no-any-return]
+        if rows == tensor._rows:
+            return tensor._planes.columns(rect.c0, rect.c1)._alias(chosen.shape)  # type: ignore[attr-defined,no-any-return]
         raise UnsupportedOperator(
             f"{tensor._label()} consists of rows that are not adjacent, and can't be cut further: clone it first"
         )
     if getattr(tensor._planes, "handle", None) is not None:  # each pass replaces the weight's planes
-        planes = CutPlanes(tensor._planes, tensor._matrix, window, type(tensor)._cut)
+        planes = CutPlanes(tensor._planes, tensor._matrix, rect, type(tensor)._cut)
     else:
-        planes = type(tensor)._cut(tensor._planes, *window)
-    piece = tensor._with_planes(planes, region.shape, matrix=region.matrix, halo=region.halo)
+        planes = type(tensor)._cut(tensor._planes, *rect)
+    piece = tensor._with_planes(planes, chosen.shape, matrix=rect.shape, halo=halo)
     piece._home, piece._writes = tensor._home, tensor._writes
-    piece._part = None if is_first else part_of(tensor, region.r0, region.c0)
-    # FSDP2 cuts the first rows of a new tensor alone (see Padding); whoever cuts others as well gets parts.
-    if tensor._padding.is_new and region.r0 + region.halo.before != tensor._halo.before:
+    piece._part = None if is_first else part_of(tensor, rect.r0, rect.c0)
+    # FSDP2 cuts only the first rows of a new tensor (see Padding); whoever cuts others as well gets parts.
+    if tensor._padding.is_new and rect.r0 + halo.before != tensor._halo.before:
         tensor._padding = NOT_PADDED
     piece._padding = tensor._padding.of_piece()
     if tensor._padding.is_new:
         piece._padding = Padding(first_rows_of=weakref.ref(tensor))
-        piece._halo, piece._part = Halo(*region.halo[:2]), None
-    if region.rows != tensor._rows and not (tensor._padding.is_new or is_first):
+        piece._halo, piece._part = Halo(*halo[:2]), None
+    if rows != tensor._rows and not (tensor._padding.is_new or is_first):
         piece._common |= tensor.LAYOUT.shared
-    if region.matrix[1] != tensor._matrix[1]:
+    if rect.shape[1] != tensor._matrix[1]:
         piece._common |= tensor.LAYOUT.shared_along_rows
     piece._common |= tensor._common
     return piece
@@ -169,7 +171,7 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
 
     def runs() -> list[QuantizedTensor]:
         matrix, starts = whole._alias(tensor._matrix), range(0, lead * total, total)
-        return [_cut(matrix, window(matrix, 0, at + first, at + last, operator)) for at in starts]
+        return [_cut(matrix, selection(matrix, 0, at + first, at + last, operator)) for at in starts]
 
     def columns(begin: int, end: int) -> QuantizedTensor:
         return _scattered(_piece(whole, whole.dim() - 1, begin, end, operator), dim, start, stop, operator)

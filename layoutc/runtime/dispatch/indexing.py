@@ -8,37 +8,23 @@ from math import prod
 from typing import Any, NamedTuple
 
 from layoutc.ints.cuts import NO_HALO, Halo
+from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import up
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
-class Window(NamedTuple):
-    """Rows r0..r1 and columns c0..c1 of the matrix, and the outer shape of the piece that they make.
+class Selection(NamedTuple):
+    """A piece of a tensor: a rectangle of its matrix, in whole blocks of rows; the piece's outer shape; and its
+    halo."""
 
-    The rows are whole blocks; those in `halo` are not the piece's own.
-    """
-
-    r0: int
-    r1: int
-    c0: int
-    c1: int
+    rect: Rect
     shape: tuple[int, ...]
     halo: Halo = NO_HALO
 
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(m, k) of the piece, halo included."""
-        return self.r1 - self.r0, self.c1 - self.c0
 
-    @property
-    def rows(self) -> int:
-        """The piece's own rows, without the halo."""
-        return self.r1 - self.r0 - self.halo.rows
-
-
-def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Window:
-    """The window of entries start..stop of an outer dim.
+def selection(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> Selection:
+    """The piece of entries start..stop of an outer dim.
 
     A cut between rows may fall inside a block: the rest of the block becomes the piece's halo. Raises
     UnsupportedOperator if a cut between columns falls inside a block, or the entries are not whole rows or columns.
@@ -46,11 +32,11 @@ def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
     (m, k), layout, shape = tensor._matrix, tensor.LAYOUT, tuple(tensor.shape)
     piece = (*shape[:dim], stop - start, *shape[dim + 1 :])
     if start == stop:
-        return Window(0, 0, 0, k, piece)
+        return Selection(Rect(0, 0, 0, k), piece)
     if dim == len(shape) - 1 and len(shape) > 1 and shape[-1] == k:
         if start % layout.column_multiple or (stop % layout.column_multiple and stop != k):
             raise _inexact(tensor, operator, f"columns {start} to {stop}", layout.column_multiple, "columns")
-        return Window(0, m, start, stop, piece, tensor._halo)
+        return Selection(Rect(0, m, start, stop), piece, tensor._halo)
     if any(size != 1 for size in shape[:dim]):
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not adjacent rows"
@@ -60,11 +46,11 @@ def window(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: A
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are not whole rows"
         )
-    return _rows_window(tensor, start * step // k, stop * step // k, piece)
+    return _rows_selection(tensor, start * step // k, stop * step // k, piece)
 
 
-def _rows_window(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Window:
-    """The window of the tensor's own rows start..stop, start < stop: all blocks that they touch."""
+def _rows_selection(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[int, ...]) -> Selection:
+    """The piece of the tensor's own rows start..stop, start < stop: all blocks that they touch."""
     (m, k), block, around = tensor._matrix, tensor.LAYOUT.block_rows, tensor._halo
     first, last = around.before + start, around.before + stop
     r0, r1 = first // block * block, min(up(last, block), m)
@@ -74,7 +60,7 @@ def _rows_window(tensor: QuantizedTensor, start: int, stop: int, shape: tuple[in
         first > r0 and (start > 0 or around.tied_before),
         r1 > last and (stop < tensor._rows or around.tied_after),
     )
-    return Window(r0, r1, 0, k, shape, halo)
+    return Selection(Rect(r0, r1, 0, k), shape, halo)
 
 
 def dim_of(dim: int, rank: int) -> int:

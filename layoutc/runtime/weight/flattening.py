@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.cuts import Halo
+from layoutc.ints.rects import Rect
 from layoutc.runtime.weight import gathered_in_graphs, operators
-from layoutc.runtime.weight.planes import CutPlanes, Home, Window, owner
+from layoutc.runtime.weight.planes import CutPlanes, Home, owner
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -28,7 +29,7 @@ class Context(NamedTuple):
     dtype: torch.dtype
     halo: Halo
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
-    window: Window | None  # the part of it that this tensor is
+    window: Rect | None  # the part of it that this tensor is
 
 
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
@@ -87,12 +88,12 @@ def inner(planes: Mapping[str, Tensor], name: str) -> Tensor | None:
     return getattr(planes, "handle", None) if name == "handle" else None
 
 
-def whole_and_window(tensor: QuantizedTensor) -> tuple[tuple[int, int], Window]:
+def whole_and_window(tensor: QuantizedTensor) -> tuple[tuple[int, int], Rect]:
     """(m, k) of the weight that a tensor was cut from, or is, and the window of it that the tensor covers."""
     planes = tensor._planes
     if isinstance(planes, CutPlanes):
         return planes.matrix, planes.window
-    return tensor._matrix, (0, tensor._matrix[0], 0, tensor._matrix[1])
+    return tensor._matrix, Rect(0, tensor._matrix[0], 0, tensor._matrix[1])
 
 
 def _nothing(*_: Any) -> None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from layoutc.ints.rects import Rect
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.planes import TracedPlanes, Window, owner
+from layoutc.runtime.weight.planes import TracedPlanes, owner
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -59,21 +60,21 @@ def refuse_write(tensor: QuantizedTensor) -> None:
 
 
 def dequantize(
-    cls: type[QuantizedTensor], handle: Tensor, window: Window, orientation: str, dtype: torch.dtype
+    cls: type[QuantizedTensor], handle: Tensor, window: Rect, orientation: str, dtype: torch.dtype
 ) -> Tensor:
     """The (m, k) values of a window of the weight in an orientation, as one node of the graph."""
     return _dequantize(handle, list(window), cls.KEY, orientation, dtype)
 
 
 def lay_out(
-    cls: type[QuantizedTensor], handle: Tensor, window: Window, orientations: Sequence[str], swizzled: bool
+    cls: type[QuantizedTensor], handle: Tensor, window: Rect, orientations: Sequence[str], swizzled: bool
 ) -> dict[str, Tensor]:
     """The buffers of orientations of a window of the weight; none aliases a plane.
 
     One node for each orientation, so that the graph drops those that it does not read and nothing is gathered for them.
     """
     cls.LAYOUT.check_swizzled(swizzled)
-    m, k = _sizes(window)
+    m, k = window.shape
     buffers: dict[str, Tensor] = {}
     for orientation in orientations:
         outputs = _lay_out(handle, list(window), cls.KEY, orientation, swizzled)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.ints.rects import Rect
 from layoutc.runtime.weight import operators, staging
-from layoutc.runtime.weight.pending_writes import Rect, covers_of
+from layoutc.runtime.weight.pending_writes import covers_of
 from layoutc.runtime.weight.planes import ScatteredPlanes
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _rect(tensor: QuantizedTensor) -> Rect:
     if (part := tensor._part) is None:
         return Rect(0, tensor._rows, 0, tensor._matrix[1])
     rect = covers_of(tensor, part)
-    return rect._replace(r0=rect.r0 - part.first, r1=rect.r1 - part.first)
+    return rect.moved(-part.first, 0)
 
 
 def _is_all(tensor: QuantizedTensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.cuts import Halo
+from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight import gathered_in_graphs
@@ -36,26 +37,6 @@ class Part(NamedTuple):
     first: int
     last: int
     columns: int
-
-
-class Rect(NamedTuple):
-    """Rows r0..r1 and columns c0..c1 of a tensor's planes."""
-
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-    @property
-    def area(self) -> int:
-        """Number of elements; 0 for an empty rectangle."""
-        return max(self.r1 - self.r0, 0) * max(self.c1 - self.c0, 0)
-
-    def meet(self, other: Rect) -> Rect:
-        """The intersection; its area is 0 if there is none."""
-        return Rect(
-            max(self.r0, other.r0), min(self.r1, other.r1), max(self.c0, other.c0), min(self.c1, other.c1)
-        )  # fmt: skip
 
 
 @dataclass(eq=False)  # by identity: tensors compare element by element

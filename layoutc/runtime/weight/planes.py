@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layoutc.ints.rects import Rect
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Plane
-
-Window = tuple[int, int, int, int]  # rows r0..r1, columns c0..c1
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,14 @@ class CutPlanes(MutableMapping[str, Tensor]):
         self,
         base: MutableMapping[str, Tensor],
         matrix: tuple[int, int],
-        window: Window,
+        window: Rect,
         cut: Callable[..., dict[str, Tensor]],
     ) -> None:
         """window: of the (m, k) `matrix` whose planes `base` holds. A piece of a piece is a window of the whole
         weight."""
         self.base: MutableMapping[str, Tensor] = base.base if isinstance(base, CutPlanes) else base
         self.matrix: tuple[int, int] = base.matrix if isinstance(base, CutPlanes) else matrix
-        r0, c0 = (base.window[0], base.window[2]) if isinstance(base, CutPlanes) else (0, 0)
-        self.window: Window = (r0 + window[0], r0 + window[1], c0 + window[2], c0 + window[3])
+        self.window: Rect = window.moved(base.window.r0, base.window.c0) if isinstance(base, CutPlanes) else window
         self.cut = cut
         self.handle: Tensor | None = getattr(self.base, "handle", None)
 
