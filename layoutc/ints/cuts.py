@@ -85,7 +85,7 @@ class Cuts:
         """How many ranks hold a part of a block whose other rows other ranks hold."""
         if self.aligned(block):
             return 0
-        # Of two neighbouring cuts one is inside a block; only the last rank, where the rows end, may have no part of one.
+        # Of two neighbouring cuts one is inside a block; only the last rank, where the rows end, may have no part.
         return self.last + (self.last * self.per_rank % block > 0)
 
     def _cycle(self, block: int) -> int:
