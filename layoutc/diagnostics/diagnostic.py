@@ -1,7 +1,7 @@
-"""What a finding is: a code, a headline, the places in the text, why, and what to type instead.
+"""Diagnostics: a finding's code, headline, positions in the text, reason, and what to type instead.
 
-A diagnostic is a plain value. It knows nothing of how it is printed (renderers.py) and nothing of layouts; its code
-must stand in the catalogue (catalogue.yaml), which also holds the page that `layoutc explain CODE` prints.
+A diagnostic is a plain value. It does not know how it is printed (renderers.py), nor anything about layouts. Its code
+must be in the catalogue (catalogue.yaml), which also has the page that `layoutc explain CODE` prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A stretch of text by 1-based line and column; the end is exclusive."""
+    """A range of text by 1-based line and column; the end is exclusive."""
 
     line: int
     column: int
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Label:
-    """A span and the fact to write beside it."""
+    """A span and the text to print beside it."""
 
     span: Span
     text: str = ""
@@ -36,7 +36,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Entry:
-    """One code of the catalogue. `base` names the spec on which `example` is shown, for the test that runs it."""
+    """A code of the catalogue. `base`: the spec that `example` changes, for the test that runs it."""
 
     code: str
     severity: Severity
@@ -50,11 +50,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding in one file.
+    """A finding in a file.
 
-    `primary` is the smallest text that must change, `secondary` the other places involved, `why` the reason where the
-    headline does not give it, `help` something to type. `source` is the whole text of the file, for excerpts; `detail`
-    is preformatted text (a diff) for findings that are not about a place in a spec.
+    `primary`: the smallest text that must change. `secondary`: other spans that are involved. `why`: the reason, if the
+    headline does not give it. `help`: something to type. `source`: the whole text of the file, for excerpts. `detail`:
+    preformatted text (a diff) for findings that are not about a position in a spec.
     """
 
     code: str
@@ -68,13 +68,13 @@ class Diagnostic:
     source: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses a code that nobody documented."""
+        """Raises KeyError for a code that is not documented."""
         if self.code not in catalogue():
             raise KeyError(f"{self.code} is not in the catalogue")
 
     @property
     def severity(self) -> Severity:
-        """What the catalogue says: an error stops the build, a warning does not."""
+        """The catalogue's severity: an error stops the build, a warning does not."""
         return catalogue()[self.code].severity
 
     @property
@@ -86,7 +86,7 @@ class Diagnostic:
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """Every code that may be emitted. Read on first use only: a run without findings doesn't pay for it."""
+    """Every code that may be emitted. It is read at first use, so that a run without findings does not pay for it."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -95,26 +95,26 @@ def catalogue() -> dict[str, Entry]:
 
 
 def tidy(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Sorted, each once."""
+    """The diagnostics, sorted, without duplicates."""
     return sorted(dict.fromkeys(diagnostics), key=lambda item: item.sort_key)
 
 
 def has_errors(diagnostics: Iterable[Diagnostic]) -> bool:
-    """True when at least one finding is more than a warning."""
+    """True if at least one finding is an error."""
     return any(item.severity == "error" for item in diagnostics)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` was probably meant to be, if one is near."""
-    names = sorted(known)
-    folded = {name.casefold().replace("_", "-"): name for name in names}
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that `word` was probably meant to be; None if no name is similar."""
+    ordered = sorted(names)
+    folded = {name.casefold().replace("_", "-"): name for name in ordered}
     close = difflib.get_close_matches(word.casefold().replace("_", "-")[:80], folded, n=1, cutoff=0.6)
     return folded[close[0]] if close else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A label text: the nearest known name as a question, or nothing."""
-    name = nearest(word, known)
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """A label text: the nearest name as a question; "" if no name is similar."""
+    name = nearest(word, names)
     return f"did you mean `{name}`?" if name else ""
 
 

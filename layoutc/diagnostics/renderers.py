@@ -1,7 +1,7 @@
 """Diagnostics as text: full (excerpt and carets), concise (one line), github (annotations), json (one object a line),
 sarif (one log).
 
-Pure functions from values to strings; where the strings go is the command line's business.
+Pure functions from values to strings; the command line prints them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from layoutc.diagnostics.diagnostic import Diagnostic, Entry, Label, Severity, S
 Paint = Callable[[str, str], str]
 
 _CODES = {"error": "1;31", "warning": "1;33", "bold": "1", "place": "34", "help": "36"}
-_WIDTH = 140  # of an excerpt; a longer line is cut around what it is shown for
+_WIDTH = 140  # of an excerpt; a longer line is cut around its label
 
 
 def plain(style: str, text: str) -> str:
-    """Paints nothing."""
+    """Text without colours."""
     return text
 
 
 def ansi(style: str, text: str) -> str:
-    """Paints with terminal colours."""
+    """Text in terminal colours."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text else text
 
 
@@ -47,7 +47,7 @@ FORMS = ("full", "concise", "github", "json", "sarif")
 
 
 def full(item: Diagnostic, paint: Paint = plain) -> str:
-    """Headline, place, excerpt with carets, why and help."""
+    """Headline, position, excerpt with carets, why and help."""
     labels = [(item.primary, True)] if item.primary else []
     labels += [(label, False) for label in item.secondary]
     width = max((len(str(label.span.line)) for label, _ in labels), default=1)
@@ -67,7 +67,7 @@ def full(item: Diagnostic, paint: Paint = plain) -> str:
 
 
 def concise(item: Diagnostic) -> str:
-    """path:line:col: severity[code] headline; of a whole file, also what to do, which no excerpt suggests."""
+    """path:line:col: severity[code] headline; for findings about a whole file, also the help."""
     advice = f"; {printable(item.help)}" if item.help and item.primary is None else ""
     return f"{_place(item)}: {item.severity}[{item.code}] {printable(item.message)}{advice}"
 
@@ -103,7 +103,7 @@ def as_json(item: Diagnostic) -> str:
 
 
 def page(entry: Entry) -> str:
-    """What `layoutc explain` prints for one code."""
+    """The page that `layoutc explain` prints for a code."""
     lines = [f"{entry.code} ({entry.severity}): {entry.title}"]
     for head, text in (("What", entry.what), ("Why", entry.why)):
         lines += ["", head, *textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")]
@@ -114,8 +114,8 @@ def page(entry: Entry) -> str:
 
 def summary(checked: int, diagnostics: Iterable[Diagnostic]) -> str:
     """`5 specs, no problems` or `5 specs, 2 errors, 1 warning`."""
-    found = [item.severity for item in diagnostics]
-    counts = [(found.count(severity), severity) for severity in get_args(Severity)]
+    severities = [item.severity for item in diagnostics]
+    counts = [(severities.count(severity), severity) for severity in get_args(Severity)]
     problems = [_count(number, severity) for number, severity in counts if number]
     return ", ".join([_count(checked, "spec"), *(problems or ["no problems"])])
 
@@ -170,7 +170,7 @@ def _excerpt(item: Diagnostic, labels: list[tuple[Label, bool]], width: int, pai
 
 
 def _cut(text: str, column: int) -> tuple[str, int]:
-    """A long line cut around a column, and by how many characters what follows has moved left."""
+    """A long line cut around a column, and by how many characters the rest has moved left."""
     if len(text) <= _WIDTH:
         return text, 0
     start = max(0, column - 40)
@@ -180,7 +180,7 @@ def _cut(text: str, column: int) -> tuple[str, int]:
 
 
 def _cells(text: str) -> int:
-    """Terminal columns that a text takes: none for combining marks, two for wide characters."""
+    """The terminal columns that a text takes: none for combining marks, two for wide characters."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

@@ -14,8 +14,8 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def sarif(diagnostics: Iterable[Diagnostic]) -> str:
     """The whole log: one run, the rules that were broken, a result for each finding."""
-    found = list(diagnostics)
-    codes = sorted({item.code for item in found})
+    items = list(diagnostics)
+    codes = sorted({item.code for item in items})
     driver = {
         "name": "layoutc",
         "rules": [_rule(catalogue()[code]) for code in codes],
@@ -23,7 +23,7 @@ def sarif(diagnostics: Iterable[Diagnostic]) -> str:
     run = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(item, codes.index(item.code)) for item in found],
+        "results": [_result(item, codes.index(item.code)) for item in items],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 
@@ -58,7 +58,7 @@ def _result(item: Diagnostic, rule: int) -> dict[str, object]:
 
 def _location(path: str, label: Label | None, number: int | None = None) -> dict[str, object]:
     physical: dict[str, object] = {"artifactLocation": {"uri": _uri(path)}}
-    found: dict[str, object] = {"physicalLocation": physical}
+    location: dict[str, object] = {"physicalLocation": physical}
     if label is not None:
         span = label.span
         physical["region"] = {
@@ -68,10 +68,10 @@ def _location(path: str, label: Label | None, number: int | None = None) -> dict
             "endColumn": span.end_column,
         }
         if label.text:
-            found["message"] = {"text": printable(label.text)}
+            location["message"] = {"text": printable(label.text)}
     if number is not None:
-        found["id"] = number
-    return found
+        location["id"] = number
+    return location
 
 
 def _uri(path: str) -> str:

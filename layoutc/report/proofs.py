@@ -40,7 +40,7 @@ def prove(plan: Plan) -> list[Proof]:
 
 def failures(proofs: list[Proof], path: str) -> list[Diagnostic]:
     """A finding for each statement that does not hold."""
-    why = "generated code relies on it, so this is a mistake in layoutc, not in the spec"
+    why = "generated code relies on it, so this is a bug in layoutc, not in the spec"
     help = "report it with this spec; do not use what is generated from it"
     return [
         Diagnostic("LC403", f"not so: {proof.statement}", path, why=f"{proof.counter}; {why}", help=help)

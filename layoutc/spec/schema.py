@@ -91,18 +91,19 @@ class Scale(_Model):
             return data
         name = data.get("rule")
         rule = RULES.get(name) if isinstance(name, str) else None
-        known = set(rule.parameters) if rule else set()
+        own = set(rule.parameters) if rule else set()
         # A parameter of another rule is reported by the checks, which can say whose it is.
         elsewhere = {key for other in RULES.values() for key in other.parameters}
-        given = {key: value for key, value in data.items() if key in known | elsewhere}
+        parameters = {key: value for key, value in data.items() if key in own | elsewhere}
         if rule:
             defaults = {key: parameter.default for key, parameter in rule.parameters.items()}
             numbers = {key for key, parameter in rule.parameters.items() if parameter.type == "number"}
-            given = defaults | {
-                key: float(value) if key in numbers and type(value) is int else value for key, value in given.items()
+            parameters = defaults | {
+                key: float(value) if key in numbers and type(value) is int else value
+                for key, value in parameters.items()
             }
-        rest = {key: value for key, value in data.items() if key not in known | elsewhere}
-        return rest | {"parameters": given}
+        rest = {key: value for key, value in data.items() if key not in own | elsewhere}
+        return rest | {"parameters": parameters}
 
 
 class TensorLevel(_Model):

@@ -91,9 +91,9 @@ def read(text: str, path: str) -> tuple[Source | None, list[Diagnostic]]:
     """Text to Source, with all problems. The Source is None if later stages would make no sense. Never raises."""
     reader = _Reader(text, path)
     try:
-        return reader.read(), reader.found
+        return reader.read(), reader.findings
     except _Stop:
-        return None, reader.found
+        return None, reader.findings
 
 
 class _Reader:
@@ -101,7 +101,7 @@ class _Reader:
 
     def __init__(self, text: str, path: str) -> None:
         self.text, self.path = text.removeprefix("\ufeff"), path
-        self.found: list[Diagnostic] = []
+        self.findings: list[Diagnostic] = []
         self.keys: dict[Path, Span] = {}
         self.values: dict[Path, Span] = {}
         self.bad: set[Path] = set()
@@ -198,7 +198,7 @@ class _Reader:
 
     def _add(self, code: str, message: str, primary: Label, *others: Label, why: str = "", help: str = "") -> None:
         item = Diagnostic(code, message, self.path, primary, others, why or None, help or None, source=self.text)
-        self.found.append(item)
+        self.findings.append(item)
 
     def _node(self, event: Event, path: Path, key: Span | None) -> Any:
         """The data of the node that starts with `event`; records spans for everything below `path`."""
@@ -337,9 +337,9 @@ class _Reader:
         """Reports a merge key and the alias after it once; keys that it would have merged are not reported as
         missing."""
         self._refuse_reference(path, span)
-        before = len(self.found)
+        before = len(self.findings)
         self._node(next(self.events), (*path, "<<"), span)
-        del self.found[before:]
+        del self.findings[before:]
 
     def _word(self, span: Span) -> Span:
         """The first word of a span."""

@@ -62,8 +62,8 @@ class _StandIn:
     _class = ""
 
     def __setstate__(self, state: Any) -> None:
-        known = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
-        if type(state) is not dict or len(state) > 2 * len(known) + 2 or not all(type(key) is str for key in state):
+        fields = _FIELDS[next(key for key in _FIELDS if key[1] == self._class)]
+        if type(state) is not dict or len(state) > 2 * len(fields) + 2 or not all(type(key) is str for key in state):
             raise ValueError(f"a {self._class} has an invalid state")
         vars(self).update(state)
 
@@ -128,16 +128,16 @@ class _Maker:
         """The fields that the file set on an object, which must be of the class `name`."""
         if not isinstance(value, _StandIn) or type(value)._class != name:
             self._fail(f"{about} is not a {name}")
-        found, (known, needed) = vars(value), _KEYS[name]
-        if not needed <= found.keys() <= known:
-            if unknown := found.keys() - known:
+        fields, (allowed, needed) = vars(value), _KEYS[name]
+        if not needed <= fields.keys() <= allowed:
+            if unknown := fields.keys() - allowed:
                 self._fail(f"{about} has {min(unknown)}, which a {name} of this version of torch lacks")
-            self._fail(f"{about} lacks {min(needed - found.keys())}")
-        return found
+            self._fail(f"{about} lacks {min(needed - fields.keys())}")
+        return fields
 
     def metadata(self, value: Any) -> dcp.Metadata:
-        found = self._fields(value, "Metadata", "its content")
-        entries, stored = found["state_dict_metadata"], found["storage_data"]
+        fields = self._fields(value, "Metadata", "its content")
+        entries, stored = fields["state_dict_metadata"], fields["storage_data"]
         if type(entries) is not dict or type(stored) is not dict:
             self._fail("it lacks entries, or the list of stored items")
         made: dict[str, Any] = {}
@@ -146,20 +146,20 @@ class _Maker:
                 self._fail(f"an entry has the name {short(name)}")
             made[name] = self._entry(entry, name)
         items = {}
-        for given, info in stored.items():
-            index = self._index(given)
+        for stored_index, info in stored.items():
+            index = self._index(stored_index)
             if index in items:
                 self._fail(f"two items are the same piece of {index.fqn}")
             items[index] = self._info(info, index.fqn)
         self._check_places(items)
         self._check_items(made, items)
-        version = found.get("version")
+        version = fields.get("version")
         if version is not None and type(version) is not str:
             self._fail(f"its version is {short(version)}")
-        meta = found.get("storage_meta")
+        meta = fields.get("storage_meta")
         return dcp.Metadata(
             made,
-            self._planner_data(found.get("planner_data")),
+            self._planner_data(fields.get("planner_data")),
             items,
             None if meta is None else self._storage_meta(meta),
             version,
@@ -169,13 +169,13 @@ class _Maker:
         if isinstance(value, _StandIn) and value._class == "BytesStorageMetadata":
             self._fields(value, "BytesStorageMetadata", name)
             return dcp.BytesStorageMetadata()
-        found = self._fields(value, "TensorStorageMetadata", name)
-        size = self._shape(found["size"], name)
-        if type(found["chunks"]) is not list:
+        fields = self._fields(value, "TensorStorageMetadata", name)
+        size = self._shape(fields["size"], name)
+        if type(fields["chunks"]) is not list:
             self._fail(f"{name} has no list of chunks")
-        chunks = [self._chunk(chunk, size, name) for chunk in found["chunks"]]
+        chunks = [self._chunk(chunk, size, name) for chunk in fields["chunks"]]
         self._check_cover(size, chunks, name)
-        return dcp.TensorStorageMetadata(self._properties(found["properties"], name), size, chunks)
+        return dcp.TensorStorageMetadata(self._properties(fields["properties"], name), size, chunks)
 
     def _properties(self, value: Any, name: str) -> dcp.TensorProperties:
         if not isinstance(value, _Properties) or set(vars(value)) != {"state"}:
@@ -192,8 +192,8 @@ class _Maker:
         return value
 
     def _chunk(self, value: Any, size: torch.Size, name: str) -> dcp.ChunkStorageMetadata:
-        found = self._fields(value, "ChunkStorageMetadata", f"a chunk of {name}")
-        offsets, sizes = (self._shape(found[key], name) for key in ("offsets", "sizes"))
+        fields = self._fields(value, "ChunkStorageMetadata", f"a chunk of {name}")
+        offsets, sizes = (self._shape(fields[key], name) for key in ("offsets", "sizes"))
         if len(offsets) != len(size) or len(sizes) != len(size):
             self._fail(f"a chunk of {name} does not have as many dims as the tensor")
         if any(map(gt, map(add, offsets, sizes), size)):
@@ -203,8 +203,8 @@ class _Maker:
     def _check_cover(self, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata], name: str) -> None:
         """Checks that every element is in exactly one chunk."""
         full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-        if (held := sum(math.prod(chunk.sizes) for chunk in full)) != math.prod(size):
-            self._fail(f"the chunks of {name} have {held:,} elements in all, but the tensor has {math.prod(size):,}")
+        if (covered := sum(math.prod(chunk.sizes) for chunk in full)) != math.prod(size):
+            self._fail(f"the chunks of {name} have {covered:,} elements in all, but the tensor has {math.prod(size):,}")
         if len(full) > 1 and not _is_grid(full):
             cuts = [len({chunk.offsets[dim] for chunk in full}) for dim in range(len(size))]
             self._check_apart(full, cuts.index(max(cuts)), name)
@@ -225,23 +225,23 @@ class _Maker:
             near.append(chunk)
 
     def _index(self, value: Any) -> dcp.MetadataIndex:
-        found = self._fields(value, "MetadataIndex", "an item's index")
-        fqn, offset, index = found["fqn"], found.get("offset"), found.get("index")
+        fields = self._fields(value, "MetadataIndex", "an item's index")
+        fqn, offset, index = fields["fqn"], fields.get("offset"), fields.get("index")
         if type(fqn) is not str or not (index is None or _is_size(index)):
             self._fail("an item's index does not name an entry")
         return _index_of(fqn, None if offset is None else self._shape(offset, fqn), index)
 
     def _info(self, value: Any, name: str) -> StorageInfo:
-        found = self._fields(value, "_StorageInfo", f"an item of {name}")
-        path, transforms = found["relative_path"], found.get("transform_descriptors")
+        fields = self._fields(value, "_StorageInfo", f"an item of {name}")
+        path, transforms = fields["relative_path"], fields.get("transform_descriptors")
         if type(path) is not str or not path or path in (".", "..") or {*path} & {"/", "\\", "\0", ":"}:
             self._fail(f"an item of {name} lies in {short(path)}, which is not a file of this folder")
-        if not _is_size(found["offset"]) or not _is_size(found["length"]):
+        if not _is_size(fields["offset"]) or not _is_size(fields["length"]):
             self._fail(f"an item of {name} has no valid offset and length in its file")
         if transforms is not None and not _texts(transforms):
             self._fail(f"an item of {name} has invalid transforms")
-        info: Any = StorageInfo(path, found["offset"], found["length"], transforms)
-        if (crc32 := found.get("crc32")) is not None:
+        info: Any = StorageInfo(path, fields["offset"], fields["length"], transforms)
+        if (crc32 := fields.get("crc32")) is not None:
             if type(crc32) is not int:
                 self._fail(f"an item of {name} has the CRC-32 {short(crc32)}")
             info.crc32 = crc32
@@ -285,12 +285,12 @@ class _Maker:
         return value
 
     def _storage_meta(self, value: Any) -> dcp.StorageMeta:
-        found = self._fields(value, "StorageMeta", "its storage data")
-        for name, one in found.items():
+        fields = self._fields(value, "StorageMeta", "its storage data")
+        for name, one in fields.items():
             fits = isinstance(one, str | PurePosixPath) if name != "modules" else _texts(one)
             if one is not None and not fits:
                 self._fail(f"its storage data have the {name} {short(one)}")
-        return dcp.StorageMeta(**found)
+        return dcp.StorageMeta(**fields)
 
 
 def _is_size(value: Any) -> bool:

@@ -19,7 +19,7 @@ def plane_values(buffer: Buffer, planes: Planes) -> Array:
     return unpack(plane, buffer.plane.bits, buffer.low_first) if buffer.kind == "data" else plane
 
 
-def place(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
+def lay_out(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
     """The buffer of a weight of (m, k), padding included."""
     values = plane_values(buffer, planes)
     if not buffer.dims:
@@ -42,7 +42,7 @@ def place(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
 
 def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
     """All buffers whose planes are given, and the amax."""
-    made = {b.name: place(b, planes, m, k) for b in layout.buffers if b.plane.name in planes}
+    made = {b.name: lay_out(b, planes, m, k) for b in layout.buffers if b.plane.name in planes}
     return made | ({"amax": planes["amax"]} if "amax" in planes else {})
 
 

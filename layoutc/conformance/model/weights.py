@@ -285,20 +285,20 @@ class Model:
         return self.scales(source, x, float(FLT_MAX), None)["candidate"]
 
     def error(self, source: Source, x: Array, names: dict[str, Array]) -> Array:
-        """What a candidate's elements miss of x, summed over each block."""
+        """The error of a candidate's elements, summed over each block."""
         q, (m, k) = source.quantization, x.shape
         bm, bk = q.block.m or max(m, 1), q.block.k or k
         scale, multiplier = (spread(names[name], bm, bk, m, k) for name in ("scale", "multiplier"))
         with np.errstate(all="ignore"):
             element = codes_of(q.element).decode(codes_of(q.element).encode(x * multiplier, "nearest"))
-        known = {"x": x, "element": element, "scale": scale, "tensor_amax": names["tensor_amax"]}
+        inputs = {"x": x, "element": element, "scale": scale, "tensor_amax": names["tensor_amax"]}
         with np.errstate(all="ignore"):
-            return block_sum(self.computed(q, known, "error")["error"], bm, bk, source.name == "rowwise")
+            return block_sum(self.computed(q, inputs, "error")["error"], bm, bk, source.name == "rowwise")
 
     def computed(
         self, q: Quantization, names: dict[str, Array], part: str, input_max: float = float(FLT_MAX)
     ) -> dict[str, Array]:
-        """`names` and what a part of the rule's program gives, in order."""
+        """`names`, and the values that a part of the rule's program computes, in order."""
         names = dict(names)
         evaluator = Evaluator(q, names, input_max)
         for name, expression in self.steps(q, part):
@@ -307,15 +307,15 @@ class Model:
 
     def steps(self, q: Quantization, part: str) -> list[tuple[str, str]]:
         """The rule's steps that the parameters leave in."""
-        parameters, found = dict(q.parameters), []
+        parameters, active = dict(q.parameters), []
         for entry in programs()[q.rule][part]:
             on, off = entry.get("when"), entry.get("unless")
             if (on is None or parameters[on]) and not (off is not None and parameters[off]):
-                found += [(key, str(text)) for key, text in entry.items() if key not in ("when", "unless")]
-        return found
+                active += [(key, str(text)) for key, text in entry.items() if key not in ("when", "unless")]
+        return active
 
     def values(self, planes: Planes, orientation: str, m: int, k: int) -> Array:
-        """What the planes mean in an orientation, (m, k) fp32."""
+        """The values of the planes in an orientation, (m, k) fp32."""
         source = self.layout.source(orientation)
         q = source.quantization
         names: dict[str, Array] = {plane.kind: planes[plane.name] for plane in planes_of(source)[1:]}

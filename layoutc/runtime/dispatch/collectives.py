@@ -261,8 +261,8 @@ def index_select(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     runs: list[list[int]] = []
-    known = dim in (0, tensor.dim() - 1) and not index.is_meta and not operators.traced(index)
-    for entry in index.tolist() if known else ():
+    is_eager = dim in (0, tensor.dim() - 1) and not index.is_meta and not operators.traced(index)
+    for entry in index.tolist() if is_eager else ():
         if runs and runs[-1][1] == entry:
             runs[-1][1] += 1
         else:

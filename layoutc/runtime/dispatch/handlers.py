@@ -46,10 +46,10 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         )
     numel = tensor.numel()
     if -1 in size:
-        given = prod(extent for extent in size if extent != -1)
-        if size.count(-1) > 1 or given == 0 or numel % given:
+        stated = prod(extent for extent in size if extent != -1)
+        if size.count(-1) > 1 or stated == 0 or numel % stated:
             raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
-        size[size.index(-1)] = numel // given
+        size[size.index(-1)] = numel // stated
     if prod(size) != numel or any(extent < 0 for extent in size):
         raise RuntimeError(f"{func}: shape {size} is invalid for {tensor._label()} of {numel} elements")
     return tensor._alias(size)  # type: ignore[no-any-return]
@@ -199,8 +199,8 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
     before = initial_values.held(tensor)
-    place = None if tensor.is_meta else shards.place(tensor)
-    if (place is not None and place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
+    shard_place = None if tensor.is_meta else shards.place(tensor)
+    if (shard_place is not None and shard_place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
         weights.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
     elif not tensor._common and not tensor._transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
@@ -281,8 +281,8 @@ def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
     The source's bytes don't fit. Requantizing would be collective, and ranks whose shards end with blocks would not
     join.
     """
-    place = shards.place(target)
-    if place is not None and place.joins(target.LAYOUT):
+    shard_place = shards.place(target)
+    if shard_place is not None and shard_place.joins(target.LAYOUT):
         raise LayoutError(
             f"{func}: {target._label()} is a shard whose cuts fall inside blocks, and the source has other cuts; "
             "copy the same rows of the whole quantized weight, or plain values on all ranks"

@@ -33,7 +33,7 @@ class Claim(NamedTuple):
     """What a rank holds of a subject (a parameter, or their order), and how many ranks must hold the same."""
 
     subject: str
-    held: Mapping[str, str]
+    facts: Mapping[str, str]
     ranks: int
 
 
@@ -60,8 +60,8 @@ def check_ranks(model: nn.Module) -> int:
             for what, claim in _claims(name, param):
                 claims[_number(what, name)] = claim
     for ranks, names in named.items():
-        held = {str(position): name for position, name in enumerate(names)}
-        claims[_number(ranks, "")] = Claim("the order of parameters", held, len(ranks.split()))
+        positions = {str(position): name for position, name in enumerate(names)}
+        claims[_number(ranks, "")] = Claim("the order of parameters", positions, len(ranks.split()))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _compare(claims)
     return sum(map(len, named.values()))
@@ -87,8 +87,8 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
     cut = {mesh_dim for mesh_dim, _ in meshes.cuts(param)}
     replicas = _along(param, set(range(param.device_mesh.ndim)) - cut)
     if len(replicas) > 1:
-        held = {f"bytes of {part}": _digest(tensor) for part, tensor in _stored(local).items()}
-        yield f"replicas {replicas}", Claim(name, held, len(replicas))
+        stored = {f"bytes of {part}": _digest(tensor) for part, tensor in _stored(local).items()}
+        yield f"replicas {replicas}", Claim(name, stored, len(replicas))
     if isinstance(local, QuantizedTensor | CastOnGather):
         yield from _shared(name, param, local)
     if isinstance(local, QuantizedTensor):
@@ -176,15 +176,15 @@ def _exchanged(mine: Tensor) -> list[Tensor]:
 
 def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     """The error message, which is the same on all ranks. Collective."""
-    claimed = json.dumps([[number, claims[number].subject, dict(claims[number].held)] for number in bad]).encode()
+    claimed = json.dumps([[number, claims[number].subject, dict(claims[number].facts)] for number in bad]).encode()
     by_claim: dict[int, dict[int, tuple[str, dict[str, str]]]] = defaultdict(dict)
     for rank, piece in enumerate(_exchanged(torch.frombuffer(bytearray(claimed), dtype=torch.uint8))):
-        for number, subject, held in json.loads(bytes(piece.tolist())):
-            by_claim[number][rank] = subject, held
+        for number, subject, facts in json.loads(bytes(piece.tolist())):
+            by_claim[number][rank] = subject, facts
     lines: dict[str, None] = {}
-    for held_by in by_claim.values():
-        subject = next(iter(held_by.values()))[0]
-        lines |= dict.fromkeys(_lines(subject, {rank: held for rank, (_, held) in held_by.items()}))
+    for facts_by_rank in by_claim.values():
+        subject = next(iter(facts_by_rank.values()))[0]
+        lines |= dict.fromkeys(_lines(subject, {rank: facts for rank, (_, facts) in facts_by_rank.items()}))
     shown = [*lines][:SHOWN]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n  ".join(
@@ -192,20 +192,20 @@ def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:
     )
 
 
-def _lines(subject: str, held_by: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
-    keys = dict.fromkeys(key for held in held_by.values() for key in held)
-    differing = [key for key in keys if len({held.get(key) for held in held_by.values()}) > 1]
+def _lines(subject: str, facts_by_rank: Mapping[int, Mapping[str, str]]) -> Iterator[str]:
+    keys = dict.fromkeys(key for facts in facts_by_rank.values() for key in facts)
+    differing = [key for key in keys if len({facts.get(key) for facts in facts_by_rank.values()}) > 1]
     if subject == "the order of parameters":
         differing = differing[:1]
     for key in differing:
         ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, held in held_by.items():
-            ranks[held.get(key, "nothing")].append(rank)
+        for rank, facts in facts_by_rank.items():
+            ranks[facts.get(key, "nothing")].append(rank)
         of = "parameter " if subject == "the order of parameters" else ""
         yield f"{subject}: {of}{key}: " + "; ".join(f"{value} on {_ranks_text(on)}" for value, on in ranks.items())
     if not differing:
-        said = ", ".join(f"{key} {value}" for key, value in next(iter(held_by.values())).items())
-        yield f"{subject}: only on {_ranks_text(list(held_by))}, of the ranks that share it: {said}"
+        said = ", ".join(f"{key} {value}" for key, value in next(iter(facts_by_rank.values())).items())
+        yield f"{subject}: only on {_ranks_text(list(facts_by_rank))}, of the ranks that share it: {said}"
 
 
 def _ranks_text(ranks: list[int]) -> str:
@@ -218,7 +218,7 @@ def _number(*words: str) -> int:
 
 
 def _value(claim: Claim) -> int:
-    return _int64(json.dumps([claim.subject, dict(claim.held)]).encode())
+    return _int64(json.dumps([claim.subject, dict(claim.facts)]).encode())
 
 
 def _int64(data: bytes) -> int:

@@ -104,5 +104,5 @@ def amax_group_kernel(
     fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
-    found = amax_at(amax, fields, ROWS)
-    raise_amax(x, found, row, column, m, k, k, 1, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
+    own_amax = amax_at(amax, fields, ROWS)
+    raise_amax(x, own_amax, row, column, m, k, k, 1, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)

@@ -75,13 +75,13 @@ def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HARDWARE: tl.
     if tl.bfloat16 == tile.dtype:
         WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
         pairs = to_blocks(to_pairs(tile), BLOCK_M, WIDTH)
-        found = tl.reduce(tl.reduce(pairs, 3, largest_of_pairs), 1, largest_of_pairs)
-        even = tl.abs(float_of(found << 16))  # of one row alone nothing was compared, and signs are there
-        odd = tl.abs(float_of(found & -0x10000))
+        largest = tl.reduce(tl.reduce(pairs, 3, largest_of_pairs), 1, largest_of_pairs)
+        even = tl.abs(float_of(largest << 16))  # of one row alone nothing was compared, and signs are there
+        odd = tl.abs(float_of(largest & -0x10000))
         if BLOCK_K > 1:
             return maximum(even, odd)
         else:
-            return tl.reshape(tl.join(even, odd), (found.shape[0], found.shape[1] * 2))
+            return tl.reshape(tl.join(even, odd), (largest.shape[0], largest.shape[1] * 2))
     blocks = to_blocks(to_float(tile), BLOCK_M, BLOCK_K)
     return tl.reduce(tl.reduce(tl.abs(blocks), 3, maximum), 1, maximum)
 

@@ -223,15 +223,15 @@ def pack(codes, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr
     lanes = tl.reshape(codes, (codes.shape[0], codes.shape[1] // GROUP, GROUP))
     if GROUP * BITS >= 32:
         lanes = lanes.to(tl.int64)
-    place = tl.arange(0, GROUP) * BITS
-    shifts = place if LOW_FIRST else (GROUP - 1) * BITS - place
+    offsets = tl.arange(0, GROUP) * BITS
+    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
     return tl.sum(lanes << shifts[None, None, :], axis=2)
 
 
 @triton.jit
 def unpack(words, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
     """Inverse of pack."""
-    place = tl.arange(0, GROUP) * BITS
-    shifts = place if LOW_FIRST else (GROUP - 1) * BITS - place
+    offsets = tl.arange(0, GROUP) * BITS
+    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
     lanes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
     return tl.reshape(lanes, (words.shape[0], words.shape[1] * GROUP)).to(tl.int32)

@@ -209,9 +209,9 @@ def raise_amax(
 ):
     """Reads the tile of x that begins at (row, column) once: an atomic maximum for each of its column blocks."""
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    found = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
+    largest = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
     j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
-    tl.atomic_max(amax + j, found, mask=j < columns, sem="relaxed")
+    tl.atomic_max(amax + j, largest, mask=j < columns, sem="relaxed")
 
 
 @triton.jit
@@ -245,8 +245,8 @@ def row_amax_kernel(
 ):
     """amax (m / BLOCK_M, 1), fp32: the largest magnitude of each BLOCK_M rows over all columns; a program each."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M
-    found = tl.zeros((BLOCK_M, TILE_K), tl.int32)
+    largest = tl.zeros((BLOCK_M, TILE_K), tl.int32)
     for column in range(0, k, TILE_K):
         tile = load(x, row, column, m, k, stride_m, stride_k, BLOCK_M, TILE_K, False)
-        found = tl.maximum(found, bits_of(to_float(tile)) & 0x7FFFFFFF)
-    tl.store(amax + tl.program_id(0), float_of(tl.max(tl.max(found, 1), 0)))
+        largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
+    tl.store(amax + tl.program_id(0), float_of(tl.max(tl.max(largest, 1), 0)))
