@@ -236,7 +236,7 @@ def test_torn_and_damaged_folders(saved: Any, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="is not a checkpoint"):
         inspect(folder)
     (folder / "__3_0.distcp").touch()
-    with pytest.raises(LayoutError, match="did not end"):
+    with pytest.raises(LayoutError, match="did not finish"):
         inspect(folder)
     with pytest.raises(LayoutError, match="does not exist"):
         inspect(tmp_path / "nowhere")

@@ -223,7 +223,7 @@ def test_exports_that_can_not_be_are_refused_before_anything_is_written(tmp_path
         ({"a": quantized.t()}, {}, "a view or a part of a weight"),
         ({"a": quantized[16:48]}, {}, "a view or a part of a weight"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, {}, "can't hold torch.complex64"),
-        ({"a": quantized, "a.rowwise_data": torch.zeros(2)}, {}, "would both be a.rowwise_data"),
+        ({"a": quantized, "a.rowwise_data": torch.zeros(2)}, {}, "would both be named a.rowwise_data"),
     ]
     for given_state, options, words in cases:
         with pytest.raises((LayoutError, ValueError), match=words):

@@ -24,6 +24,8 @@ def precompute_amaxes(model: nn.Module) -> None:
     Without it, each gather of a weight whose shards share an amax reduces its own; the bytes are the same. Weights of
     recipes that share no amax are skipped. If you write some shards of a weight below its DTensor and not the others,
     call it again on all ranks.
+
+    torchao's peer is `precompute_float8_dynamic_scale_for_fsdp`.
     """
     batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}

@@ -29,10 +29,10 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 class MasterWeights(torch.optim.Optimizer):
     """Runs `optimizer_class` on fp32 masters of the parameters that are not fp32, and writes the results back.
 
-    Quantized parameters are requantized from their masters, with one amax collective a step for each process group,
-    whatever the number of parameters. bf16 and fp16 parameters are rounded; fp32 parameters are their own masters. A
-    parameter without a gradient keeps its bytes, and one that does not require a gradient has no master. Parameters may
-    be DTensors (FSDP2) or plain.
+    Masters are those of mixed precision training (arXiv 1710.03740, 3.1). Quantized parameters are requantized from
+    theirs, with one amax collective a step for each process group, whatever the number of parameters. bf16 and fp16
+    parameters are rounded; fp32 parameters are their own masters. A parameter without a gradient keeps its bytes, and
+    one that does not require a gradient has no master. Parameters may be DTensors (FSDP2) or plain.
 
     A master starts from the values that its weight was quantized from, which quantize_ and quantized_init keep until
     then. If there are none, it starts as the dequantized weight, and the first step warns. If something else has
