@@ -25,7 +25,7 @@ def precompute_amaxes(model: nn.Module) -> None:
     recipes that share no amax are skipped. If you write some shards of a weight below its DTensor and not the others,
     call it again on all ranks.
 
-    torchao's peer is `precompute_float8_dynamic_scale_for_fsdp`.
+    torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
     """
     batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
     groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}

@@ -1,8 +1,7 @@
 """The runtime side of the generated FSDP2 all-gather hooks: before a gather, after it, and outside of both.
 
 The pre-hook takes one argument (mesh). FSDP2's five-argument form asserts, on short ranks only, that every tensor has
-the padded shard's shape (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Packed codes and scales never do, and the
-other ranks would hang in the collective.
+the padded shard's shape. Packed codes and scales never do, and the other ranks would hang in the collective.
 """
 
 from __future__ import annotations

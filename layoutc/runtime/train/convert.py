@@ -58,7 +58,7 @@ def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | Non
 
     The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
     Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
-    quantize the weight. See also `precompute_amaxes`. torchao's peer is `enable_fsdp_float8_all_gather`.
+    quantize the weight. See also `precompute_amaxes`. torchao's peer is enable_fsdp_float8_all_gather.
     """
     casts: type[CastOnGather] = _recipe(recipe).CastTensor
     chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
@@ -118,7 +118,7 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_valu
     Weights are quantized at the end, not when they are registered, so that every initializer runs in high precision. On
     the meta device nothing is allocated. After an exception nothing is quantized. Raises as `quantize_`.
 
-    Transformer Engine's peer is `fp8_model_init`, where keep_values is `preserve_high_precision_init_val`.
+    Transformer Engine's peer is fp8_model_init, where keep_values is preserve_high_precision_init_val.
     """
     cls = recipe_class(recipe)
     built: dict[nn.Module, None] = {}
