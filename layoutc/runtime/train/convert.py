@@ -155,7 +155,7 @@ def _recipe(recipe: Recipe) -> ModuleType:
     if recipe in shipped:
         return shipped[recipe].load()  # type: ignore[no-any-return]
     names = ", ".join([*recipes.RECIPES, *shipped])
-    raise ValueError(f"there is no recipe {recipe!r}, in layoutc.recipes or in another package; there are {names}")
+    raise ValueError(f"there is no recipe {recipe!r} in layoutc.recipes or in another package; choose one of {names}")
 
 
 def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, name: str) -> Tensor:
