@@ -262,7 +262,7 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "mxfp8",
         "tensor.py",
         r"gathering = hooks\.begin\(self, mesh\)",
-        "gathering = hooks.begin(self, mesh)\n        self._is_new = True",
+        "gathering = hooks.begin(self, mesh)\n        self._padding = None",
         ("shards-untouched",),
     ),
     "a refresh clears the shard": (

@@ -91,7 +91,7 @@ def test_a_failure_says_where() -> None:
     assert outcome.details["shape"] == (32, 32)
     text = explanation(outcome)
     assert re.search(r"byte 1\b", text), text
-    assert "found 0x01, expected 0x00" in text
+    assert "actual 0x01, expected 0x00" in text
     recipe, file, pattern, replacement, _ = MUTANTS["nibbles swapped in a buffer"]
     subject = compile_subject(ROOT / "specs" / f"{recipe}.yaml", edit=edit(file, pattern, replacement))
     outcome = run_check(subject, CHECKS["buffers"])

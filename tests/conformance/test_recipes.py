@@ -42,9 +42,9 @@ def test_shipped_recipes_pass(path: Path) -> None:
     assert {outcome.message for outcome in outcomes if outcome.status == "skip"} <= {
         "the spec has no swizzle",
         "no rows share values",
-        "the scale follows the current amax",
-        "the recipe has no kernels: the reference serves it on every device",
-        "no GPU on this machine; TRITON_INTERPRET=1 runs them without one",
+        "the current amax decides the scale",
+        "the recipe has no kernels: it uses the reference on every device",
+        "this machine has no GPU; TRITON_INTERPRET=1 runs them without one",
     }
 
 

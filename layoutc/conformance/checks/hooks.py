@@ -146,7 +146,7 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
         expect(tensor.orientations == serves, f"serves {tensor.orientations}, planned {serves}", **details)
         planes = served_planes(subject, tensor, which)
         matrix = subject.matrix(shape)
-        expect_same_all(subject, held, {name: expected.planes[name] for name in held}, matrix, rank=rank, **details)
+        expect_same_all(subject, planes, {name: expected.planes[name] for name in planes}, matrix, rank=rank, **details)
         laid = {n: b for n, b in expected.buffers.items() if n.startswith(tuple(serves))}
         named = {n: b for n, b in tensor.buffers().items() if n.startswith(tuple(serves))}
         expect_same_all(subject, named, laid, matrix, rank=rank, **details)

@@ -92,7 +92,7 @@ def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool =
 
 def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix: tuple[int, int]) -> Array:
     """The buffer's bytes as the chain writes them. Fails where two values meet, or the inverse goes elsewhere."""
-    place = {"shape": matrix, "plane": buffer.name, "seed": subject.seed}
+    where = {"shape": matrix, "plane": buffer.name, "seed": subject.seed}
     indices = list(itertools.product(*map(range, chain.start)))
     starts, owners = list[int](), list[int]()
     for number, index in enumerate(indices):
@@ -101,14 +101,14 @@ def _walk(subject: Subject, buffer: Buffer, chain: Chain, planes: Planes, matrix
             raise Failure("a value is not stored", index=index, **where)
         for byte, bit in positions:
             if (back := chain.value_at(byte, bit)) != index:
-                raise Failure(f"the inverse map finds {back} here", index=index, byte=byte, **place)
+                raise Failure(f"the inverse map finds {back} here", index=index, byte=byte, **where)
             starts.append(byte * 8 + bit)
             owners.append(number)
     spans = np.array(starts, int)[:, None] + np.arange(chain.bits)
     writers = np.bincount(spans.ravel(), minlength=chain.nbytes * 8)
     if len(shared := np.flatnonzero((writers > 1)[spans].any(axis=1))):
         start = starts[shared[-1]]
-        raise Failure("two values share bits", index=indices[owners[shared[-1]]], byte=start // 8, **place)
+        raise Failure("two values share bits", index=indices[owners[shared[-1]]], byte=start // 8, **where)
     taken = writers > 0
     values = np.ascontiguousarray(plane_values(buffer, planes)).reshape(-1, 1)
     patterns = np.unpackbits(values.view(np.uint8), axis=1, bitorder="little")[:, : chain.bits]

@@ -119,15 +119,15 @@ class Codes:
         pairs = self.candidates(negative)
         size = x if self.format.integer else abs(x)
         if isinf(size):
-            return found[-1][1] if size > 0 else found[0][1]
+            return pairs[-1][1] if size > 0 else pairs[0][1]
         # In whole numbers of one unit that all values have, since fractions take ten times as long.
         exact = Fraction(size)
         whole, by = exact.numerator * self._unit, exact.denominator
         units = [(steps * by, code) for steps, code in self._in_units[negative]]
         if rounding == "up":
-            return next((code for value, code in units if value >= whole), found[-1][1])
+            return next((code for value, code in units if value >= whole), pairs[-1][1])
         if rounding == "down":
-            return next((code for value, code in reversed(units) if value <= whole), found[0][1])
+            return next((code for value, code in reversed(units) if value <= whole), pairs[0][1])
         return min(units, key=lambda pair: (abs(pair[0] - whole), pair[1] % 2))[1]
 
     def encode(self, x: Array, rounding: str) -> Array:

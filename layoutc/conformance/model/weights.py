@@ -167,8 +167,8 @@ class Evaluator:
             return self.names[name]
         if name in CONSTANTS:
             return constant(name, self.quantization)
-        given = parameters.get(name, parameters.get(name.replace("_", "-")))
-        if name == "input_max" or given == "input-max":
+        parameter = parameters.get(name, parameters.get(name.replace("_", "-")))
+        if name == "input_max" or parameter == "input-max":
             return F32(self.input_max)
         if parameter == "f32-max":
             return FLT_MAX
