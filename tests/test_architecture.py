@@ -35,7 +35,7 @@ COMPILER = {
     "layout": ("ints spec", ""),
     "plan": ("spec layout", ""),
     "emit": ("spec layout plan", "jinja2"),
-    "report": ("ints diagnostics layout plan checkpoint checkpoint.common", "rich"),
+    "report": ("ints diagnostics spec layout plan checkpoint checkpoint.common", "rich"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
@@ -43,11 +43,8 @@ RUNTIME = {
     "runtime.sharding": ("ints runtime", "torch"),
     "runtime.triton": ("", "torch triton"),
     "runtime.kernels": ("ints runtime runtime.triton", "torch triton"),
-    "runtime.weight": ("ints runtime runtime.sharding", "torch"),
-    "runtime.quantize": (
-        "ints runtime runtime.sharding runtime.kernels runtime.triton runtime.weight",
-        "torch",
-    ),
+    "runtime.weight": ("ints runtime runtime.sharding runtime.kernels", "torch"),
+    "runtime.quantize": ("runtime runtime.sharding runtime.kernels runtime.weight", "torch"),
     "runtime.fsdp2": ("ints runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
     "runtime.dispatch": ("ints runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
     "runtime.cast": (
@@ -98,9 +95,7 @@ ROOMS = COMPILER | RUNTIME | ABOVE
 DOORS = {"layoutc", "layoutc.__main__", "layoutc.pickled"}
 OLD_NAMES = {f"layoutc.runtime.{name}" for name in ("broadcasts", "casting", "plain_state")}
 # Imports against the table, each with the reason.
-EXCEPTIONS = {
-    ("layoutc.report.describe", "layoutc.emit.kernel_view"),  # why a recipe has no kernels; kernels have no plan yet
-}
+EXCEPTIONS: set[tuple[str, str]] = set()
 # Modules of one room that import one another: what a tensor is, and what is done to it, in files of their own.
 CYCLES = [
     {
@@ -291,14 +286,9 @@ def test_every_folder_is_installed() -> None:
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_a_recipe_is_at_most_60_lines_and_its_code_at_most_700(path: Path) -> None:
-    """Kernels apart, which are at most 750."""
+def test_a_spec_is_at_most_60_lines(path: Path) -> None:
+    """Of what is generated from it: tests/emit/test_generated_size.py."""
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
-    files = [file for file in GENERATED if file.parent.name == path.stem]
-    assert files
-    lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    assert lines.pop("kernels.py", 0) <= 750
-    assert sum(lines.values()) <= 700
 
 
 def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:

@@ -10,13 +10,6 @@ Tensor = E3M4BlockTensor
 CastTensor = E3M4BlockCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "E3M4BlockCastTensor",
-    "E3M4BlockTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "E3M4BlockCastTensor", "E3M4BlockTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -6,16 +6,6 @@ An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
 
 A weight has m rows (its leading dims flattened) and k columns, in any numbers.
 
-Stored (planes: compact, m-major):
-    rowwise_data  (m, k)                     uint8   e3m4 codes
-    rowwise_scale (cdiv(m, 64), cdiv(k, 64)) float32 f32 scale of each 64x64 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k)                     uint8   as stored
-    rowwise_scale    (cdiv(m, 64), cdiv(k, 64)) float32 as stored
-    columnwise_data  (k, m)                     uint8   rowwise_data: transposed
-    columnwise_scale (cdiv(k, 64), cdiv(m, 64)) float32 rowwise_scale: transposed
-
 Shards may be cut at any row. At multiples of 64 rows that costs nothing: one rowwise scale covers 64 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -30,24 +20,24 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(5, "e3m4_block")
+require(6, "e3m4_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # e3m4 codes
+        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # f32 scale of each 64x64 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((cdiv(k, 64), cdiv(m, 64)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # as stored
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
+        "columnwise_scale": Facts((cdiv(k, 64), cdiv(m, 64)), torch.float32),  # rowwise_scale: transposed
     }
 
 
@@ -64,14 +54,8 @@ LAYOUT = Layout(
     multiple_k=1,
     blocks={"rowwise": "64x64", "columnwise": "64x64"},
     bytes_per_element=1.0009765625,
-    stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(64, 64),
-    },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("rowwise_data", "rowwise_scale"),
-    },
+    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(64, 64)},
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("rowwise_data", "rowwise_scale"),
@@ -82,15 +66,8 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
-    slots_differ=False,
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "rowwise_scale": "rowwise_scale",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
     planes=planes,

@@ -10,16 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    divide,
-    from_blocks,
-    from_codes,
-    per_element,
-    to_blocks,
-    to_codes,
-)
+from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 30.0
 ELEMENT_NAN = 0x7F
@@ -65,16 +56,13 @@ ELEMENT_VALUES = (
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e3m4 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 30; NaN gives 0x7f.
-    """
-    return to_codes(x, ELEMENT_STEPS, 7, ELEMENT_NAN)
+    """fp32 -> e3m4 codes; rounded nearest, ties to even; saturates at 30; NaN gives 0x7f."""
+    return num.to_codes(x, ELEMENT_STEPS, 7, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e3m4 codes -> fp32, exact."""
-    return from_codes(codes, ELEMENT_VALUES)
+    return num.from_codes(codes, ELEMENT_VALUES)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,10 +70,10 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(ELEMENT_MAX, amax)
-    multiplier = torch.where(multiplier.isinf(), F32_MAX, multiplier)
+    multiplier = num.divide(ELEMENT_MAX, amax)
+    multiplier = torch.where(multiplier.isinf(), num.F32_MAX, multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf() | amax.isnan(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -100,20 +88,17 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
-        blocks = to_blocks(x, 64, 64)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 64, 64)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
-    return decode(planes["rowwise_data"]) * per_element(factor, 64, 64, m, k)
+    return decode(planes["rowwise_data"]) * num.per_element(factor, 64, 64, m, k)
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:

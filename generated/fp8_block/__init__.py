@@ -10,13 +10,6 @@ Tensor = FP8BlockTensor
 CastTensor = FP8BlockCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8BlockCastTensor",
-    "FP8BlockTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8BlockCastTensor", "FP8BlockTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

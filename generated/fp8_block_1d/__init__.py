@@ -10,13 +10,6 @@ Tensor = FP8Block1DTensor
 CastTensor = FP8Block1DCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8Block1DCastTensor",
-    "FP8Block1DTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8Block1DCastTensor", "FP8Block1DTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

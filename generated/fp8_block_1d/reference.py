@@ -10,34 +10,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import cdiv, up
-from layoutc.runtime.numerics import (
-    block_amax,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    floor_power_of_two,
-    from_blocks,
-    pad_to,
-    per_element,
-    to_blocks,
-)
 
 ELEMENT_MAX = 448.0
 ELEMENT_NAN = 0x7F
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor, input_max: float) -> tuple[Tensor, Tensor]:
@@ -45,11 +32,11 @@ def scales(amax: Tensor, input_max: float) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(ELEMENT_MAX, amax)
+    multiplier = num.divide(ELEMENT_MAX, amax)
     multiplier = torch.where(multiplier.isinf(), input_max, multiplier)
-    multiplier = floor_power_of_two(multiplier)
+    multiplier = num.floor_power_of_two(multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf() | amax.isnan(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -65,29 +52,26 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 128)
-        scale, multiplier = scales(block_amax(blocks), input_max)
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 1, 128)
+        scale, multiplier = scales(num.block_amax(blocks), input_max)
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 128, 1)
-        scale, multiplier = scales(block_amax(blocks), input_max)
-        planes["columnwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 128, 1)
+        scale, multiplier = scales(num.block_amax(blocks), input_max)
+        planes["columnwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = planes["rowwise_scale"]
-        return decode(planes["rowwise_data"]) * per_element(factor, 1, 128, m, k)
+        return decode(planes["rowwise_data"]) * num.per_element(factor, 1, 128, m, k)
     if orientation == "columnwise":
         factor = planes["columnwise_scale"]
-        return decode(planes["columnwise_data"]) * per_element(factor, 128, 1, m, k)
+        return decode(planes["columnwise_data"]) * num.per_element(factor, 128, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -97,10 +81,10 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: transposed, zero padded
-        buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"].t(), cdiv(k, 128), up(m, 4))
+        buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"].t(), cdiv(k, 128), up(m, 4))
     if "columnwise" in orientations:
         # columnwise_data: transposed
         buffers["columnwise_data"] = planes["columnwise_data"].t().contiguous()
         # columnwise_scale: zero padded
-        buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"], cdiv(m, 128), up(k, 4))
+        buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"], cdiv(m, 128), up(k, 4))
     return buffers

@@ -10,13 +10,6 @@ Tensor = FP8CurrentTensor
 CastTensor = FP8CurrentCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8CurrentCastTensor",
-    "FP8CurrentTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8CurrentCastTensor", "FP8CurrentTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -10,13 +10,6 @@ Tensor = FP8DelayedTensor
 CastTensor = FP8DelayedCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8DelayedCastTensor",
-    "FP8DelayedTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8DelayedCastTensor", "FP8DelayedTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

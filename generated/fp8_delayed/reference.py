@@ -10,23 +10,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.numerics import F32_MAX, cast_from_codes, cast_to_codes, divide, per_element, tensor_amax
+from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 448.0
 ELEMENT_NAN = 0x7F
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +31,10 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(ELEMENT_MAX, amax)
-    multiplier = torch.where(multiplier.isinf(), F32_MAX, multiplier)
+    multiplier = num.divide(ELEMENT_MAX, amax)
+    multiplier = torch.where(multiplier.isinf(), num.F32_MAX, multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf() | amax.isnan(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -50,7 +47,7 @@ def quantize_reference(
     """
     x = x.float().contiguous()
     if amax is None:
-        amax = tensor_amax(x)
+        amax = num.tensor_amax(x)
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
         scale, multiplier = scales(amax)
@@ -60,12 +57,9 @@ def quantize_reference(
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
-    return decode(planes["rowwise_data"]) * per_element(factor, None, None, m, k)
+    return decode(planes["rowwise_data"]) * num.per_element(factor, None, None, m, k)
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:

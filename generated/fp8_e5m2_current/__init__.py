@@ -10,13 +10,6 @@ Tensor = FP8E5M2CurrentTensor
 CastTensor = FP8E5M2CurrentCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8E5M2CurrentCastTensor",
-    "FP8E5M2CurrentTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8E5M2CurrentCastTensor", "FP8E5M2CurrentTensor", "Tensor", "dequantize_reference",
+    "quantize", "quantize_buffers", "quantize_reference",
+]  # fmt: skip

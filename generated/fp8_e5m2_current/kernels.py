@@ -5,453 +5,106 @@
 E5M2 weights under one FP32 scale, taken from the weight's own amax.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import DTYPES, amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import to_float
-from layoutc.runtime.triton.codes import (
-    F32_MAX,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_codes,
-    isinf,
-    isnan,
-    like,
-    to_small_codes,
-)
-from layoutc.runtime.triton.tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, put_words, to_words, turn_bytes
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(57344.0)
 ELEMENT_NAN = tl.constexpr(0x7D)
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise.
-TILES = {
-    (2, True): (4, 1024, 1, 4, None),
-    (4, True): (4, 1024, 1, 4, None),
-}
-# The same for writing buffers.
-BUFFER_TILES = {
-    (2, True): (128, 128, 1, 8, None),
-    (4, True): (128, 128, 1, 8, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (4, 512, 2),
-    "columnwise": (4, 512, 2),
-}
-LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e5m2 codes; rounded nearest, saturating."""
     if HARDWARE:
-        return cast_to_codes(x, tl.float8e5, ELEMENT_NAN, 0x7F)
-    return to_small_codes(x, 2, 15, 7, 57344.0, 123, ELEMENT_NAN, HARDWARE)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e5, NAN=ELEMENT_NAN, CANONICAL=127)
+    return lt.to_small_codes(x, HARDWARE, MANTISSA=2, BIAS=15, SIGN_BIT=7, MAX=57344.0, LAST=123, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """e5m2 codes -> fp32, exact."""
     if HARDWARE:
-        return cast_from_codes(codes, tl.float8e5)
-    return from_codes(codes, 2, 15, 7, 124, 125)
+        return lt.cast_from_codes(codes, DTYPE=tl.float8e5)
+    return lt.from_codes(codes, MANTISSA=2, BIAS=15, SIGN_BIT=7, INF_FROM=124, NAN_FROM=125)
 
 
 @triton.jit
 def scales(amax, HARDWARE: tl.constexpr):
     """amax -> (scale, multiplier); the reference's operations, in its order."""
-    multiplier = divide(like(amax, ELEMENT_MAX), amax)
-    multiplier = tl.where(isinf(multiplier), F32_MAX, multiplier)
-    multiplier = tl.where((amax == 0) | isinf(amax) | isnan(amax), 1.0, multiplier)
-    scale = divide(like(multiplier, 1.0), multiplier)
+    multiplier = lt.over(ELEMENT_MAX, amax)
+    multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
+    multiplier = tl.where((amax == 0) | lt.isinf(amax) | lt.isnan(amax), 1.0, multiplier)
+    scale = lt.over(1.0, multiplier)
     return scale, multiplier
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    to_columnwise_data,
-    amax,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane and buffer. Bytes an element: 1 (rowwise)."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (1,) float32
+    to_columnwise_data = buffers[0]  # (k, m) uint8
+    amax = shared[0]  # float32
     if ROWWISE:
         scale, multiplier = scales(tl.load(amax), HARDWARE)
-        scaled = to_float(tile) * multiplier
-        codes = encode(scaled, HARDWARE)
-        if to_columnwise_data is not None:
-            put_words(to_words(codes), rowwise_data, to_columnwise_data, row, column, m, k, 8, EVEN, HARDWARE)
-        else:
-            store(rowwise_data, codes, row, column, m, k, EVEN)
-        if rowwise_scale is not None:
-            tl.store(rowwise_scale, scale.to(rowwise_scale.dtype.element_ty), mask=(row == 0) & (column == 0))
+        scaled = lt.to_float(tile) * multiplier
+        lt.put_codes(encode(scaled, HARDWARE), rowwise_data, to_columnwise_data, at, EVEN, HARDWARE)
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(0, 0))
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    to_columnwise_data,
-    amax,
-    m,
-    k,
-    cover_k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
-
-    Bytes an element: those of x in; out 1 for rowwise.
-    """
-    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        to_columnwise_data,
-        amax,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def quantize_group_kernel(
-    table,
-    amax,
-    ROWWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-    quantize_tile(
-        matrix_at(fields, DTYPE, ROWS, ALIGNED),
-        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 1, tl.float32, ROWS, False),
-        None,
-        amax_at(amax, fields, ROWS),
-        row,
-        column,
-        m,
-        k,
-        k,
-        1,
-        ROWWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    m,
-    k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    codes = load(rowwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
-    element = decode(codes, HARDWARE)
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (1,) float32
+    element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
     scale = tl.load(rowwise_scale)
     values = element * (scale)
-    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    rowwise_data,
-    to_columnwise_data,
-    m,
-    k,
-    cover_k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        rowwise_data = plane_like(rowwise_data, fields, 0, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 1, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_columnwise_data is not None:
-        if WORDS:
-            turn_bytes(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-        else:
-            move_codes(
-                rowwise_data, to_columnwise_data, row, column, m, k, k, m, 8, 1, 1, 1, True, False, True, TILE_M, TILE_K
-            )
-
-
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax: (1,) fp32, the largest magnitude of the whole weight; taken from x when not given.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    if amax is None:
-        amax = launch.matrix_amax(x, None)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise]
-    if m and k:
-        _launch(x, amax, planes, {}, rowwise, tile, m, k)
-    return planes
-
-
-def quantize_buffers(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
-
-    In one launch, where whole words of codes can be transposed. amax: as for quantize.
-    """
-    m, k = x.shape
-    if amax is None:
-        amax = launch.matrix_amax(x, None)
-    if m % 4 or k % 4 or not m or not k:
-        planes = quantize(x, amax, orientations)
-        return lay_out(planes, m, k, orientations)
-    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
-    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile = BUFFER_TILES[x.element_size(), rowwise]
-    _launch(x, amax, planes, made, rowwise, tile, m, k)
-    return _buffers(planes, made, orientations)
-
-
-def _launch(
-    x: Tensor,
-    amax: Tensor,
-    planes: Mapping[str, Tensor],
-    made: Mapping[str, Tensor],
-    rowwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-    cover_m: int,
-    cover_k: int,
-) -> None:
-    """Quantizes x into planes and buffers; the others are None."""
-    m, k = x.shape
-    tile_m, tile_k, pieces, warps, registers = tile
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        made.get("columnwise_data"),
-        amax,
-        m,
-        k,
-        cover_k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
-        launch.hardware(x.device),
-    )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    to_columnwise_data = buffers[0]  # (k, m) uint8
+    # orientations.columnwise.data: transposed
+    lt.move_codes(
+        rowwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km", WORDS=WORDS
     )
 
 
-def quantize_group(
-    xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
-    orientations: tuple[str, ...],
-    outs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
-
-    amaxes: the amax of each, fp32, as quantize takes it; taken from xs when not given.
-    """
-    if not xs:
-        return
-    if amaxes is None:
-        amaxes = batches.group_amaxes(xs, None)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[xs[0].element_size(), rowwise]
-    names = ["rowwise_data", "rowwise_scale"]
-    tables, alone = batches.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
-    for table in tables:
-        args = (
-            table.entries,
-            amaxes[0],
-            rowwise,
-            DTYPES[xs[0].dtype],
-            tile_m,
-            tile_k,
-            pieces,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(xs[0].device),
-        )
-        run(quantize_group_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
-    for index in alone:
-        quantize(xs[index], amaxes[index], orientations, outs[index])
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            m,
-            k,
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    Those that are planes are the planes given.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, None)
-    return _buffers(planes, made, orientations)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = ["rowwise_data"], ["columnwise_data"]
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], table)
-    return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: batches.Table | None
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(m, k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("rowwise_data"),
-            made.get("columnwise_data"),
-            m,
-            k,
-            k,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = planes["rowwise_scale"]
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise", "columnwise")},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, True): (4, 1024, 1, 4, None),
+    },
+    buffer_sizes={
+        (2, True): (128, 128, 1, 8, None),  # codes are transposed: whole sectors of a column
+        (4, True): (128, 128, 1, 8, None),
+    },
+    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},
+    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("rowwise_data",),
+    word=4,
+)

@@ -6,16 +6,6 @@ E5M2 weights under one FP32 scale, taken from the weight's own amax.
 
 A weight has m rows (its leading dims flattened) and k columns, in any numbers.
 
-Stored (planes: compact, m-major):
-    rowwise_data  (m, k) uint8   e5m2 codes
-    rowwise_scale (1,)   float32 the scale
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k) uint8   as stored
-    rowwise_scale    (1,)   float32 as stored
-    columnwise_data  (k, m) uint8   rowwise_data: transposed
-    columnwise_scale (1,)   float32 the plane rowwise_scale
-
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
 
@@ -28,24 +18,24 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(5, "fp8_e5m2_current")
+require(6, "fp8_e5m2_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # e5m2 codes
+        "rowwise_scale": Facts((1,), torch.float32),  # the scale
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((1,), torch.float32),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((1,), torch.float32),  # as stored
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
+        "columnwise_scale": Facts((1,), torch.float32),  # the plane rowwise_scale
     }
 
 
@@ -62,34 +52,16 @@ LAYOUT = Layout(
     multiple_k=1,
     blocks={"rowwise": "allxall", "columnwise": "allxall"},
     bytes_per_element=1.0,
-    stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(None, None),
-    },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("rowwise_data", "rowwise_scale"),
-    },
-    travels={
-        "forward": ("rowwise_data",),
-        "backward": ("rowwise_data",),
-        "both": ("rowwise_data",),
-    },
+    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(None, None)},
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
+    travels={"forward": ("rowwise_data",), "backward": ("rowwise_data",), "both": ("rowwise_data",)},
     serves={
         "forward": ("rowwise", "columnwise"),
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
-    slots_differ=False,
     shares_amax=True,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "rowwise_scale": "rowwise_scale",
-        "columnwise_scale": "rowwise_scale",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "columnwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
     planes=planes,

@@ -10,13 +10,6 @@ Tensor = FP8RowwiseTensor
 CastTensor = FP8RowwiseCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "FP8RowwiseCastTensor",
-    "FP8RowwiseTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "FP8RowwiseCastTensor", "FP8RowwiseTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -5,410 +5,131 @@
 E4M3 weights with one FP32 scale for each row , columnwise for each column.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import covered_member_of, plane_like
-from layoutc.runtime.triton.blocks import from_blocks, to_blocks, to_float
-from layoutc.runtime.triton.codes import (
-    F32_MAX,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_codes,
-    isinf,
-    isnan,
-    like,
-    to_small_codes,
-)
-from layoutc.runtime.triton.tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, turn_bytes
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
 ELEMENT_MAX = tl.constexpr(448.0)
 ELEMENT_NAN = tl.constexpr(0x7F)
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise, columnwise.
-TILES = {
-    (2, True, True): (4, 1024, 1, 4, None),
-    (2, True, False): (4, 1024, 1, 4, None),
-    (2, False, True): (4, 1024, 1, 4, None),
-    (4, True, True): (4, 1024, 1, 4, None),
-    (4, True, False): (4, 1024, 1, 4, None),
-    (4, False, True): (4, 1024, 1, 4, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (4, 512, 2),
-    "columnwise": (4, 512, 2),
-}
-LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e4m3 codes; rounded nearest, saturating."""
     if HARDWARE:
-        return cast_to_codes(x, tl.float8e4nv, ELEMENT_NAN, 0x7F)
-    return to_small_codes(x, 3, 7, 7, 448.0, 126, ELEMENT_NAN, HARDWARE)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=ELEMENT_NAN, CANONICAL=127)
+    return lt.to_small_codes(x, HARDWARE, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """e4m3 codes -> fp32, exact."""
     if HARDWARE:
-        return cast_from_codes(codes, tl.float8e4nv)
-    return from_codes(codes, 3, 7, 7, 127, 127)
+        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
+    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
 
 
 @triton.jit
 def scales(amax, HARDWARE: tl.constexpr):
     """amax -> (scale, multiplier); the reference's operations, in its order."""
-    multiplier = divide(like(amax, ELEMENT_MAX), amax)
-    multiplier = tl.where(isinf(multiplier), F32_MAX, multiplier)
-    multiplier = tl.where((amax == 0) | isinf(amax) | isnan(amax), 1.0, multiplier)
-    scale = divide(like(multiplier, 1.0), multiplier)
+    multiplier = lt.over(ELEMENT_MAX, amax)
+    multiplier = tl.where(lt.isinf(multiplier), lt.F32_MAX, multiplier)
+    multiplier = tl.where((amax == 0) | lt.isinf(amax) | lt.isnan(amax), 1.0, multiplier)
+    scale = lt.over(1.0, multiplier)
     return scale, multiplier
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    rowwise_amax,
-    columnwise_data,
-    columnwise_scale,
-    amax,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane. Bytes an element: 1 (rowwise), 1 (columnwise)."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (m, 1) float32
+    columnwise_data = planes[2]  # (m, k) uint8
+    columnwise_scale = planes[3]  # (1, k) float32
+    amax = shared[0]  # float32
+    rowwise_amax = shared[2]  # (m blocks, 1) float32
     if ROWWISE:
-        blocks = to_blocks(to_float(tile), 1, TILE_K)
-        found = load(rowwise_amax, row, 0, m, 1, 1, 0, TILE_M, 1, False)
+        blocks = lt.to_blocks(lt.to_float(tile), 1, tile.shape[1])
+        found = lt.load_blocks(rowwise_amax, at, tile.shape[0], tile.shape[1], EVEN, BLOCK=(1, 0))
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(rowwise_scale, scale, row, column, m, 1, False)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 0))
     if COLUMNWISE:
-        blocks = to_blocks(to_float(tile), TILE_M, 1)
-        found = load(amax, 0, column, 1, k, 0, 1, 1, TILE_K, False)
+        blocks = lt.to_blocks(lt.to_float(tile), tile.shape[0], 1)
+        found = lt.load_blocks(amax, at, tile.shape[0], tile.shape[1], EVEN, BLOCK=(0, 1))
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        store(columnwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        store(columnwise_scale, scale, row, column, 1, k, False)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), columnwise_data, None, at, EVEN, HARDWARE)
+        lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(0, 1))
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    rowwise_amax,
-    columnwise_data,
-    columnwise_scale,
-    amax,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile.
-
-    Bytes an element: those of x in; out 1 for rowwise and 1 for columnwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        rowwise_amax,
-        columnwise_data,
-        columnwise_scale,
-        amax,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    m,
-    k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (m, 1) float32
+    columnwise_data = planes[2]  # (m, k) uint8
+    columnwise_scale = planes[3]  # (1, k) float32
     if ROWWISE:
-        codes = load(rowwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
-        element = decode(codes, HARDWARE)
-        scale = load(rowwise_scale, row, 0, m, 1, 1, 0, TILE_M, 1, False)
+        element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
+        scale = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 0))
         factor = scale
-        blocks = to_blocks(element, 1, TILE_K)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 1, TILE_K)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
     if COLUMNWISE:
-        codes = load(columnwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
-        element = decode(codes, HARDWARE)
-        scale = load(columnwise_scale, 0, column, 1, k, 0, 1, 1, TILE_K, False)
+        element = decode(lt.load_codes(columnwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
+        scale = lt.load_blocks(columnwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(0, 1))
         factor = scale
-        blocks = to_blocks(element, TILE_M, 1)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, TILE_M, 1)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    columnwise_data,
-    to_columnwise_data,
-    m,
-    k,
-    cover_k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        columnwise_data = plane_like(columnwise_data, fields, 0, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 1, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_columnwise_data is not None:
-        if WORDS:
-            turn_bytes(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-        else:
-            move_codes(
-                columnwise_data,
-                to_columnwise_data,
-                row,
-                column,
-                m,
-                k,
-                k,
-                m,
-                8,
-                1,
-                1,
-                1,
-                True,
-                False,
-                True,
-                TILE_M,
-                TILE_K,
-            )
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    columnwise_data = planes[0]  # (m, k) uint8
+    to_columnwise_data = buffers[0]  # (k, m) uint8
+    # orientations.columnwise.data: transposed
+    lt.move_codes(
+        columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km",
+        WORDS=WORDS,
+    )  # fmt: skip
 
 
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax: (1, k) fp32, the largest magnitude of each column, over all rows; taken from x when not given.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    if amax is None:
-        amax = launch.matrix_amax(x, 1)
-    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise, columnwise]
-    if m and k:
-        _launch(x, amax, planes, rowwise, columnwise, tile)
-    return planes
-
-
-def _launch(
-    x: Tensor,
-    amax: Tensor,
-    planes: Mapping[str, Tensor],
-    rowwise: bool,
-    columnwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-) -> None:
-    """Quantizes x into planes."""
-    m, k = x.shape
-    cover_m, cover_k = m, k
-    tile_m, tile_k, pieces, warps, registers = tile
-    rowwise_amax = launch.row_amax(x, 1) if rowwise else None
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        rowwise_amax,
-        planes.get("columnwise_data"),
-        planes.get("columnwise_scale"),
-        amax,
-        m,
-        k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        columnwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0,
-        launch.hardware(x.device),
-    )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
-    )
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            m,
-            k,
-            orientation in ("rowwise",),
-            orientation in ("columnwise",),
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    Those that are planes are the planes given.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, None)
-    return _buffers(planes, made, orientations)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = ["columnwise_data"], ["columnwise_data"]
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 4)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], table)
-    return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: batches.Table | None
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(m, k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("columnwise_data"),
-            made.get("columnwise_data"),
-            m,
-            k,
-            k,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"].flatten()
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = planes["columnwise_scale"].flatten()
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (2, True, False): (4, 1024, 1, 4, None),
+        (2, False, True): (4, 1024, 1, 4, None),
+        (4, True, True): (4, 1024, 1, 4, None),
+        (4, True, False): (4, 1024, 1, 4, None),
+        (4, False, True): (4, 1024, 1, 4, None),
+    },
+    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},
+    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("columnwise_data",),
+    word=4,
+    row_blocks={"rowwise": 1},
+    batched=False,
+)

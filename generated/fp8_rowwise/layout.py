@@ -6,18 +6,6 @@ E4M3 weights with one FP32 scale for each row , columnwise for each column.
 
 A weight has m rows (its leading dims flattened) and k columns, in any numbers.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k) uint8   e4m3 codes
-    rowwise_scale    (m, 1) float32 f32 scale of each 1xall block
-    columnwise_data  (m, k) uint8   e4m3 codes
-    columnwise_scale (1, k) float32 f32 scale of each allx1 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k) uint8   as stored
-    rowwise_scale    (m,)   float32 as stored
-    columnwise_data  (k, m) uint8   columnwise_data: transposed
-    columnwise_scale (k,)   float32 as stored
-
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data: 1 B/element. A weight
 that stays gathered after forward gets all of them at once: 2 B/element.
@@ -31,26 +19,26 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(5, "fp8_rowwise")
+require(6, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((m, 1), torch.float32),
-        "columnwise_data": Facts((m, k), torch.uint8),
-        "columnwise_scale": Facts((1, k), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
+        "rowwise_scale": Facts((m, 1), torch.float32),  # f32 scale of each 1xall block
+        "columnwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
+        "columnwise_scale": Facts((1, k), torch.float32),  # f32 scale of each allx1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((m,), torch.float32),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((k,), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((m,), torch.float32),  # as stored
+        "columnwise_data": Facts((k, m), torch.uint8),  # columnwise_data: transposed
+        "columnwise_scale": Facts((k,), torch.float32),  # as stored
     }
 
 
@@ -73,25 +61,16 @@ LAYOUT = Layout(
         "columnwise_data": Plane(1, 1),
         "columnwise_scale": Plane(None, 1),
     },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("columnwise_data", "columnwise_scale"),
-    },
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("columnwise_data",),
         "both": ("rowwise_data", "rowwise_scale", "columnwise_data"),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     slots_differ=True,
     shares_amax=True,
     amax_columns=1,
-    history=0,
-    pick="",
     as_stored={
         "rowwise_data": "rowwise_data",
         "rowwise_scale": "rowwise_scale",

@@ -10,33 +10,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    cast_from_codes,
-    cast_to_codes,
-    column_amax,
-    divide,
-    from_blocks,
-    per_element,
-    to_blocks,
-)
+from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 448.0
 ELEMENT_NAN = 0x7F
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,10 +31,10 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(ELEMENT_MAX, amax)
-    multiplier = torch.where(multiplier.isinf(), F32_MAX, multiplier)
+    multiplier = num.divide(ELEMENT_MAX, amax)
+    multiplier = torch.where(multiplier.isinf(), num.F32_MAX, multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf() | amax.isnan(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -61,32 +48,29 @@ def quantize_reference(
     m, k = x.shape
     x = x.float().contiguous()
     if amax is None:
-        amax = column_amax(x, 1)
+        amax = num.column_amax(x, 1)
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, None)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 1, None)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, None, 1)
+        blocks = num.to_blocks(x, None, 1)
         scale, multiplier = scales(amax)
-        planes["columnwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        planes["columnwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = planes["rowwise_scale"]
-        return decode(planes["rowwise_data"]) * per_element(factor, 1, None, m, k)
+        return decode(planes["rowwise_data"]) * num.per_element(factor, 1, None, m, k)
     if orientation == "columnwise":
         factor = planes["columnwise_scale"]
-        return decode(planes["columnwise_data"]) * per_element(factor, None, 1, m, k)
+        return decode(planes["columnwise_data"]) * num.per_element(factor, None, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 

@@ -10,13 +10,6 @@ Tensor = HybridFP8Tensor
 CastTensor = HybridFP8CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "HybridFP8CastTensor",
-    "HybridFP8Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "HybridFP8CastTensor", "HybridFP8Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -6,18 +6,6 @@ E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k)                       uint8   e4m3 codes
-    rowwise_scale    (m, k // 32)                 uint8   e8m0 scale of each 1x32 block
-    columnwise_data  (m, k)                       uint8   e5m2 codes
-    columnwise_scale (cdiv(m, 128), cdiv(k, 128)) float32 f32 scale of each 128x128 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k)                              uint8   as stored
-    rowwise_scale    (up(m, 128), up(k // 32, 4))        uint8   rowwise_scale: zero padded
-    columnwise_data  (k, m)                              uint8   columnwise_data: transposed
-    columnwise_scale (cdiv(k, 128), up(cdiv(m, 128), 4)) float32 columnwise_scale: transposed, zero padded
-
 Shards may be cut at any row. At multiples of 128 rows that costs nothing: one columnwise scale covers 128 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -34,26 +22,28 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
 
-require(5, "hybrid_fp8")
+require(6, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),
-        "columnwise_data": Facts((m, k), torch.uint8),
-        "columnwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
+        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
+        "columnwise_data": Facts((m, k), torch.uint8),  # e5m2 codes
+        "columnwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # rowwise_scale: zero padded
+        "columnwise_data": Facts((k, m), torch.uint8),  # columnwise_data: transposed
+        "columnwise_scale": Facts(
+            (cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32
+        ),  # columnwise_scale: transposed, zero padded
     }
 
 
@@ -76,28 +66,16 @@ LAYOUT = Layout(
         "columnwise_data": Plane(1, 1),
         "columnwise_scale": Plane(128, 128),
     },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("columnwise_data", "columnwise_scale"),
-    },
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("columnwise_data", "columnwise_scale"),
         "both": ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     slots_differ=True,
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-    },
+    as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
     planes=planes,

@@ -10,20 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import cdiv, up
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_blocks,
-    from_codes,
-    pad_to,
-    per_element,
-    to_blocks,
-    to_codes,
-)
 
 ROWWISE_ELEMENT_MAX = 448.0
 ROWWISE_ELEMENT_NAN = 0x7F
@@ -39,29 +27,23 @@ COLUMNWISE_ELEMENT_NAN = 0x7D
 
 
 def encode_rowwise(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, ROWWISE_ELEMENT_MAX, ROWWISE_ELEMENT_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, ROWWISE_ELEMENT_MAX, ROWWISE_ELEMENT_NAN)
 
 
 def decode_rowwise(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def encode_scale_rowwise(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded up.
-
-    Saturates at 1.7014118346046923e+38; NaN gives 0xff.
-    """
-    return to_codes(x, ROWWISE_SCALE_STEPS, None, ROWWISE_SCALE_NAN)
+    """fp32 -> e8m0 codes; rounded up; saturates at 1.7014118346046923e+38; NaN gives 0xff."""
+    return num.to_codes(x, ROWWISE_SCALE_STEPS, None, ROWWISE_SCALE_NAN)
 
 
 def decode_scale_rowwise(codes: Tensor) -> Tensor:
     """e8m0 codes -> fp32, exact."""
-    return from_codes(codes, ROWWISE_SCALE_VALUES)
+    return num.from_codes(codes, ROWWISE_SCALE_VALUES)
 
 
 def scales_rowwise(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,21 +52,18 @@ def scales_rowwise(amax: Tensor) -> tuple[Tensor, Tensor]:
     The amax over the largest element, in the scale's format, with the spec's rounding.
     """
     scale = encode_scale_rowwise(amax * ROWWISE_INVERSE_ELEMENT_MAX)
-    multiplier = divide(1.0, decode_scale_rowwise(scale))
+    multiplier = num.divide(1.0, decode_scale_rowwise(scale))
     return scale, multiplier
 
 
 def encode_columnwise(x: Tensor) -> Tensor:
-    """fp32 -> e5m2 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 57344; NaN gives 0x7d.
-    """
-    return cast_to_codes(x, torch.float8_e5m2, COLUMNWISE_ELEMENT_MAX, COLUMNWISE_ELEMENT_NAN)
+    """fp32 -> e5m2 codes; rounded nearest, ties to even; saturates at 57344; NaN gives 0x7d."""
+    return num.cast_to_codes(x, torch.float8_e5m2, COLUMNWISE_ELEMENT_MAX, COLUMNWISE_ELEMENT_NAN)
 
 
 def decode_columnwise(codes: Tensor) -> Tensor:
     """e5m2 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e5m2)
+    return num.cast_from_codes(codes, torch.float8_e5m2)
 
 
 def scales_columnwise(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,10 +71,10 @@ def scales_columnwise(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(COLUMNWISE_ELEMENT_MAX, amax)
-    multiplier = torch.where(multiplier.isinf(), F32_MAX, multiplier)
+    multiplier = num.divide(COLUMNWISE_ELEMENT_MAX, amax)
+    multiplier = torch.where(multiplier.isinf(), num.F32_MAX, multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf() | amax.isnan(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -110,29 +89,26 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 32)
-        scale, multiplier = scales_rowwise(block_amax(blocks))
-        planes["rowwise_data"] = encode_rowwise(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 1, 32)
+        scale, multiplier = scales_rowwise(num.block_amax(blocks))
+        planes["rowwise_data"] = encode_rowwise(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 128, 128)
-        scale, multiplier = scales_columnwise(block_amax(blocks))
-        planes["columnwise_data"] = encode_columnwise(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 128, 128)
+        scale, multiplier = scales_columnwise(num.block_amax(blocks))
+        planes["columnwise_data"] = encode_columnwise(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale)); element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale)); element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = decode_scale_rowwise(planes["rowwise_scale"])
-        return decode_rowwise(planes["rowwise_data"]) * per_element(factor, 1, 32, m, k)
+        return decode_rowwise(planes["rowwise_data"]) * num.per_element(factor, 1, 32, m, k)
     if orientation == "columnwise":
         factor = planes["columnwise_scale"]
-        return decode_columnwise(planes["columnwise_data"]) * per_element(factor, 128, 128, m, k)
+        return decode_columnwise(planes["columnwise_data"]) * num.per_element(factor, 128, 128, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -142,10 +118,10 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: zero padded
-        buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
+        buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         # columnwise_data: transposed
         buffers["columnwise_data"] = planes["columnwise_data"].t().contiguous()
         # columnwise_scale: transposed, zero padded
-        buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"].t(), cdiv(k, 128), up(cdiv(m, 128), 4))
+        buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"].t(), cdiv(k, 128), up(cdiv(m, 128), 4))
     return buffers

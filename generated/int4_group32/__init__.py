@@ -10,13 +10,6 @@ Tensor = INT4GROUP32Tensor
 CastTensor = INT4GROUP32CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "INT4GROUP32CastTensor",
-    "INT4GROUP32Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "INT4GROUP32CastTensor", "INT4GROUP32Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

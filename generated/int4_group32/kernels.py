@@ -5,31 +5,11 @@
 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import DTYPES, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import block_highest, block_lowest, from_blocks, to_blocks, to_float
-from layoutc.runtime.triton.codes import (
-    F32_MAX,
-    divide,
-    from_integer_codes,
-    like,
-    maximum,
-    minimum,
-    pack,
-    to_integer_codes,
-    unpack,
-)
-from layoutc.runtime.triton.tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, move_scales, turn_nibbles
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
@@ -38,621 +18,143 @@ ZERO_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
 ELEMENT_MIN = tl.constexpr(-8.0)
 INVERSE_ELEMENT_SPAN = tl.constexpr(0.06666667014360428)  # fp32(1 / 15)
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise, columnwise.
-TILES = {
-    (2, True, True): (32, 128, 1, 2, None),
-    (2, True, False): (4, 1024, 1, 4, None),
-    (2, False, True): (32, 128, 1, 1, None),
-    (4, True, True): (32, 64, 1, 1, None),
-    (4, True, False): (4, 1024, 1, 4, None),
-    (4, False, True): (32, 128, 1, 2, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (4, 1024, 2),
-    "columnwise": (32, 128, 2),
-}
-LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> int4_full codes; rounded nearest, saturating."""
-    return to_integer_codes(x, 4, -8, 0, ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=4, LOWEST=-8, FRACTION=0, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """int4_full codes -> fp32, exact."""
-    return from_integer_codes(codes, 4, 0)
+    return lt.from_integer_codes(codes, BITS=4, FRACTION=0)
 
 
 @triton.jit
 def encode_zero(x, HARDWARE: tl.constexpr):
     """fp32 -> int8 codes; rounded nearest, saturating."""
-    return to_integer_codes(x, 8, -127, 0, ZERO_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=0, NAN=ZERO_NAN)
 
 
 @triton.jit
 def decode_zero(codes, HARDWARE: tl.constexpr):
     """int8 codes -> fp32, exact."""
-    return from_integer_codes(codes, 8, 0)
+    return lt.from_integer_codes(codes, BITS=8, FRACTION=0)
 
 
 @triton.jit
 def scales(lowest, highest, HARDWARE: tl.constexpr):
     """lowest and highest -> (scale, zero, multiplier); the reference's operations, in its order."""
-    lowest = minimum(lowest, 0)
-    highest = maximum(highest, 0)
+    lowest = lt.minimum(lowest, 0)
+    highest = lt.maximum(highest, 0)
     scale = (highest - lowest) * INVERSE_ELEMENT_SPAN
-    multiplier = tl.where(scale == 0, 1.0, minimum(divide(like(scale, 1.0), scale), F32_MAX))
-    zero = encode_zero(like(lowest, ELEMENT_MIN) - (lowest * multiplier), HARDWARE)
+    multiplier = tl.where(scale == 0, 1.0, lt.minimum(lt.over(1.0, scale), lt.F32_MAX))
+    zero = encode_zero(lt.like(lowest, ELEMENT_MIN) - (lowest * multiplier), HARDWARE)
     return scale, zero, multiplier
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    rowwise_zero,
-    columnwise_data,
-    columnwise_scale,
-    columnwise_zero,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane. Bytes an element: 0.65625 (rowwise), 0.65625 (columnwise)."""
+    rowwise_data = planes[0]  # (m, k // 2) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) float32
+    rowwise_zero = planes[2]  # (m, k // 32) uint8
+    columnwise_data = planes[3]  # (m, k // 2) uint8
+    columnwise_scale = planes[4]  # (m // 32, k) float32
+    columnwise_zero = planes[5]  # (m // 32, k) uint8
     if ROWWISE:
-        blocks = to_blocks(to_float(tile), 1, 32)
-        found = block_lowest(blocks), block_highest(blocks)
+        blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
+        found = lt.block_lowest(blocks), lt.block_highest(blocks)
         scale, zero, multiplier = scales(found[0], found[1], HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled += decode_zero(zero, HARDWARE)[:, None, :, None]
-        scaled = from_blocks(scaled)
-        codes = encode(scaled, HARDWARE)
-        words = pack(codes, 4, 2, True)
-        store_words(
-            rowwise_data,
-            words,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            1,
-            1,
-            True,
-        )
-        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
-        store(rowwise_zero, zero, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero, HARDWARE)[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE, BITS=4, LOW_FIRST=True)
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
+        lt.store_blocks(rowwise_zero, zero, at, EVEN, BLOCK=(1, 32))
     if COLUMNWISE:
-        blocks = to_blocks(to_float(tile), 32, 1)
-        found = block_lowest(blocks), block_highest(blocks)
+        blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
+        found = lt.block_lowest(blocks), lt.block_highest(blocks)
         scale, zero, multiplier = scales(found[0], found[1], HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled += decode_zero(zero, HARDWARE)[:, None, :, None]
-        scaled = from_blocks(scaled)
-        codes = encode(scaled, HARDWARE)
-        words = pack(codes, 4, 2, True)
-        store_words(
-            columnwise_data,
-            words,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            1,
-            1,
-            True,
-        )
-        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
-        store(columnwise_zero, zero, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero, HARDWARE)[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), columnwise_data, None, at, EVEN, HARDWARE, BITS=4, LOW_FIRST=True)
+        lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
+        lt.store_blocks(columnwise_zero, zero, at, EVEN, BLOCK=(32, 1))
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    rowwise_zero,
-    columnwise_data,
-    columnwise_scale,
-    columnwise_zero,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile.
-
-    Bytes an element: those of x in; out 0.65625 for rowwise and 0.65625 for columnwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        rowwise_zero,
-        columnwise_data,
-        columnwise_scale,
-        columnwise_zero,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def quantize_group_kernel(
-    table,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-    quantize_tile(
-        matrix_at(fields, DTYPE, ROWS, ALIGNED),
-        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 1, tl.float32, ROWS, ALIGNED),
-        plane_at(fields, 2, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 3, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 4, tl.float32, ROWS, ALIGNED),
-        plane_at(fields, 5, tl.uint8, ROWS, ALIGNED),
-        row,
-        column,
-        m,
-        k,
-        k,
-        1,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    rowwise_zero,
-    columnwise_data,
-    columnwise_scale,
-    columnwise_zero,
-    m,
-    k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k // 2) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) float32
+    rowwise_zero = planes[2]  # (m, k // 32) uint8
+    columnwise_data = planes[3]  # (m, k // 2) uint8
+    columnwise_scale = planes[4]  # (m // 32, k) float32
+    columnwise_zero = planes[5]  # (m // 32, k) uint8
     if ROWWISE:
-        words = load_words(
-            rowwise_data,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            TILE_M,
-            TILE_K // 2,
-            1,
-            1,
-            True,
-            False,
-        )
-        element = decode(unpack(words, 4, 2, True), HARDWARE)
-        scale = load(
-            rowwise_scale,
-            row,
-            column // 32,
-            m,
-            tl.cdiv(k, 32),
-            tl.cdiv(k, 32),
-            1,
-            TILE_M,
-            TILE_K // 32,
-            EVEN,
-        )
-        zero = load(
-            rowwise_zero,
-            row,
-            column // 32,
-            m,
-            tl.cdiv(k, 32),
-            tl.cdiv(k, 32),
-            1,
-            TILE_M,
-            TILE_K // 32,
-            EVEN,
-        )
+        element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, BITS=4, LOW_FIRST=True), HARDWARE)
+        scale = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 32))
         factor = scale
-        blocks = to_blocks(element, 1, 32)
-        blocks -= decode_zero(zero.to(tl.int32), HARDWARE)[:, None, :, None]
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 1, 32)
+        zero = lt.load_blocks(rowwise_zero, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 32)).to(tl.int32)
+        blocks -= decode_zero(zero, HARDWARE)[:, None, :, None]
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
     if COLUMNWISE:
-        words = load_words(
-            columnwise_data,
-            row,
-            column // 2,
-            m,
-            k // 2,
-            TILE_M,
-            TILE_K // 2,
-            1,
-            1,
-            True,
-            False,
-        )
-        element = decode(unpack(words, 4, 2, True), HARDWARE)
-        scale = load(
-            columnwise_scale,
-            row // 32,
-            column,
-            tl.cdiv(m, 32),
-            k,
-            k,
-            1,
-            TILE_M // 32,
-            TILE_K,
-            EVEN,
-        )
-        zero = load(
-            columnwise_zero,
-            row // 32,
-            column,
-            tl.cdiv(m, 32),
-            k,
-            k,
-            1,
-            TILE_M // 32,
-            TILE_K,
-            EVEN,
-        )
+        element = decode(lt.load_codes(columnwise_data, at, TILE_M, TILE_K, BITS=4, LOW_FIRST=True), HARDWARE)
+        scale = lt.load_blocks(columnwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(32, 1))
         factor = scale
-        blocks = to_blocks(element, 32, 1)
-        blocks -= decode_zero(zero.to(tl.int32), HARDWARE)[:, None, :, None]
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 32, 1)
+        zero = lt.load_blocks(columnwise_zero, at, TILE_M, TILE_K, EVEN, BLOCK=(32, 1)).to(tl.int32)
+        blocks -= decode_zero(zero, HARDWARE)[:, None, :, None]
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    columnwise_data,
-    columnwise_scale,
-    columnwise_zero,
-    to_columnwise_data,
-    to_columnwise_scale,
-    to_columnwise_zero,
-    m,
-    k,
-    cover_k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        columnwise_data = plane_like(columnwise_data, fields, 0, ROWS, ALIGNED)
-        columnwise_scale = plane_like(columnwise_scale, fields, 1, ROWS, ALIGNED)
-        columnwise_zero = plane_like(columnwise_zero, fields, 2, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 3, ROWS, ALIGNED)
-        to_columnwise_scale = plane_like(to_columnwise_scale, fields, 4, ROWS, ALIGNED)
-        to_columnwise_zero = plane_like(to_columnwise_zero, fields, 5, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_columnwise_data is not None:
-        if WORDS:
-            turn_nibbles(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-        else:
-            move_codes(
-                columnwise_data,
-                to_columnwise_data,
-                row,
-                column,
-                m,
-                k,
-                k,
-                m,
-                4,
-                2,
-                1,
-                1,
-                True,
-                False,
-                True,
-                TILE_M,
-                TILE_K,
-            )
-    if to_columnwise_scale is not None:
-        move_scales(
-            columnwise_scale,
-            to_columnwise_scale,
-            row,
-            column,
-            m,
-            k,
-            32,
-            1,
-            32,
-            1,
-            1,
-            1,
-            True,
-            None,
-            False,
-            TILE_M,
-            TILE_K,
-        )
-    if to_columnwise_zero is not None:
-        move_scales(
-            columnwise_zero,
-            to_columnwise_zero,
-            row,
-            column,
-            m,
-            k,
-            32,
-            1,
-            32,
-            1,
-            1,
-            1,
-            True,
-            None,
-            False,
-            TILE_M,
-            TILE_K,
-        )
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    columnwise_data = planes[0]  # (m, k // 2) uint8
+    columnwise_scale = planes[1]  # (m // 32, k) float32
+    columnwise_zero = planes[2]  # (m // 32, k) uint8
+    to_columnwise_data = buffers[0]  # (k, m // 2) uint8
+    to_columnwise_scale = buffers[1]  # (k, m // 32) float32
+    to_columnwise_zero = buffers[2]  # (k, m // 32) uint8
+    # orientations.columnwise.data: transposed, packed along m
+    lt.move_codes(
+        columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=4, LOW_FIRST=True, DIMS="km",
+        WORDS=WORDS,
+    )  # fmt: skip
+    # orientations.columnwise.scale: transposed
+    lt.move_scales(columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), DIMS="km")
+    # orientations.columnwise.zero: transposed
+    lt.move_scales(columnwise_zero, to_columnwise_zero, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), DIMS="km")
 
 
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax must be None: no scale depends on anything outside its block.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise, columnwise]
-    if m and k:
-        _launch(x, planes, rowwise, columnwise, tile)
-    return planes
-
-
-def _launch(
-    x: Tensor,
-    planes: Mapping[str, Tensor],
-    rowwise: bool,
-    columnwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-) -> None:
-    """Quantizes x into planes."""
-    m, k = x.shape
-    cover_m, cover_k = m, k
-    tile_m, tile_k, pieces, warps, registers = tile
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        planes.get("rowwise_zero"),
-        planes.get("columnwise_data"),
-        planes.get("columnwise_scale"),
-        planes.get("columnwise_zero"),
-        m,
-        k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        columnwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0,
-        launch.hardware(x.device),
-    )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
-    )
-
-
-def quantize_group(
-    xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
-    orientations: tuple[str, ...],
-    outs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
-
-    amaxes must be None: no scale depends on anything outside its block.
-    """
-    if not xs:
-        return
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[xs[0].element_size(), rowwise, columnwise]
-    names = ["rowwise_data", "rowwise_scale", "rowwise_zero", "columnwise_data", "columnwise_scale", "columnwise_zero"]
-    tables, alone = batches.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
-    for table in tables:
-        args = (
-            table.entries,
-            rowwise,
-            columnwise,
-            DTYPES[xs[0].dtype],
-            tile_m,
-            tile_k,
-            pieces,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(xs[0].device),
-        )
-        run(quantize_group_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
-    for index in alone:
-        quantize(xs[index], None, orientations, outs[index])
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("rowwise_zero"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            planes.get("columnwise_zero"),
-            m,
-            k,
-            orientation in ("rowwise",),
-            orientation in ("columnwise",),
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    Those that are planes are the planes given.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, None)
-    return _buffers(planes, made, orientations)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = (
-        ["columnwise_data", "columnwise_scale", "columnwise_zero"],
-        ["columnwise_data", "columnwise_scale", "columnwise_zero"],
-    )
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, None, LAY_OUT_TILE, 8)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], table)
-    return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: batches.Table | None
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(m, k, tile_m, tile_k, m % 8 == 0 and k % 8 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            planes.get("columnwise_zero"),
-            made.get("columnwise_data"),
-            made.get("columnwise_scale"),
-            made.get("columnwise_zero"),
-            m,
-            k,
-            k,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = planes["rowwise_scale"]
-        buffers["rowwise_zero"] = planes["rowwise_zero"]
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"]
-        buffers["columnwise_zero"] = made["columnwise_zero"]
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (2, False, True): (32, 128, 1, 1, None),  # one row of blocks, all rows of a block in a warp
+        (4, True, True): (32, 64, 1, 1, None),
+        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, False, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+    },
+    dequantize_sizes={"rowwise": (4, 1024, 2), "columnwise": (32, 128, 2)},
+    lay_out_size=(128, 256, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("columnwise_data", "columnwise_scale", "columnwise_zero"),
+    word=8,
+)

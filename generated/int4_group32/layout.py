@@ -6,22 +6,6 @@
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k // 2)  uint8   int4_full codes, 2 in a byte, low bits first
-    rowwise_scale    (m, k // 32) float32 f32 scale of each 1x32 block
-    rowwise_zero     (m, k // 32) uint8   int8 zero point of each 1x32 block
-    columnwise_data  (m, k // 2)  uint8   int4_full codes, 2 in a byte, low bits first
-    columnwise_scale (m // 32, k) float32 f32 scale of each 32x1 block
-    columnwise_zero  (m // 32, k) uint8   int8 zero point of each 32x1 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k // 2)  uint8   as stored
-    rowwise_scale    (m, k // 32) float32 as stored
-    rowwise_zero     (m, k // 32) uint8   as stored
-    columnwise_data  (k, m // 2)  uint8   columnwise_data: transposed, packed along m
-    columnwise_scale (k, m // 32) float32 columnwise_scale: transposed
-    columnwise_zero  (k, m // 32) uint8   columnwise_zero: transposed
-
 Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -38,30 +22,30 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(5, "int4_group32")
+require(6, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((m, k // 32), torch.float32),
-        "rowwise_zero": Facts((m, k // 32), torch.uint8),
-        "columnwise_data": Facts((m, k // 2), torch.uint8),
-        "columnwise_scale": Facts((m // 32, k), torch.float32),
-        "columnwise_zero": Facts((m // 32, k), torch.uint8),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 in a byte, low bits first
+        "rowwise_scale": Facts((m, k // 32), torch.float32),  # f32 scale of each 1x32 block
+        "rowwise_zero": Facts((m, k // 32), torch.uint8),  # int8 zero point of each 1x32 block
+        "columnwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 in a byte, low bits first
+        "columnwise_scale": Facts((m // 32, k), torch.float32),  # f32 scale of each 32x1 block
+        "columnwise_zero": Facts((m // 32, k), torch.uint8),  # int8 zero point of each 32x1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((m, k // 32), torch.float32),
-        "rowwise_zero": Facts((m, k // 32), torch.uint8),
-        "columnwise_data": Facts((k, m // 2), torch.uint8),
-        "columnwise_scale": Facts((k, m // 32), torch.float32),
-        "columnwise_zero": Facts((k, m // 32), torch.uint8),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
+        "rowwise_scale": Facts((m, k // 32), torch.float32),  # as stored
+        "rowwise_zero": Facts((m, k // 32), torch.uint8),  # as stored
+        "columnwise_data": Facts((k, m // 2), torch.uint8),  # columnwise_data: transposed, packed along m
+        "columnwise_scale": Facts((k, m // 32), torch.float32),  # columnwise_scale: transposed
+        "columnwise_zero": Facts((k, m // 32), torch.uint8),  # columnwise_zero: transposed
     }
 
 
@@ -102,21 +86,9 @@ LAYOUT = Layout(
             "columnwise_zero",
         ),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
-    slots_differ=False,
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "rowwise_scale": "rowwise_scale",
-        "rowwise_zero": "rowwise_zero",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_zero": "rowwise_zero"},
     swizzled=(),
     extremes=True,
     planes=planes,

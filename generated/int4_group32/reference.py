@@ -10,18 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_range,
-    divide,
-    from_blocks,
-    from_integer_codes,
-    pack,
-    per_element,
-    to_blocks,
-    to_integer_codes,
-    unpack,
-)
+from layoutc.runtime import numerics as num
 
 ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ZERO_NAN = 0x7F  # the format has no NaN: the largest magnitude
@@ -30,26 +19,23 @@ INVERSE_ELEMENT_SPAN = 0.06666667014360428  # fp32(1 / 15)
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> int4_full codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 7; NaN gives 0x07.
-    """
-    return to_integer_codes(x, 4, -8, 0, ELEMENT_NAN)
+    """fp32 -> int4_full codes; rounded nearest, ties to even; saturates at 7; NaN gives 0x07."""
+    return num.to_integer_codes(x, 4, -8, 0, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """int4_full codes -> fp32, exact."""
-    return from_integer_codes(codes, 4, 0)
+    return num.from_integer_codes(codes, 4, 0)
 
 
 def encode_zero(x: Tensor) -> Tensor:
     """fp32 -> int8 codes; rounded nearest, ties to even."""
-    return to_integer_codes(x, 8, -127, 0, ZERO_NAN)
+    return num.to_integer_codes(x, 8, -127, 0, ZERO_NAN)
 
 
 def decode_zero(codes: Tensor) -> Tensor:
     """int8 codes -> fp32, exact."""
-    return from_integer_codes(codes, 8, 0)
+    return num.from_integer_codes(codes, 8, 0)
 
 
 def scales(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +46,7 @@ def scales(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lowest = lowest.clamp(max=0)
     highest = highest.clamp(min=0)
     scale = (highest - lowest) * INVERSE_ELEMENT_SPAN
-    multiplier = torch.where(scale == 0, 1.0, divide(1.0, scale).clamp(max=F32_MAX))
+    multiplier = torch.where(scale == 0, 1.0, num.divide(1.0, scale).clamp(max=num.F32_MAX))
     zero = encode_zero(ELEMENT_MIN - (lowest * multiplier))
     return scale, zero, multiplier
 
@@ -76,20 +62,20 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 32)
-        scale, zero, multiplier = scales(*block_range(blocks))
-        planes["rowwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
+        blocks = num.to_blocks(x, 1, 32)
+        scale, zero, multiplier = scales(*num.block_range(blocks))
+        planes["rowwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
             4,
             low_first=True,
         )
         planes["rowwise_scale"] = scale
         planes["rowwise_zero"] = zero
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 32, 1)
-        scale, zero, multiplier = scales(*block_range(blocks))
-        planes["columnwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
+        blocks = num.to_blocks(x, 32, 1)
+        scale, zero, multiplier = scales(*num.block_range(blocks))
+        planes["columnwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None] + decode_zero(zero)[:, None, :, None], m, k)),
             4,
             low_first=True,
         )
@@ -99,22 +85,17 @@ def quantize_reference(
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    (element - zero) * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: (element - zero) * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = planes["rowwise_scale"]
         zero = decode_zero(planes["rowwise_zero"])
-        return (
-            decode(unpack(planes["rowwise_data"], 4, low_first=True)) - per_element(zero, 1, 32, m, k)
-        ) * per_element(factor, 1, 32, m, k)
+        element = decode(num.unpack(planes["rowwise_data"], 4, low_first=True)) - num.per_element(zero, 1, 32, m, k)
+        return element * num.per_element(factor, 1, 32, m, k)
     if orientation == "columnwise":
         factor = planes["columnwise_scale"]
         zero = decode_zero(planes["columnwise_zero"])
-        return (
-            decode(unpack(planes["columnwise_data"], 4, low_first=True)) - per_element(zero, 32, 1, m, k)
-        ) * per_element(factor, 32, 1, m, k)
+        element = decode(num.unpack(planes["columnwise_data"], 4, low_first=True)) - num.per_element(zero, 32, 1, m, k)
+        return element * num.per_element(factor, 32, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -127,7 +108,9 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
         buffers["rowwise_zero"] = planes["rowwise_zero"]
     if "columnwise" in orientations:
         # columnwise_data: transposed, packed along m
-        buffers["columnwise_data"] = pack(unpack(planes["columnwise_data"], 4, low_first=True).t(), 4, low_first=True)
+        buffers["columnwise_data"] = num.pack(
+            num.unpack(planes["columnwise_data"], 4, low_first=True).t(), 4, low_first=True
+        )
         # columnwise_scale: transposed
         buffers["columnwise_scale"] = planes["columnwise_scale"].t().contiguous()
         # columnwise_zero: transposed

@@ -2,71 +2,41 @@
 # Layout id eed7e24efa04: changes when stored bytes or arithmetic change, and only then.
 """INT4GROUP32Tensor: a weight in int4_group32, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from types import ModuleType
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, wire
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize import entry_points
+from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
-from .dispatch import HANDLERS, cut, join
+from . import reference
+from .dispatch import cut, join
 from .layout import LAYOUT
-from .reference import dequantize_reference, lay_out, quantize_reference
 
 
 @register
 class INT4GROUP32Tensor(QuantizedTensor):
     """4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 
-    Planes: rowwise_data, rowwise_scale, rowwise_zero, columnwise_data, columnwise_scale, columnwise_zero.
-    Buffers: rowwise_data, rowwise_scale, rowwise_zero, columnwise_data, columnwise_scale, columnwise_zero.
-
     It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
     """
 
-    LAYOUT = LAYOUT
-    HANDLERS = HANDLERS
+    LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
+    KERNELS = f"{__package__}.kernels"
+    _cut, _join = staticmethod(cut), staticmethod(join)
 
-    @property
-    def rowwise_data(self) -> Tensor:
-        """Stored: (m, k // 2), uint8. int4_full codes, 2 in a byte, low bits first."""
-        return self._plane("rowwise_data")
+    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: int4_full codes, 2 in a byte, low bits first
+    rowwise_scale = plane("rowwise_scale")  # (m, k // 32) float32: f32 scale of each 1x32 block
+    rowwise_zero = plane("rowwise_zero")  # (m, k // 32) uint8: int8 zero point of each 1x32 block
+    columnwise_data = plane("columnwise_data")  # (m, k // 2) uint8: int4_full codes, 2 in a byte, low bits first
+    columnwise_scale = plane("columnwise_scale")  # (m // 32, k) float32: f32 scale of each 32x1 block
+    columnwise_zero = plane("columnwise_zero")  # (m // 32, k) uint8: int8 zero point of each 32x1 block
 
-    @property
-    def rowwise_scale(self) -> Tensor:
-        """Stored: (m, k // 32), float32. f32 scale of each 1x32 block."""
-        return self._plane("rowwise_scale")
-
-    @property
-    def rowwise_zero(self) -> Tensor:
-        """Stored: (m, k // 32), uint8. int8 zero point of each 1x32 block."""
-        return self._plane("rowwise_zero")
-
-    @property
-    def columnwise_data(self) -> Tensor:
-        """Stored: (m, k // 2), uint8. int4_full codes, 2 in a byte, low bits first."""
-        return self._plane("columnwise_data")
-
-    @property
-    def columnwise_scale(self) -> Tensor:
-        """Stored: (m // 32, k), float32. f32 scale of each 32x1 block."""
-        return self._plane("columnwise_scale")
-
-    @property
-    def columnwise_zero(self) -> Tensor:
-        """Stored: (m // 32, k), uint8. int8 zero point of each 32x1 block."""
-        return self._plane("columnwise_zero")
-
-    # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
@@ -77,16 +47,10 @@ class INT4GROUP32Tensor(QuantizedTensor):
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [
-                wire.wire(self, gathering, "rowwise_data"),
-                wire.wire(self, gathering, "rowwise_scale"),
-                wire.wire(self, gathering, "rowwise_zero"),
-            ]
+            sent += [wire.wire(self, gathering, name) for name in ("rowwise_data", "rowwise_scale", "rowwise_zero")]
         if gathering.which != "forward":
             sent += [
-                wire.wire(self, gathering, "columnwise_data"),
-                wire.wire(self, gathering, "columnwise_scale"),
-                wire.wire(self, gathering, "columnwise_zero"),
+                wire.wire(self, gathering, name) for name in ("columnwise_data", "columnwise_scale", "columnwise_zero")
             ]
         return wire.send(tuple(sent), gathering)
 
@@ -116,57 +80,6 @@ class INT4GROUP32Tensor(QuantizedTensor):
             gathered["columnwise_zero"] = wire.arrived(metadata, "columnwise_zero", received[slot + 2])
         return hooks.finish(self, gathered, metadata, param_dtype, out)
 
-    # ------------------------------------------------------------------------------------------- what the runtime calls
-    @classmethod
-    def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        if launch.usable(x):
-            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
-        return quantize_reference(x, amax=amax, orientations=tuple(orientations))
-
-    @classmethod
-    def _quantize_group(
-        cls,
-        xs: Sequence[Tensor],
-        amaxes: Sequence[Tensor] | None,
-        orientations: Sequence[str],
-        outs: Sequence[Mapping[str, Tensor]],
-    ) -> bool:
-        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
-        return True
-
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            return _kernels().dequantize(planes, m, k, orientation, dtype)
-        return dequantize_reference(planes, m, k, orientation).to(dtype)
-
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        if orientations and launch.usable(next(iter(planes.values()))):
-            return _kernels().lay_out(planes, m, k, orientations)
-        return lay_out(planes, m, k, orientations)
-
-    @staticmethod
-    def _lay_out_group(
-        planes: Sequence[Mapping[str, Tensor]],
-        shapes: Sequence[tuple[int, int]],
-        orientations: tuple[str, ...],
-        swizzled: bool,
-    ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(planes, shapes, orientations)
-
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(planes, r0, r1, c0, c1)
-
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return join(pieces)
-
 
 @register_cast
 class INT4GROUP32CastTensor(CastOnGather):
@@ -175,44 +88,4 @@ class INT4GROUP32CastTensor(CastOnGather):
     QUANTIZED = INT4GROUP32Tensor
 
 
-@cache
-def _kernels() -> ModuleType:
-    """The kernels, which need Triton."""
-    from . import kernels
-
-    return kernels
-
-
-def quantize(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    out: INT4GROUP32Tensor | None = None,
-) -> INT4GROUP32Tensor:
-    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
-
-    `amax` must be None, and `group` changes nothing: no scale depends on other shards.
-    `out` is overwritten in place and returned.
-
-    Raises ValueError for shapes whose m and k are not multiples of 32 and 32, TypeError for other dtypes.
-    """
-    return weights.quantize(INT4GROUP32Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
-
-
-def quantize_buffers(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    swizzled: bool = False,
-) -> dict[str, Tensor]:
-    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
-
-    On a card in two launches. Raises as quantize, and ValueError where the spec states no swizzle.
-    """
-    return weights.quantize_buffers(
-        INT4GROUP32Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
-    )
+quantize, quantize_buffers = entry_points.functions(INT4GROUP32Tensor)

@@ -10,13 +10,6 @@ Tensor = INT8BlockTensor
 CastTensor = INT8BlockCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "INT8BlockCastTensor",
-    "INT8BlockTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "INT8BlockCastTensor", "INT8BlockTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -6,16 +6,6 @@
 
 A weight has m rows (its leading dims flattened) and k columns, in any numbers.
 
-Stored (planes: compact, m-major):
-    rowwise_data  (m, k)                       uint8   int8 codes
-    rowwise_scale (cdiv(m, 128), cdiv(k, 128)) float32 f32 scale of each 128x128 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k)                       uint8   as stored
-    rowwise_scale    (cdiv(m, 128), cdiv(k, 128)) float32 as stored
-    columnwise_data  (k, m)                       uint8   rowwise_data: transposed
-    columnwise_scale (cdiv(k, 128), cdiv(m, 128)) float32 rowwise_scale: transposed
-
 Shards may be cut at any row. At multiples of 128 rows that costs nothing: one rowwise scale covers 128 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -30,24 +20,24 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(5, "int8_block")
+require(6, "int8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # int8 codes
+        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # as stored
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
+        "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),  # rowwise_scale: transposed
     }
 
 
@@ -64,14 +54,8 @@ LAYOUT = Layout(
     multiple_k=1,
     blocks={"rowwise": "128x128", "columnwise": "128x128"},
     bytes_per_element=1.000244140625,
-    stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(128, 128),
-    },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("rowwise_data", "rowwise_scale"),
-    },
+    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(128, 128)},
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("rowwise_data", "rowwise_scale"),
@@ -82,15 +66,8 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
-    slots_differ=False,
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "rowwise_scale": "rowwise_scale",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
     planes=planes,

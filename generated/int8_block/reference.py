@@ -10,32 +10,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    divide,
-    from_blocks,
-    from_integer_codes,
-    per_element,
-    to_blocks,
-    to_integer_codes,
-)
+from layoutc.runtime import numerics as num
 
 ELEMENT_MAX = 127.0
 ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> int8 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 127; NaN gives 0x7f.
-    """
-    return to_integer_codes(x, 8, -127, 0, ELEMENT_NAN)
+    """fp32 -> int8 codes; rounded nearest, ties to even; saturates at 127; NaN gives 0x7f."""
+    return num.to_integer_codes(x, 8, -127, 0, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """int8 codes -> fp32, exact."""
-    return from_integer_codes(codes, 8, 0)
+    return num.from_integer_codes(codes, 8, 0)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,10 +31,10 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest finite element over the amax, inverted.
     """
-    multiplier = divide(ELEMENT_MAX, amax)
-    multiplier = torch.where(multiplier.isinf(), F32_MAX, multiplier)
+    multiplier = num.divide(ELEMENT_MAX, amax)
+    multiplier = torch.where(multiplier.isinf(), num.F32_MAX, multiplier)
     multiplier = torch.where((amax == 0) | amax.isinf(), 1.0, multiplier)
-    scale = divide(1.0, multiplier)
+    scale = num.divide(1.0, multiplier)
     return scale, multiplier
 
 
@@ -61,20 +49,17 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
-        blocks = to_blocks(x, 128, 128)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 128, 128)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     factor = planes["rowwise_scale"]
-    return decode(planes["rowwise_data"]) * per_element(factor, 128, 128, m, k)
+    return decode(planes["rowwise_data"]) * num.per_element(factor, 128, 128, m, k)
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:

@@ -10,13 +10,6 @@ Tensor = INT8RowwiseTensor
 CastTensor = INT8RowwiseCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "INT8RowwiseCastTensor",
-    "INT8RowwiseTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "INT8RowwiseCastTensor", "INT8RowwiseTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

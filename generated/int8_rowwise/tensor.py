@@ -2,62 +2,39 @@
 # Layout id 92ee72710e09: changes when stored bytes or arithmetic change, and only then.
 """INT8RowwiseTensor: a weight in int8_rowwise, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from types import ModuleType
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, wire
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.numerics import column_amax
-from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize import entry_points
+from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
-from .dispatch import HANDLERS, cut, join
+from . import reference
+from .dispatch import cut, join
 from .layout import LAYOUT
-from .reference import dequantize_reference, lay_out, quantize_reference
 
 
 @register
 class INT8RowwiseTensor(QuantizedTensor):
     """8-bit integers with one FP32 scale for each row, columnwise for each column.
 
-    Planes: rowwise_data, rowwise_scale, columnwise_data, columnwise_scale.
-    Buffers: rowwise_data, rowwise_scale, columnwise_data, columnwise_scale.
-
     It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
     """
 
-    LAYOUT = LAYOUT
-    HANDLERS = HANDLERS
+    LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
+    KERNELS = f"{__package__}.kernels"
+    _cut, _join = staticmethod(cut), staticmethod(join)
 
-    @property
-    def rowwise_data(self) -> Tensor:
-        """Stored: (m, k), uint8. int8 codes."""
-        return self._plane("rowwise_data")
+    rowwise_data = plane("rowwise_data")  # (m, k) uint8: int8 codes
+    rowwise_scale = plane("rowwise_scale")  # (m, 1) float32: f32 scale of each 1xall block
+    columnwise_data = plane("columnwise_data")  # (m, k) uint8: int8 codes
+    columnwise_scale = plane("columnwise_scale")  # (1, k) float32: f32 scale of each allx1 block
 
-    @property
-    def rowwise_scale(self) -> Tensor:
-        """Stored: (m, 1), float32. f32 scale of each 1xall block."""
-        return self._plane("rowwise_scale")
-
-    @property
-    def columnwise_data(self) -> Tensor:
-        """Stored: (m, k), uint8. int8 codes."""
-        return self._plane("columnwise_data")
-
-    @property
-    def columnwise_scale(self) -> Tensor:
-        """Stored: (1, k), float32. f32 scale of each allx1 block."""
-        return self._plane("columnwise_scale")
-
-    # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
@@ -67,14 +44,9 @@ class INT8RowwiseTensor(QuantizedTensor):
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [
-                wire.wire(self, gathering, "rowwise_data"),
-                wire.wire(self, gathering, "rowwise_scale"),
-            ]
+            sent += [wire.wire(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
         if gathering.which != "forward":
-            sent += [
-                wire.wire(self, gathering, "columnwise_data"),
-            ]
+            sent += [wire.wire(self, gathering, name) for name in ("columnwise_data",)]
         return wire.send(tuple(sent), gathering)
 
     def fsdp_post_all_gather(
@@ -100,53 +72,6 @@ class INT8RowwiseTensor(QuantizedTensor):
             gathered["columnwise_data"] = wire.arrived(metadata, "columnwise_data", received[slot])
         return hooks.finish(self, gathered, metadata, param_dtype, out)
 
-    # ------------------------------------------------------------------------------------------- what the runtime calls
-    @classmethod
-    def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        if launch.usable(x):
-            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
-        return quantize_reference(x, amax=amax, orientations=tuple(orientations))
-
-    @classmethod
-    def _shared_amax(cls, x: Tensor) -> Tensor:
-        """What shards must agree on before they quantize: the amax of each column, over all rows, (1, k) fp32."""
-        if launch.usable(x):
-            return launch.matrix_amax(x, 1)
-        return column_amax(x, 1)
-
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            return _kernels().dequantize(planes, m, k, orientation, dtype)
-        return dequantize_reference(planes, m, k, orientation).to(dtype)
-
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        if orientations and launch.usable(next(iter(planes.values()))):
-            return _kernels().lay_out(planes, m, k, orientations)
-        return lay_out(planes, m, k, orientations)
-
-    @staticmethod
-    def _lay_out_group(
-        planes: Sequence[Mapping[str, Tensor]],
-        shapes: Sequence[tuple[int, int]],
-        orientations: tuple[str, ...],
-        swizzled: bool,
-    ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(planes, shapes, orientations)
-
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(planes, r0, r1, c0, c1)
-
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return join(pieces)
-
 
 @register_cast
 class INT8RowwiseCastTensor(CastOnGather):
@@ -155,44 +80,4 @@ class INT8RowwiseCastTensor(CastOnGather):
     QUANTIZED = INT8RowwiseTensor
 
 
-@cache
-def _kernels() -> ModuleType:
-    """The kernels, which need Triton."""
-    from . import kernels
-
-    return kernels
-
-
-def quantize(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    out: INT8RowwiseTensor | None = None,
-) -> INT8RowwiseTensor:
-    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
-
-    amax: (1, k) fp32, where it is known; else that of x, the largest over `group` where one is given.
-    `out` is overwritten in place and returned.
-
-    Raises ValueError for shapes of fewer than 2 dims, TypeError for other dtypes.
-    """
-    return weights.quantize(INT8RowwiseTensor, x, orientations=orientations, amax=amax, group=group, out=out)
-
-
-def quantize_buffers(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    swizzled: bool = False,
-) -> dict[str, Tensor]:
-    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
-
-    On a card in two launches. Raises as quantize, and ValueError where the spec states no swizzle.
-    """
-    return weights.quantize_buffers(
-        INT8RowwiseTensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
-    )
+quantize, quantize_buffers = entry_points.functions(INT8RowwiseTensor)

@@ -10,13 +10,6 @@ Tensor = MXFP4Tensor
 CastTensor = MXFP4CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXFP4CastTensor",
-    "MXFP4Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXFP4CastTensor", "MXFP4Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

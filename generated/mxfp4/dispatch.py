@@ -20,11 +20,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from layoutc.runtime.dispatch import collectives, cuts_and_joins
-from layoutc.runtime.dispatch import handlers as common
-
-aten = torch.ops.aten
-
 
 def cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
     """Views of the planes for rows r0..r1 (multiples of 32) and columns c0..c1 (multiples of 32)."""
@@ -48,60 +43,3 @@ def join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         joined["columnwise_data"] = torch.cat([piece["columnwise_data"] for piece in pieces])
         joined["columnwise_scale"] = torch.cat([piece["columnwise_scale"] for piece in pieces])
     return joined
-
-
-HANDLERS = {
-    # the same planes under the same or another outer shape
-    aten.detach.default: common.alias,
-    aten.alias.default: common.alias,
-    aten.view.default: common.view,
-    aten._unsafe_view.default: common.view,
-    aten._reshape_alias.default: common.view,
-    aten.unsqueeze.default: common.unsqueeze,
-    aten.squeeze.default: common.squeeze,
-    aten.squeeze.dim: common.squeeze,
-    aten.squeeze.dims: common.squeeze,
-    aten.t.default: common.transpose,
-    aten.transpose.int: common.transpose,
-    aten.permute.default: common.permute,
-    aten.as_strided.default: common.as_strided,
-    aten.expand.default: common.expand,
-    # cuts along rows (any) and columns (multiples of 32)
-    aten.slice.Tensor: cuts_and_joins.slice_,
-    aten.select.int: cuts_and_joins.select,
-    aten.unbind.int: cuts_and_joins.unbind,
-    aten.split.Tensor: cuts_and_joins.split,
-    aten.split_with_sizes.default: cuts_and_joins.split_with_sizes,
-    aten.cat.default: cuts_and_joins.cat,
-    # new tensors of the recipe
-    aten.new_empty.default: cuts_and_joins.new_empty,
-    aten.new_zeros.default: cuts_and_joins.new_zeros,
-    aten.empty_like.default: cuts_and_joins.empty_like,
-    aten.clone.default: common.clone,
-    aten._to_copy.default: common.to_copy,
-    aten._pin_memory.default: common.pin_memory,
-    # state for optimizers: plain tensors
-    aten.zeros_like.default: common.like_plain,
-    aten.ones_like.default: common.like_plain,
-    aten.full_like.default: common.like_plain,
-    aten.rand_like.default: common.like_plain,
-    aten.randn_like.default: common.like_plain,
-    # bytes in place
-    aten.copy_.default: common.copy_,
-    aten.zero_.default: common.zero_,
-    aten.record_stream.default: common.record_stream,
-    aten.is_pinned.default: common.is_pinned,
-    aten.equal.default: common.equal,
-    aten.is_set_to.default: common.is_set_to,
-    # products: k contracted reads rowwise values, m contracted reads columnwise ones
-    aten.linear.default: common.linear,
-    aten.matmul.default: common.product,
-    aten.mm.default: common.product,
-    aten.bmm.default: common.product,
-    aten.mv.default: common.product,
-    aten.addmm.default: common.product,
-    aten.baddbmm.default: common.product,
-    aten.addmv.default: common.product,
-    # what DTensor does: bytes travel; values that are assigned to .data; all other operators
-    **collectives.HANDLERS,
-}

@@ -10,13 +10,6 @@ Tensor = MXFP6E2M3Tensor
 CastTensor = MXFP6E2M3CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXFP6E2M3CastTensor",
-    "MXFP6E2M3Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXFP6E2M3CastTensor", "MXFP6E2M3Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

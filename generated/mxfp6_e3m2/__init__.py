@@ -10,13 +10,6 @@ Tensor = MXFP6E3M2Tensor
 CastTensor = MXFP6E3M2CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXFP6E3M2CastTensor",
-    "MXFP6E3M2Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXFP6E3M2CastTensor", "MXFP6E3M2Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -5,30 +5,11 @@
 E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import DTYPES, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import block_amax, from_blocks, to_blocks, to_float
-from layoutc.runtime.triton.codes import (
-    from_codes,
-    from_exponents,
-    over_exponents,
-    pack,
-    to_exponents,
-    to_small_codes,
-    unpack,
-)
-from layoutc.runtime.triton.conversions import convert_to_e3m2, convert_up_to_e8m0
-from layoutc.runtime.triton.tiles import load, load_runs, load_words, store, store_words, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, move_scales
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
@@ -36,57 +17,39 @@ ELEMENT_NAN = tl.constexpr(0x1F)  # the format has no NaN: the largest magnitude
 SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_MAX = tl.constexpr(0.0357142873108387)  # fp32(1 / 28)
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise, columnwise.
-TILES = {
-    (2, True, True): (32, 64, 1, 2, None),
-    (2, True, False): (4, 1024, 1, 4, None),
-    (2, False, True): (32, 128, 1, 2, None),
-    (4, True, True): (32, 64, 1, 2, None),
-    (4, True, False): (4, 1024, 1, 4, None),
-    (4, False, True): (32, 128, 1, 2, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (4, 512, 2),
-    "columnwise": (32, 128, 2),
-}
-LAY_OUT_TILE = (128, 128, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e3m2 codes; rounded nearest, saturating."""
     if HARDWARE >= 100:
-        return convert_to_e3m2(x)
-    return to_small_codes(x, 2, 3, 5, 28.0, 31, ELEMENT_NAN, HARDWARE)
+        return lt.convert_to_e3m2(x)
+    return lt.to_small_codes(x, HARDWARE, MANTISSA=2, BIAS=3, SIGN_BIT=5, MAX=28.0, LAST=31, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """e3m2 codes -> fp32, exact."""
-    return from_codes(codes, 2, 3, 5, 32, 32)
+    return lt.from_codes(codes, MANTISSA=2, BIAS=3, SIGN_BIT=5, INF_FROM=32, NAN_FROM=32)
 
 
 @triton.jit
 def encode_scale(x, HARDWARE: tl.constexpr):
     """fp32 -> e8m0 codes; rounded up, saturating."""
     if HARDWARE >= 100:
-        return convert_up_to_e8m0(x)
-    return to_exponents(x, 127, 254, SCALE_NAN, "up")
+        return lt.convert_up_to_e8m0(x)
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="up")
 
 
 @triton.jit
 def decode_scale(codes, HARDWARE: tl.constexpr):
     """e8m0 codes -> fp32, exact."""
-    return from_exponents(codes, 127, 255)
+    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
 
 
 @triton.jit
 def over_scale(codes):
     """1 / a decoded scale, exact."""
-    return over_exponents(codes, 127, 255)
+    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
 
 
 @triton.jit
@@ -105,510 +68,103 @@ def gemm_place(free, contracted, free_count, contracted_count):
     at_rt = free // 128
     at_c = contracted % 4
     at_ct = contracted // 4
-    return ((((at_rt) * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
+    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane. Bytes an element: 0.78125 (rowwise), 0.78125 (columnwise)."""
+    rowwise_data = planes[0]  # (m, k // 4 * 3) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) uint8
+    columnwise_data = planes[2]  # (m, k // 4 * 3) uint8
+    columnwise_scale = planes[3]  # (m // 32, k) uint8
     if ROWWISE:
-        blocks = to_blocks(to_float(tile), 1, 32)
-        found = block_amax(tile, 1, 32, HARDWARE)
+        blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
+        found = lt.block_amax(tile, 1, 32, HARDWARE)
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        codes = encode(scaled, HARDWARE)
-        words = pack(codes, 6, 4, True)
-        store_words(
-            rowwise_data,
-            words,
-            row,
-            column // 4,
-            m,
-            k // 4,
-            3,
-            4,
-            True,
-        )
-        store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE, BITS=6, LOW_FIRST=True)
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
     if COLUMNWISE:
-        blocks = to_blocks(to_float(tile), 32, 1)
-        found = block_amax(tile, 32, 1, HARDWARE)
+        blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
+        found = lt.block_amax(tile, 32, 1, HARDWARE)
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        codes = encode(scaled, HARDWARE)
-        words = pack(codes, 6, 4, True)
-        store_words(
-            columnwise_data,
-            words,
-            row,
-            column // 4,
-            m,
-            k // 4,
-            3,
-            4,
-            True,
-        )
-        store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), columnwise_data, None, at, EVEN, HARDWARE, BITS=6, LOW_FIRST=True)
+        lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile.
-
-    Bytes an element: those of x in; out 0.78125 for rowwise and 0.78125 for columnwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def quantize_group_kernel(
-    table,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-    quantize_tile(
-        matrix_at(fields, DTYPE, ROWS, ALIGNED),
-        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 2, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 3, tl.uint8, ROWS, ALIGNED),
-        row,
-        column,
-        m,
-        k,
-        k,
-        1,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    m,
-    k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k // 4 * 3) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) uint8
+    columnwise_data = planes[2]  # (m, k // 4 * 3) uint8
+    columnwise_scale = planes[3]  # (m // 32, k) uint8
     if ROWWISE:
-        words = load_words(
-            rowwise_data,
-            row,
-            column // 4,
-            m,
-            k // 4,
-            TILE_M,
-            TILE_K // 4,
-            3,
-            4,
-            True,
-            False,
-        )
-        element = decode(unpack(words, 6, 4, True), HARDWARE)
-        scale = load(
-            rowwise_scale,
-            row,
-            column // 32,
-            m,
-            tl.cdiv(k, 32),
-            tl.cdiv(k, 32),
-            1,
-            TILE_M,
-            TILE_K // 32,
-            EVEN,
-        )
-        scale = scale.to(tl.int32)
+        element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, BITS=6, LOW_FIRST=True), HARDWARE)
+        scale = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 32)).to(tl.int32)
         factor = decode_scale(scale, HARDWARE)
-        blocks = to_blocks(element, 1, 32)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 1, 32)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
     if COLUMNWISE:
-        words = load_words(
-            columnwise_data,
-            row,
-            column // 4,
-            m,
-            k // 4,
-            TILE_M,
-            TILE_K // 4,
-            3,
-            4,
-            True,
-            False,
-        )
-        element = decode(unpack(words, 6, 4, True), HARDWARE)
-        scale = load(
-            columnwise_scale,
-            row // 32,
-            column,
-            tl.cdiv(m, 32),
-            k,
-            k,
-            1,
-            TILE_M // 32,
-            TILE_K,
-            EVEN,
-        )
-        scale = scale.to(tl.int32)
+        element = decode(lt.load_codes(columnwise_data, at, TILE_M, TILE_K, BITS=6, LOW_FIRST=True), HARDWARE)
+        scale = lt.load_blocks(columnwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(32, 1)).to(tl.int32)
         factor = decode_scale(scale, HARDWARE)
-        blocks = to_blocks(element, 32, 1)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 32, 1)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    to_rowwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
-    m,
-    k,
-    cover_k,
-    SWIZZLED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    rowwise_scale = planes[0]  # (m, k // 32) uint8
+    columnwise_data = planes[1]  # (m, k // 4 * 3) uint8
+    columnwise_scale = planes[2]  # (m // 32, k) uint8
+    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
+    to_columnwise_data = buffers[1]  # (k, m // 4 * 3) uint8
+    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        rowwise_scale = plane_like(rowwise_scale, fields, 0, ROWS, ALIGNED)
-        columnwise_data = plane_like(columnwise_data, fields, 1, ROWS, ALIGNED)
-        columnwise_scale = plane_like(columnwise_scale, fields, 2, ROWS, ALIGNED)
-        to_rowwise_scale = plane_like(to_rowwise_scale, fields, 3, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 4, ROWS, ALIGNED)
-        to_columnwise_scale = plane_like(to_columnwise_scale, fields, 5, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_rowwise_scale is not None:
-        move_scales(
-            rowwise_scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, PLACE, True, TILE_M, TILE_K
-        )
-    if to_columnwise_data is not None:
-        move_codes(
-            columnwise_data, to_columnwise_data, row, column, m, k, k, m, 6, 4, 3, 4, True, False, True, TILE_M, TILE_K
-        )
-    if to_columnwise_scale is not None:
-        move_scales(
-            columnwise_scale,
-            to_columnwise_scale,
-            row,
-            column,
-            m,
-            k,
-            32,
-            1,
-            32,
-            1,
-            4,
-            128,
-            True,
-            PLACE,
-            False,
-            TILE_M,
-            TILE_K,
-        )
-
-
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax must be None: no scale depends on anything outside its block.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise, columnwise]
-    if m and k:
-        _launch(x, planes, rowwise, columnwise, tile)
-    return planes
-
-
-def _launch(
-    x: Tensor,
-    planes: Mapping[str, Tensor],
-    rowwise: bool,
-    columnwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-) -> None:
-    """Quantizes x into planes."""
-    m, k = x.shape
-    cover_m, cover_k = m, k
-    tile_m, tile_k, pieces, warps, registers = tile
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        planes.get("columnwise_data"),
-        planes.get("columnwise_scale"),
-        m,
-        k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        columnwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0,
-        launch.hardware(x.device),
+    # orientations.rowwise.scale: zero padded
+    lt.move_scales(
+        rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE
     )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
-    )
+    # orientations.columnwise.data: transposed, packed along m
+    lt.move_codes(columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=6, LOW_FIRST=True, DIMS="km")
+    # orientations.columnwise.scale: transposed, zero padded
+    lt.move_scales(
+        columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km",
+        FREE="k", PLACE=PLACE,
+    )  # fmt: skip
 
 
-def quantize_group(
-    xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
-    orientations: tuple[str, ...],
-    outs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
-
-    amaxes must be None: no scale depends on anything outside its block.
-    """
-    if not xs:
-        return
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[xs[0].element_size(), rowwise, columnwise]
-    names = ["rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"]
-    tables, alone = batches.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
-    for table in tables:
-        args = (
-            table.entries,
-            rowwise,
-            columnwise,
-            DTYPES[xs[0].dtype],
-            tile_m,
-            tile_k,
-            pieces,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(xs[0].device),
-        )
-        run(quantize_group_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
-    for index in alone:
-        quantize(xs[index], None, orientations, outs[index])
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            m,
-            k,
-            orientation in ("rowwise",),
-            orientation in ("columnwise",),
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(
-    planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    swizzled: scales are flat, in the GEMM's order.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, swizzled, None)
-    return _buffers(planes, made, orientations, swizzled)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-    swizzled: bool = False,
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = (
-        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
-        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
-    )
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 1)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], swizzled, table)
-    return [_buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor],
-    made: Mapping[str, Tensor],
-    m: int,
-    k: int,
-    swizzled: bool,
-    table: batches.Table | None,
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    cover_m, cover_k = _cover(m, k)
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(cover_m, cover_k, tile_m, tile_k, m % 1 == 0 and k % 1 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            made.get("rowwise_scale"),
-            made.get("columnwise_data"),
-            made.get("columnwise_scale"),
-            m,
-            k,
-            cover_k,
-            swizzled,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _cover(m: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a weight with all padding of its buffers."""
-    rows = max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m)
-    columns = max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32)
-    return rows, columns
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...], swizzled: bool
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"].flatten() if swizzled else made["rowwise_scale"]
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"].flatten() if swizzled else made["columnwise_scale"]
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True, True): (32, 64, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (2, False, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+        (4, True, True): (32, 64, 1, 2, None),
+        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, False, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+    },
+    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (32, 128, 2)},
+    lay_out_size=(128, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("rowwise_scale", "columnwise_data", "columnwise_scale"),
+    padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
+)

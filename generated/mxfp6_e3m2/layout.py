@@ -6,18 +6,6 @@ E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 s
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k // 4 * 3) uint8 e3m2 codes, 4 in 3 bytes, low bits first
-    rowwise_scale    (m, k // 32)    uint8 e8m0 scale of each 1x32 block
-    columnwise_data  (m, k // 4 * 3) uint8 e3m2 codes, 4 in 3 bytes, low bits first
-    columnwise_scale (m // 32, k)    uint8 e8m0 scale of each 32x1 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k // 4 * 3)              uint8 as stored
-    rowwise_scale    (up(m, 128), up(k // 32, 4)) uint8 rowwise_scale: zero padded
-    columnwise_data  (k, m // 4 * 3)              uint8 columnwise_data: transposed, packed along m
-    columnwise_scale (up(k, 128), up(m // 32, 4)) uint8 columnwise_scale: transposed, zero padded
-
 Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -34,26 +22,28 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(5, "mxfp6_e3m2")
+require(6, "mxfp6_e3m2")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),
-        "columnwise_data": Facts((m, k // 4 * 3), torch.uint8),
-        "columnwise_scale": Facts((m // 32, k), torch.uint8),
+        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e3m2 codes, 4 in 3 bytes, low bits first
+        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
+        "columnwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e3m2 codes, 4 in 3 bytes, low bits first
+        "columnwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
-        "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),
-        "columnwise_scale": Facts((up(k, 128), up(m // 32, 4)), torch.uint8),
+        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # as stored
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # rowwise_scale: zero padded
+        "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),  # columnwise_data: transposed, packed along m
+        "columnwise_scale": Facts(
+            (up(k, 128), up(m // 32, 4)), torch.uint8
+        ),  # columnwise_scale: transposed, zero padded
     }
 
 
@@ -76,28 +66,15 @@ LAYOUT = Layout(
         "columnwise_data": Plane(1, 1.3333333333333333),
         "columnwise_scale": Plane(32, 1),
     },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("columnwise_data", "columnwise_scale"),
-    },
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("columnwise_data", "columnwise_scale"),
         "both": ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
-    slots_differ=False,
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-    },
+    as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
     planes=planes,

@@ -9,19 +9,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
-from layoutc.runtime.numerics import (
-    block_amax,
-    divide,
-    from_blocks,
-    from_codes,
-    pack,
-    pad_to,
-    per_element,
-    to_blocks,
-    to_codes,
-    unpack,
-)
 
 ELEMENT_NAN = 0x1F  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
@@ -46,29 +35,23 @@ INVERSE_ELEMENT_MAX = 0.0357142873108387  # fp32(1 / 28)
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e3m2 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 28; NaN gives 0x1f.
-    """
-    return to_codes(x, ELEMENT_STEPS, 5, ELEMENT_NAN)
+    """fp32 -> e3m2 codes; rounded nearest, ties to even; saturates at 28; NaN gives 0x1f."""
+    return num.to_codes(x, ELEMENT_STEPS, 5, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e3m2 codes -> fp32, exact."""
-    return from_codes(codes, ELEMENT_VALUES)
+    return num.from_codes(codes, ELEMENT_VALUES)
 
 
 def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded up.
-
-    Saturates at 1.7014118346046923e+38; NaN gives 0xff.
-    """
-    return to_codes(x, SCALE_STEPS, None, SCALE_NAN)
+    """fp32 -> e8m0 codes; rounded up; saturates at 1.7014118346046923e+38; NaN gives 0xff."""
+    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
     """e8m0 codes -> fp32, exact."""
-    return from_codes(codes, SCALE_VALUES)
+    return num.from_codes(codes, SCALE_VALUES)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +60,7 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     The amax over the largest element, in the scale's format, with the spec's rounding.
     """
     scale = encode_scale(amax * INVERSE_ELEMENT_MAX)
-    multiplier = divide(1.0, decode_scale(scale))
+    multiplier = num.divide(1.0, decode_scale(scale))
     return scale, multiplier
 
 
@@ -92,33 +75,30 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 32)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None], m, k)), 6, low_first=True
+        blocks = num.to_blocks(x, 1, 32)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 6, low_first=True
         )
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 32, 1)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["columnwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None], m, k)), 6, low_first=True
+        blocks = num.to_blocks(x, 32, 1)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["columnwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 6, low_first=True
         )
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = decode_scale(planes["rowwise_scale"])
-        return decode(unpack(planes["rowwise_data"], 6, low_first=True)) * per_element(factor, 1, 32, m, k)
+        return decode(num.unpack(planes["rowwise_data"], 6, low_first=True)) * num.per_element(factor, 1, 32, m, k)
     if orientation == "columnwise":
         factor = decode_scale(planes["columnwise_scale"])
-        return decode(unpack(planes["columnwise_data"], 6, low_first=True)) * per_element(factor, 32, 1, m, k)
+        return decode(num.unpack(planes["columnwise_data"], 6, low_first=True)) * num.per_element(factor, 32, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -128,12 +108,14 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: zero padded
-        buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
+        buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         # columnwise_data: transposed, packed along m
-        buffers["columnwise_data"] = pack(unpack(planes["columnwise_data"], 6, low_first=True).t(), 6, low_first=True)
+        buffers["columnwise_data"] = num.pack(
+            num.unpack(planes["columnwise_data"], 6, low_first=True).t(), 6, low_first=True
+        )
         # columnwise_scale: transposed, zero padded
-        buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 32, 4))
+        buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 32, 4))
     return buffers
 
 

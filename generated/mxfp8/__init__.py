@@ -10,13 +10,6 @@ Tensor = MXFP8Tensor
 CastTensor = MXFP8CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXFP8CastTensor",
-    "MXFP8Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXFP8CastTensor", "MXFP8Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

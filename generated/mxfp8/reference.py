@@ -10,19 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
-from layoutc.runtime.numerics import (
-    block_amax,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_blocks,
-    from_codes,
-    pad_to,
-    per_element,
-    to_blocks,
-    to_codes,
-)
 
 ELEMENT_MAX = 448.0
 ELEMENT_NAN = 0x7F
@@ -36,29 +25,23 @@ INVERSE_ELEMENT_MAX = 0.0022321429569274187  # fp32(1 / 448)
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, ELEMENT_MAX, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded up.
-
-    Saturates at 1.7014118346046923e+38; NaN gives 0xff.
-    """
-    return to_codes(x, SCALE_STEPS, None, SCALE_NAN)
+    """fp32 -> e8m0 codes; rounded up; saturates at 1.7014118346046923e+38; NaN gives 0xff."""
+    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
     """e8m0 codes -> fp32, exact."""
-    return from_codes(codes, SCALE_VALUES)
+    return num.from_codes(codes, SCALE_VALUES)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +50,7 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     The amax over the largest element, in the scale's format, with the spec's rounding.
     """
     scale = encode_scale(amax * INVERSE_ELEMENT_MAX)
-    multiplier = divide(1.0, decode_scale(scale))
+    multiplier = num.divide(1.0, decode_scale(scale))
     return scale, multiplier
 
 
@@ -82,29 +65,26 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 32)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 1, 32)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 32, 1)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["columnwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 32, 1)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["columnwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = decode_scale(planes["rowwise_scale"])
-        return decode(planes["rowwise_data"]) * per_element(factor, 1, 32, m, k)
+        return decode(planes["rowwise_data"]) * num.per_element(factor, 1, 32, m, k)
     if orientation == "columnwise":
         factor = decode_scale(planes["columnwise_scale"])
-        return decode(planes["columnwise_data"]) * per_element(factor, 32, 1, m, k)
+        return decode(planes["columnwise_data"]) * num.per_element(factor, 32, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -114,11 +94,11 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: zero padded
-        buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
+        buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         buffers["columnwise_data"] = planes["columnwise_data"]
         # columnwise_scale: zero padded
-        buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"], up(m // 32, 4), up(k, 128))
+        buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"], up(m // 32, 4), up(k, 128))
     return buffers
 
 

@@ -10,13 +10,6 @@ Tensor = MXFP82DTensor
 CastTensor = MXFP82DCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXFP82DCastTensor",
-    "MXFP82DTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXFP82DCastTensor", "MXFP82DTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -6,16 +6,6 @@ E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
 
-Stored (planes: compact, m-major):
-    rowwise_data  (m, k)             uint8 e4m3 codes
-    rowwise_scale (m // 32, k // 32) uint8 e8m0 scale of each 32x32 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k)                       uint8 as stored
-    rowwise_scale    (up(m, 128), up(k // 32, 4)) uint8 rowwise_scale: 32 times along m, zero padded
-    columnwise_data  (m, k)                       uint8 the plane rowwise_data
-    columnwise_scale (up(m // 32, 4), up(k, 128)) uint8 rowwise_scale: 32 times along k, zero padded
-
 Shards may be cut at any row. At multiples of 32 rows that costs nothing: one rowwise scale covers 32 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -30,24 +20,28 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(5, "mxfp8_2d")
+require(6, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((m // 32, k // 32), torch.uint8),
+        "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
+        "rowwise_scale": Facts((m // 32, k // 32), torch.uint8),  # e8m0 scale of each 32x32 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
-        "columnwise_data": Facts((m, k), torch.uint8),
-        "columnwise_scale": Facts((up(m // 32, 4), up(k, 128)), torch.uint8),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts(
+            (up(m, 128), up(k // 32, 4)), torch.uint8
+        ),  # rowwise_scale: 32 times along m, zero padded
+        "columnwise_data": Facts((m, k), torch.uint8),  # the plane rowwise_data
+        "columnwise_scale": Facts(
+            (up(m // 32, 4), up(k, 128)), torch.uint8
+        ),  # rowwise_scale: 32 times along k, zero padded
     }
 
 
@@ -64,14 +58,8 @@ LAYOUT = Layout(
     multiple_k=32,
     blocks={"rowwise": "32x32", "columnwise": "32x32"},
     bytes_per_element=1.0009765625,
-    stored={
-        "rowwise_data": Plane(1, 1),
-        "rowwise_scale": Plane(32, 32),
-    },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("rowwise_data", "rowwise_scale"),
-    },
+    stored={"rowwise_data": Plane(1, 1), "rowwise_scale": Plane(32, 32)},
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("rowwise_data", "rowwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("rowwise_data", "rowwise_scale"),
@@ -82,15 +70,8 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
-    slots_differ=False,
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "columnwise_data": "rowwise_data",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "columnwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
     planes=planes,

@@ -10,13 +10,6 @@ Tensor = MXINT8Tensor
 CastTensor = MXINT8CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "MXINT8CastTensor",
-    "MXINT8Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "MXINT8CastTensor", "MXINT8Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -5,28 +5,11 @@
 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import DTYPES, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import block_amax, from_blocks, to_blocks, to_float
-from layoutc.runtime.triton.codes import (
-    floor_power_of_two,
-    from_exponents,
-    from_integer_codes,
-    over_exponents,
-    to_exponents,
-    to_integer_codes,
-)
-from layoutc.runtime.triton.tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, move_scales, put_words, spread_scales, to_words, turn_bytes
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
@@ -34,580 +17,154 @@ ELEMENT_NAN = tl.constexpr(0x7F)  # the format has no NaN: the largest magnitude
 SCALE_NAN = tl.constexpr(0xFF)
 INVERSE_ELEMENT_POWER = tl.constexpr(1.0)  # 1 / 1, the largest power of two up to 1.98438
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise, columnwise.
-TILES = {
-    (2, True, True): (32, 256, 2, 2, 224),
-    (2, True, False): (4, 1024, 1, 4, None),
-    (2, False, True): (32, 256, 1, 2, None),
-    (4, True, True): (32, 128, 1, 1, None),
-    (4, True, False): (4, 1024, 1, 4, None),
-    (4, False, True): (32, 128, 1, 2, None),
-}
-# The same for writing buffers.
-BUFFER_TILES = {
-    (2, True, True): (128, 128, 1, 8, None),
-    (2, True, False): (128, 128, 1, 4, 168),
-    (2, False, True): (128, 128, 1, 4, 168),
-    (4, True, True): (128, 128, 1, 8, None),
-    (4, True, False): (128, 128, 1, 4, None),
-    (4, False, True): (128, 128, 1, 4, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (4, 512, 2),
-    "columnwise": (32, 128, 2),
-}
-LAY_OUT_TILE = (256, 128, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> int8_64ths codes; rounded nearest, saturating."""
-    return to_integer_codes(x, 8, -127, 6, ELEMENT_NAN)
+    return lt.to_integer_codes(x, BITS=8, LOWEST=-127, FRACTION=6, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """int8_64ths codes -> fp32, exact."""
-    return from_integer_codes(codes, 8, 6)
+    return lt.from_integer_codes(codes, BITS=8, FRACTION=6)
 
 
 @triton.jit
 def encode_scale(x, HARDWARE: tl.constexpr):
     """fp32 -> e8m0 codes; rounded nearest, saturating."""
-    return to_exponents(x, 127, 254, SCALE_NAN, "nearest")
+    return lt.to_exponents(x, BIAS=127, LAST=254, NAN=SCALE_NAN, ROUNDING="nearest")
 
 
 @triton.jit
 def decode_scale(codes, HARDWARE: tl.constexpr):
     """e8m0 codes -> fp32, exact."""
-    return from_exponents(codes, 127, 255)
+    return lt.from_exponents(codes, BIAS=127, NAN_FROM=255)
 
 
 @triton.jit
 def over_scale(codes):
     """1 / a decoded scale, exact."""
-    return over_exponents(codes, 127, 255)
+    return lt.over_exponents(codes, BIAS=127, NAN_FROM=255)
 
 
 @triton.jit
 def scales(amax, HARDWARE: tl.constexpr):
     """amax -> (scale, multiplier); the reference's operations, in its order."""
-    scale = encode_scale(floor_power_of_two(amax) * INVERSE_ELEMENT_POWER, HARDWARE)
+    scale = encode_scale(lt.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER, HARDWARE)
     multiplier = over_scale(scale)
     return scale, multiplier
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    to_rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane and buffer asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane and buffer. Bytes an element: 1.03125 (rowwise), 1.03125 (columnwise)."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) uint8
+    columnwise_data = planes[2]  # (m, k) uint8
+    columnwise_scale = planes[3]  # (m // 32, k) uint8
+    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
+    to_columnwise_data = buffers[1]  # (k, m) uint8
+    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
     if ROWWISE:
-        blocks = to_blocks(to_float(tile), 1, 32)
-        found = block_amax(tile, 1, 32, HARDWARE)
+        blocks = lt.to_blocks(lt.to_float(tile), 1, 32)
+        found = lt.block_amax(tile, 1, 32, HARDWARE)
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        if rowwise_data is not None:
-            store(rowwise_data, encode(scaled, HARDWARE), row, column, m, k, EVEN)
-        if rowwise_scale is not None:
-            store(rowwise_scale, scale, row, column // 32, m, tl.cdiv(k, 32), EVEN)
-        if to_rowwise_scale is not None:
-            spread_scales(scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, None, True)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
+        # orientations.rowwise.scale: zero padded
+        lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     if COLUMNWISE:
-        blocks = to_blocks(to_float(tile), 32, 1)
-        found = block_amax(tile, 32, 1, HARDWARE)
+        blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
+        found = lt.block_amax(tile, 32, 1, HARDWARE)
         scale, multiplier = scales(found, HARDWARE)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        codes = encode(scaled, HARDWARE)
-        if to_columnwise_data is not None:
-            put_words(to_words(codes), columnwise_data, to_columnwise_data, row, column, m, k, 8, EVEN, HARDWARE)
-        else:
-            store(columnwise_data, codes, row, column, m, k, EVEN)
-        if columnwise_scale is not None:
-            store(columnwise_scale, scale, row // 32, column, tl.cdiv(m, 32), k, EVEN)
-        if to_columnwise_scale is not None:
-            spread_scales(scale, to_columnwise_scale, row, column, m, k, 32, 1, 32, 1, 4, 128, True, None, False)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_codes(encode(scaled, HARDWARE), columnwise_data, to_columnwise_data, at, EVEN, HARDWARE)
+        lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
+        # orientations.columnwise.scale: transposed, zero padded
+        lt.spread_scales(scale, to_columnwise_scale, at, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km")
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    to_rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
-    m,
-    k,
-    cover_k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile; tiles cover cover_k columns, k with all padding.
-
-    Bytes an element: those of x in; out 1.03125 for rowwise and 1.03125 for columnwise.
-    """
-    row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        to_rowwise_scale,
-        columnwise_data,
-        columnwise_scale,
-        to_columnwise_data,
-        to_columnwise_scale,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def quantize_group_kernel(
-    table,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-    quantize_tile(
-        matrix_at(fields, DTYPE, ROWS, ALIGNED),
-        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
-        None,
-        plane_at(fields, 2, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 3, tl.uint8, ROWS, ALIGNED),
-        None,
-        None,
-        row,
-        column,
-        m,
-        k,
-        k,
-        1,
-        ROWWISE,
-        COLUMNWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    m,
-    k,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k) uint8
+    rowwise_scale = planes[1]  # (m, k // 32) uint8
+    columnwise_data = planes[2]  # (m, k) uint8
+    columnwise_scale = planes[3]  # (m // 32, k) uint8
     if ROWWISE:
-        codes = load(rowwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
-        element = decode(codes, HARDWARE)
-        scale = load(
-            rowwise_scale,
-            row,
-            column // 32,
-            m,
-            tl.cdiv(k, 32),
-            tl.cdiv(k, 32),
-            1,
-            TILE_M,
-            TILE_K // 32,
-            EVEN,
-        )
-        scale = scale.to(tl.int32)
+        element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
+        scale = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 32)).to(tl.int32)
         factor = decode_scale(scale, HARDWARE)
-        blocks = to_blocks(element, 1, 32)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 1, 32)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
     if COLUMNWISE:
-        codes = load(columnwise_data, row, column, m, k, k, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
-        element = decode(codes, HARDWARE)
-        scale = load(
-            columnwise_scale,
-            row // 32,
-            column,
-            tl.cdiv(m, 32),
-            k,
-            k,
-            1,
-            TILE_M // 32,
-            TILE_K,
-            EVEN,
-        )
-        scale = scale.to(tl.int32)
+        element = decode(lt.load_codes(columnwise_data, at, TILE_M, TILE_K, EVEN=EVEN), HARDWARE)
+        scale = lt.load_blocks(columnwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(32, 1)).to(tl.int32)
         factor = decode_scale(scale, HARDWARE)
-        blocks = to_blocks(element, 32, 1)
-        values = from_blocks(blocks * factor[:, None, :, None])
-        store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+        blocks = lt.to_blocks(element, 32, 1)
+        values = lt.from_blocks(blocks * factor[:, None, :, None])
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    rowwise_scale,
-    columnwise_data,
-    columnwise_scale,
-    to_rowwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
-    m,
-    k,
-    cover_k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        rowwise_scale = plane_like(rowwise_scale, fields, 0, ROWS, ALIGNED)
-        columnwise_data = plane_like(columnwise_data, fields, 1, ROWS, ALIGNED)
-        columnwise_scale = plane_like(columnwise_scale, fields, 2, ROWS, ALIGNED)
-        to_rowwise_scale = plane_like(to_rowwise_scale, fields, 3, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 4, ROWS, ALIGNED)
-        to_columnwise_scale = plane_like(to_columnwise_scale, fields, 5, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_rowwise_scale is not None:
-        move_scales(
-            rowwise_scale, to_rowwise_scale, row, column, m, k, 1, 32, 1, 32, 128, 4, False, None, True, TILE_M, TILE_K
-        )
-    if to_columnwise_data is not None:
-        if WORDS:
-            turn_bytes(columnwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-        else:
-            move_codes(
-                columnwise_data,
-                to_columnwise_data,
-                row,
-                column,
-                m,
-                k,
-                k,
-                m,
-                8,
-                1,
-                1,
-                1,
-                True,
-                False,
-                True,
-                TILE_M,
-                TILE_K,
-            )
-    if to_columnwise_scale is not None:
-        move_scales(
-            columnwise_scale,
-            to_columnwise_scale,
-            row,
-            column,
-            m,
-            k,
-            32,
-            1,
-            32,
-            1,
-            4,
-            128,
-            True,
-            None,
-            False,
-            TILE_M,
-            TILE_K,
-        )
-
-
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax must be None: no scale depends on anything outside its block.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise, columnwise]
-    if m and k:
-        _launch(x, planes, {}, rowwise, columnwise, tile, m, k)
-    return planes
-
-
-def quantize_buffers(x: Tensor, amax: Tensor | None, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> buffers of the orientations, as a GEMM reads them, by name.
-
-    In one launch, where whole words of codes can be transposed. amax: as for quantize.
-    """
-    m, k = x.shape
-    if m % 4 or k % 4 or not m or not k:
-        planes = quantize(x, None, orientations)
-        return lay_out(planes, m, k, orientations)
-    made = launch.buffers(LAYOUT, m, k, orientations, x.device)
-    planes = launch.kept_planes(LAYOUT, m, k, orientations, x.device)
-    rowwise, columnwise = "rowwise" in orientations, "columnwise" in orientations
-    tile = BUFFER_TILES[x.element_size(), rowwise, columnwise]
-    _launch(x, planes, made, rowwise, columnwise, tile, *_cover(m, k))
-    return _buffers(planes, made, orientations)
-
-
-def _launch(
-    x: Tensor,
-    planes: Mapping[str, Tensor],
-    made: Mapping[str, Tensor],
-    rowwise: bool,
-    columnwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-    cover_m: int,
-    cover_k: int,
-) -> None:
-    """Quantizes x into planes and buffers; the others are None."""
-    m, k = x.shape
-    tile_m, tile_k, pieces, warps, registers = tile
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        made.get("rowwise_scale"),
-        planes.get("columnwise_data"),
-        planes.get("columnwise_scale"),
-        made.get("columnwise_data"),
-        made.get("columnwise_scale"),
-        m,
-        k,
-        cover_k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        columnwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k,
-        launch.hardware(x.device),
-    )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    rowwise_scale = planes[0]  # (m, k // 32) uint8
+    columnwise_data = planes[1]  # (m, k) uint8
+    columnwise_scale = planes[2]  # (m // 32, k) uint8
+    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
+    to_columnwise_data = buffers[1]  # (k, m) uint8
+    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
+    # orientations.rowwise.scale: zero padded
+    lt.move_scales(rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
+    # orientations.columnwise.data: transposed
+    lt.move_codes(
+        columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km",
+        WORDS=WORDS,
+    )  # fmt: skip
+    # orientations.columnwise.scale: transposed, zero padded
+    lt.move_scales(
+        columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km"
     )
 
 
-def quantize_group(
-    xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
-    orientations: tuple[str, ...],
-    outs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
-
-    amaxes must be None: no scale depends on anything outside its block.
-    """
-    if not xs:
-        return
-    rowwise = "rowwise" in orientations
-    columnwise = "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[xs[0].element_size(), rowwise, columnwise]
-    names = ["rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"]
-    tables, alone = batches.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
-    for table in tables:
-        args = (
-            table.entries,
-            rowwise,
-            columnwise,
-            DTYPES[xs[0].dtype],
-            tile_m,
-            tile_k,
-            pieces,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(xs[0].device),
-        )
-        run(quantize_group_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
-    for index in alone:
-        quantize(xs[index], None, orientations, outs[index])
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            m,
-            k,
-            orientation in ("rowwise",),
-            orientation in ("columnwise",),
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    Those that are planes are the planes given.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, None)
-    return _buffers(planes, made, orientations)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = (
-        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
-        ["rowwise_scale", "columnwise_data", "columnwise_scale"],
-    )
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 4)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], table)
-    return [_buffers(held, new, orientations) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], m: int, k: int, table: batches.Table | None
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    cover_m, cover_k = _cover(m, k)
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(cover_m, cover_k, tile_m, tile_k, m % 4 == 0 and k % 4 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("rowwise_scale"),
-            planes.get("columnwise_data"),
-            planes.get("columnwise_scale"),
-            made.get("rowwise_scale"),
-            made.get("columnwise_data"),
-            made.get("columnwise_scale"),
-            m,
-            k,
-            cover_k,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _cover(m: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a weight with all padding of its buffers."""
-    rows = max(launch.up(launch.cdiv(m, 32), 4) * 32, launch.up(m, 128), m)
-    columns = max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 32), 4) * 32)
-    return rows, columns
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"]
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"]
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise",), "columnwise": ("columnwise",)},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True, True): (32, 256, 2, 2, 224),  # one row of blocks, all rows of a block in a warp
+        (2, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (2, False, True): (32, 256, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+        (4, True, True): (32, 128, 1, 1, None),
+        (4, True, False): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
+        (4, False, True): (32, 128, 1, 2, None),  # one row of blocks, all rows of a block in a warp
+    },
+    buffer_sizes={
+        (2, True, True): (128, 128, 1, 8, None),  # codes are transposed: whole sectors of a column
+        (2, True, False): (128, 128, 1, 4, 168),
+        (2, False, True): (128, 128, 1, 4, 168),
+        (4, True, True): (128, 128, 1, 8, None),
+        (4, True, False): (128, 128, 1, 4, None),
+        (4, False, True): (128, 128, 1, 4, None),
+    },
+    dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (32, 128, 2)},
+    lay_out_size=(256, 128, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("rowwise_scale", "columnwise_data", "columnwise_scale"),
+    word=4,
+    padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
+)

@@ -6,18 +6,6 @@
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k)       uint8 int8_64ths codes
-    rowwise_scale    (m, k // 32) uint8 e8m0 scale of each 1x32 block
-    columnwise_data  (m, k)       uint8 int8_64ths codes
-    columnwise_scale (m // 32, k) uint8 e8m0 scale of each 32x1 block
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k)                       uint8 as stored
-    rowwise_scale    (up(m, 128), up(k // 32, 4)) uint8 rowwise_scale: zero padded
-    columnwise_data  (k, m)                       uint8 columnwise_data: transposed
-    columnwise_scale (up(k, 128), up(m // 32, 4)) uint8 columnwise_scale: transposed, zero padded
-
 Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -34,26 +22,28 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(5, "mxint8")
+require(6, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((m, k // 32), torch.uint8),
-        "columnwise_data": Facts((m, k), torch.uint8),
-        "columnwise_scale": Facts((m // 32, k), torch.uint8),
+        "rowwise_data": Facts((m, k), torch.uint8),  # int8_64ths codes
+        "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
+        "columnwise_data": Facts((m, k), torch.uint8),  # int8_64ths codes
+        "columnwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
-        "columnwise_data": Facts((k, m), torch.uint8),
-        "columnwise_scale": Facts((up(k, 128), up(m // 32, 4)), torch.uint8),
+        "rowwise_data": Facts((m, k), torch.uint8),  # as stored
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # rowwise_scale: zero padded
+        "columnwise_data": Facts((k, m), torch.uint8),  # columnwise_data: transposed
+        "columnwise_scale": Facts(
+            (up(k, 128), up(m // 32, 4)), torch.uint8
+        ),  # columnwise_scale: transposed, zero padded
     }
 
 
@@ -76,28 +66,15 @@ LAYOUT = Layout(
         "columnwise_data": Plane(1, 1),
         "columnwise_scale": Plane(32, 1),
     },
-    sources={
-        "rowwise": ("rowwise_data", "rowwise_scale"),
-        "columnwise": ("columnwise_data", "columnwise_scale"),
-    },
+    sources={"rowwise": ("rowwise_data", "rowwise_scale"), "columnwise": ("columnwise_data", "columnwise_scale")},
     travels={
         "forward": ("rowwise_data", "rowwise_scale"),
         "backward": ("columnwise_data", "columnwise_scale"),
         "both": ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
-    slots_differ=False,
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     shares_amax=False,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-    },
+    as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
     planes=planes,

@@ -9,20 +9,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
-from layoutc.runtime.numerics import (
-    block_amax,
-    divide,
-    floor_power_of_two,
-    from_blocks,
-    from_codes,
-    from_integer_codes,
-    pad_to,
-    per_element,
-    to_blocks,
-    to_codes,
-    to_integer_codes,
-)
 
 ELEMENT_NAN = 0x7F  # the format has no NaN: the largest magnitude
 SCALE_NAN = 0xFF
@@ -35,29 +23,23 @@ INVERSE_ELEMENT_POWER = 1.0  # 1 / 1, the largest power of two up to 1.98438
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> int8_64ths codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 1.984375; NaN gives 0x7f.
-    """
-    return to_integer_codes(x, 8, -127, 6, ELEMENT_NAN)
+    """fp32 -> int8_64ths codes; rounded nearest, ties to even; saturates at 1.984375; NaN gives 0x7f."""
+    return num.to_integer_codes(x, 8, -127, 6, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """int8_64ths codes -> fp32, exact."""
-    return from_integer_codes(codes, 8, 6)
+    return num.from_integer_codes(codes, 8, 6)
 
 
 def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e8m0 codes; rounded nearest, ties to even.
-
-    Saturates at 1.7014118346046923e+38; NaN gives 0xff.
-    """
-    return to_codes(x, SCALE_STEPS, None, SCALE_NAN)
+    """fp32 -> e8m0 codes; rounded nearest, ties to even; saturates at 1.7014118346046923e+38; NaN gives 0xff."""
+    return num.to_codes(x, SCALE_STEPS, None, SCALE_NAN)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
     """e8m0 codes -> fp32, exact."""
-    return from_codes(codes, SCALE_VALUES)
+    return num.from_codes(codes, SCALE_VALUES)
 
 
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,8 +47,8 @@ def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     The exponent of the amax, less that of the largest element (OCP MX v1.0, 6.3).
     """
-    scale = encode_scale(floor_power_of_two(amax) * INVERSE_ELEMENT_POWER)
-    multiplier = divide(1.0, decode_scale(scale))
+    scale = encode_scale(num.floor_power_of_two(amax) * INVERSE_ELEMENT_POWER)
+    multiplier = num.divide(1.0, decode_scale(scale))
     return scale, multiplier
 
 
@@ -81,29 +63,26 @@ def quantize_reference(
     x = x.float().contiguous()
     planes = {}
     if "rowwise" in orientations:
-        blocks = to_blocks(x, 1, 32)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["rowwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 1, 32)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["rowwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["rowwise_scale"] = scale
     if "columnwise" in orientations:
-        blocks = to_blocks(x, 32, 1)
-        scale, multiplier = scales(block_amax(blocks))
-        planes["columnwise_data"] = encode(from_blocks(blocks * multiplier[:, None, :, None], m, k))
+        blocks = num.to_blocks(x, 32, 1)
+        scale, multiplier = scales(num.block_amax(blocks))
+        planes["columnwise_data"] = encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k))
         planes["columnwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale))
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale))."""
     if orientation == "rowwise":
         factor = decode_scale(planes["rowwise_scale"])
-        return decode(planes["rowwise_data"]) * per_element(factor, 1, 32, m, k)
+        return decode(planes["rowwise_data"]) * num.per_element(factor, 1, 32, m, k)
     if orientation == "columnwise":
         factor = decode_scale(planes["columnwise_scale"])
-        return decode(planes["columnwise_data"]) * per_element(factor, 32, 1, m, k)
+        return decode(planes["columnwise_data"]) * num.per_element(factor, 32, 1, m, k)
     raise ValueError(f"no orientation {orientation}")
 
 
@@ -113,10 +92,10 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: zero padded
-        buffers["rowwise_scale"] = pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
+        buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         # columnwise_data: transposed
         buffers["columnwise_data"] = planes["columnwise_data"].t().contiguous()
         # columnwise_scale: transposed, zero padded
-        buffers["columnwise_scale"] = pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 32, 4))
+        buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 32, 4))
     return buffers

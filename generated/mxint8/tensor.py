@@ -2,61 +2,39 @@
 # Layout id a56a04718815: changes when stored bytes or arithmetic change, and only then.
 """MXINT8Tensor: a weight in mxint8, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from types import ModuleType
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, wire
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize import entry_points
+from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
-from .dispatch import HANDLERS, cut, join
+from . import reference
+from .dispatch import cut, join
 from .layout import LAYOUT
-from .reference import dequantize_reference, lay_out, quantize_reference
 
 
 @register
 class MXINT8Tensor(QuantizedTensor):
     """8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
 
-    Planes: rowwise_data, rowwise_scale, columnwise_data, columnwise_scale.
-    Buffers: rowwise_data, rowwise_scale, columnwise_data, columnwise_scale.
-
     It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
     """
 
-    LAYOUT = LAYOUT
-    HANDLERS = HANDLERS
+    LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
+    KERNELS = f"{__package__}.kernels"
+    _cut, _join = staticmethod(cut), staticmethod(join)
 
-    @property
-    def rowwise_data(self) -> Tensor:
-        """Stored: (m, k), uint8. int8_64ths codes."""
-        return self._plane("rowwise_data")
+    rowwise_data = plane("rowwise_data")  # (m, k) uint8: int8_64ths codes
+    rowwise_scale = plane("rowwise_scale")  # (m, k // 32) uint8: e8m0 scale of each 1x32 block
+    columnwise_data = plane("columnwise_data")  # (m, k) uint8: int8_64ths codes
+    columnwise_scale = plane("columnwise_scale")  # (m // 32, k) uint8: e8m0 scale of each 32x1 block
 
-    @property
-    def rowwise_scale(self) -> Tensor:
-        """Stored: (m, k // 32), uint8. e8m0 scale of each 1x32 block."""
-        return self._plane("rowwise_scale")
-
-    @property
-    def columnwise_data(self) -> Tensor:
-        """Stored: (m, k), uint8. int8_64ths codes."""
-        return self._plane("columnwise_data")
-
-    @property
-    def columnwise_scale(self) -> Tensor:
-        """Stored: (m // 32, k), uint8. e8m0 scale of each 32x1 block."""
-        return self._plane("columnwise_scale")
-
-    # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
@@ -66,15 +44,9 @@ class MXINT8Tensor(QuantizedTensor):
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [
-                wire.wire(self, gathering, "rowwise_data"),
-                wire.wire(self, gathering, "rowwise_scale"),
-            ]
+            sent += [wire.wire(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
         if gathering.which != "forward":
-            sent += [
-                wire.wire(self, gathering, "columnwise_data"),
-                wire.wire(self, gathering, "columnwise_scale"),
-            ]
+            sent += [wire.wire(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
         return wire.send(tuple(sent), gathering)
 
     def fsdp_post_all_gather(
@@ -101,65 +73,6 @@ class MXINT8Tensor(QuantizedTensor):
             gathered["columnwise_scale"] = wire.arrived(metadata, "columnwise_scale", received[slot + 1])
         return hooks.finish(self, gathered, metadata, param_dtype, out)
 
-    # ------------------------------------------------------------------------------------------- what the runtime calls
-    @classmethod
-    def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        if launch.usable(x):
-            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
-        return quantize_reference(x, amax=amax, orientations=tuple(orientations))
-
-    @classmethod
-    def _quantize_group(
-        cls,
-        xs: Sequence[Tensor],
-        amaxes: Sequence[Tensor] | None,
-        orientations: Sequence[str],
-        outs: Sequence[Mapping[str, Tensor]],
-    ) -> bool:
-        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
-        return True
-
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            return _kernels().dequantize(planes, m, k, orientation, dtype)
-        return dequantize_reference(planes, m, k, orientation).to(dtype)
-
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        if orientations and launch.usable(next(iter(planes.values()))):
-            return _kernels().lay_out(planes, m, k, orientations)
-        return lay_out(planes, m, k, orientations)
-
-    @staticmethod
-    def _lay_out_group(
-        planes: Sequence[Mapping[str, Tensor]],
-        shapes: Sequence[tuple[int, int]],
-        orientations: tuple[str, ...],
-        swizzled: bool,
-    ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(planes, shapes, orientations)
-
-    @classmethod
-    def _quantize_buffers(
-        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
-    ) -> dict[str, Tensor] | None:
-        if not launch.usable(x):
-            return None
-        return _kernels().quantize_buffers(x, amax, orientations)
-
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(planes, r0, r1, c0, c1)
-
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return join(pieces)
-
 
 @register_cast
 class MXINT8CastTensor(CastOnGather):
@@ -168,44 +81,4 @@ class MXINT8CastTensor(CastOnGather):
     QUANTIZED = MXINT8Tensor
 
 
-@cache
-def _kernels() -> ModuleType:
-    """The kernels, which need Triton."""
-    from . import kernels
-
-    return kernels
-
-
-def quantize(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    out: MXINT8Tensor | None = None,
-) -> MXINT8Tensor:
-    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
-
-    `amax` must be None, and `group` changes nothing: no scale depends on other shards.
-    `out` is overwritten in place and returned.
-
-    Raises ValueError for shapes whose m and k are not multiples of 32 and 32, TypeError for other dtypes.
-    """
-    return weights.quantize(MXINT8Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
-
-
-def quantize_buffers(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    swizzled: bool = False,
-) -> dict[str, Tensor]:
-    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
-
-    In one launch on a card. Raises as quantize, and ValueError where the spec states no swizzle.
-    """
-    return weights.quantize_buffers(
-        MXINT8Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
-    )
+quantize, quantize_buffers = entry_points.functions(MXINT8Tensor)

@@ -10,13 +10,6 @@ Tensor = NVFP4Tensor
 CastTensor = NVFP4CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "NVFP4CastTensor",
-    "NVFP4Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "NVFP4CastTensor", "NVFP4Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -10,36 +10,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_blocks,
-    from_codes,
-    pack,
-    pad_to,
-    per_element,
-    repeat,
-    tensor_amax,
-    to_blocks,
-    to_codes,
-    unpack,
-)
 
 ELEMENT_MAX = 6.0
 ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
-    0.2500000298023224,
-    0.75,
-    1.2500001192092896,
-    1.75,
-    2.500000238418579,
-    3.5,
-    5.000000476837158,
-)  # |x| at or above: the next code
+    0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
+)  # |x| at or above: the next code  # fmt: skip
 ELEMENT_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # by code  # fmt: skip
@@ -50,29 +28,23 @@ INVERSE_RANGE = 0.00037202381645329297  # fp32(1 / (6 * 448))
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e2m1 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 6; NaN gives 0x07.
-    """
-    return to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
+    """fp32 -> e2m1 codes; rounded nearest, ties to even; saturates at 6; NaN gives 0x07."""
+    return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e2m1 codes -> fp32, exact."""
-    return from_codes(codes, ELEMENT_VALUES)
+    return num.from_codes(codes, ELEMENT_VALUES)
 
 
 def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +52,10 @@ def scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
 
     Block scales relative to one scale of the whole tensor.
     """
-    tensor_scale = divide(SCALE_MAX * ELEMENT_MAX, tensor_amax).clamp(max=F32_MAX)
+    tensor_scale = num.divide(SCALE_MAX * ELEMENT_MAX, tensor_amax).clamp(max=num.F32_MAX)
     tensor_scale = torch.where((tensor_amax == 0) | (tensor_scale == 0), 1.0, tensor_scale)
-    scale = encode_scale((amax * (tensor_scale * INVERSE_ELEMENT_MAX)).clamp(max=F32_MAX))
-    multiplier = divide(1.0, decode_scale(scale) * divide(1.0, tensor_scale)).clamp(max=F32_MAX)
+    scale = encode_scale((amax * (tensor_scale * INVERSE_ELEMENT_MAX)).clamp(max=num.F32_MAX))
+    multiplier = num.divide(1.0, decode_scale(scale) * num.divide(1.0, tensor_scale)).clamp(max=num.F32_MAX)
     return scale, multiplier
 
 
@@ -97,25 +69,22 @@ def quantize_reference(
     m, k = x.shape
     x = x.float().contiguous()
     if amax is None:
-        amax = tensor_amax(x)
+        amax = num.tensor_amax(x)
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
-        blocks = to_blocks(x, 16, 16)
-        scale, multiplier = scales(block_amax(blocks), amax)
-        planes["rowwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
+        blocks = num.to_blocks(x, 16, 16)
+        scale, multiplier = scales(num.block_amax(blocks), amax)
+        planes["rowwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
         )
         planes["rowwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale) * tensor_amax * inverse_range)
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale) * tensor_amax * inverse_range)."""
     factor = decode_scale(planes["rowwise_scale"]) * planes["amax"] * INVERSE_RANGE
-    return decode(unpack(planes["rowwise_data"], 4, low_first=True)) * per_element(factor, 16, 16, m, k)
+    return decode(num.unpack(planes["rowwise_data"], 4, low_first=True)) * num.per_element(factor, 16, 16, m, k)
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
@@ -124,12 +93,16 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: 16 times along m, zero padded
-        buffers["rowwise_scale"] = pad_to(repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
+        buffers["rowwise_scale"] = num.pad_to(num.repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
         # rowwise_data: transposed, packed along m
-        buffers["columnwise_data"] = pack(unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True)
+        buffers["columnwise_data"] = num.pack(
+            num.unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True
+        )
         # rowwise_scale: transposed, 16 times along k, zero padded
-        buffers["columnwise_scale"] = pad_to(repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4))
+        buffers["columnwise_scale"] = num.pad_to(
+            num.repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4)
+        )
     buffers["amax"] = planes["amax"]
     return buffers
 

@@ -10,13 +10,6 @@ Tensor = NVFP41DTensor
 CastTensor = NVFP41DCastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "NVFP41DCastTensor",
-    "NVFP41DTensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "NVFP41DCastTensor", "NVFP41DTensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -6,20 +6,6 @@ E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 16 and 16.
 
-Stored (planes: compact, m-major):
-    rowwise_data     (m, k // 2)  uint8   e2m1 codes, 2 in a byte, low bits first
-    rowwise_scale    (m, k // 16) uint8   e4m3 scale of each 1x16 block
-    columnwise_data  (m, k // 2)  uint8   e2m1 codes, 2 in a byte, low bits first
-    columnwise_scale (m // 16, k) uint8   e4m3 scale of each 16x1 block
-    amax             (1,)         float32 amax of the whole weight
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k // 2)                  uint8   as stored
-    rowwise_scale    (up(m, 128), up(k // 16, 4)) uint8   rowwise_scale: zero padded
-    columnwise_data  (k, m // 2)                  uint8   columnwise_data: transposed, packed along m
-    columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   columnwise_scale: transposed, zero padded
-    amax             (1,)                         float32 of the whole weight
-
 Shards may be cut at any row. At multiples of 16 rows that costs nothing: one columnwise scale covers 16 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -35,28 +21,30 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(5, "nvfp4_1d")
+require(6, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((m, k // 16), torch.uint8),
-        "columnwise_data": Facts((m, k // 2), torch.uint8),
-        "columnwise_scale": Facts((m // 16, k), torch.uint8),
-        "amax": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
+        "columnwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "columnwise_scale": Facts((m // 16, k), torch.uint8),  # e4m3 scale of each 16x1 block
+        "amax": Facts((1,), torch.float32),  # amax of the whole weight
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),
-        "columnwise_data": Facts((k, m // 2), torch.uint8),
-        "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
-        "amax": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
+        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # rowwise_scale: zero padded
+        "columnwise_data": Facts((k, m // 2), torch.uint8),  # columnwise_data: transposed, packed along m
+        "columnwise_scale": Facts(
+            (up(k, 128), up(m // 16, 4)), torch.uint8
+        ),  # columnwise_scale: transposed, zero padded
+        "amax": Facts((1,), torch.float32),  # of the whole weight
     }
 
 
@@ -89,20 +77,9 @@ LAYOUT = Layout(
         "backward": ("columnwise_data", "columnwise_scale"),
         "both": ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale"),
     },
-    serves={
-        "forward": ("rowwise",),
-        "backward": ("columnwise",),
-        "both": ("rowwise", "columnwise"),
-    },
-    slots_differ=False,
+    serves={"forward": ("rowwise",), "backward": ("columnwise",), "both": ("rowwise", "columnwise")},
     shares_amax=True,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "amax": "amax",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
     planes=planes,

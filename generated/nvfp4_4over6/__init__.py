@@ -10,13 +10,6 @@ Tensor = NVFP44OVER6Tensor
 CastTensor = NVFP44OVER6CastTensor
 
 __all__ = [
-    "LAYOUT",
-    "CastTensor",
-    "NVFP44OVER6CastTensor",
-    "NVFP44OVER6Tensor",
-    "Tensor",
-    "dequantize_reference",
-    "quantize",
-    "quantize_buffers",
-    "quantize_reference",
-]
+    "LAYOUT", "CastTensor", "NVFP44OVER6CastTensor", "NVFP44OVER6Tensor", "Tensor", "dequantize_reference", "quantize",
+    "quantize_buffers", "quantize_reference",
+]  # fmt: skip

@@ -5,34 +5,11 @@
 nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import run
-from layoutc.runtime.quantize import batch_buffers, batches
-from layoutc.runtime.triton.batch import DTYPES, amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.blocks import block_amax, block_sum, from_blocks, to_blocks, to_float
-from layoutc.runtime.triton.codes import (
-    F32_MAX,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_codes,
-    like,
-    minimum,
-    pack,
-    to_small_codes,
-    unpack,
-)
-from layoutc.runtime.triton.conversions import convert_to_e2m1, to_e2m1_words
-from layoutc.runtime.triton.nibbles import from_nibbles, store_nibbles
-from layoutc.runtime.triton.tiles import load, load_runs, store, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, move_scales, put_words, turn_nibbles
+from layoutc.runtime import triton as lt
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 from .layout import LAYOUT
 
@@ -43,64 +20,44 @@ ELEMENT_STEP = tl.constexpr(1.5)  # 6 / 4
 BOUNDED_RANGE = tl.constexpr(1536.0)  # 256 * 6
 INVERSE_BOUNDED_RANGE = tl.constexpr(0.0006510416860692203)  # fp32(1 / (6 * 256))
 
-# Rows and columns of a program, 16-byte pieces of a row that one thread reads, warps, and most registers; by the bytes
-# of a value of x and what is written:
-# rowwise.
-TILES = {
-    (2, True): (16, 64, 1, 1, None),
-    (4, True): (16, 64, 1, 2, None),
-}
-# Rows, columns and warps of a program that reads a source.
-DEQUANTIZE_TILES = {
-    "rowwise": (16, 256, 2),
-    "columnwise": (16, 256, 2),
-}
-LAY_OUT_TILE = (128, 256, 8)  # rows, columns and warps
-
 
 @triton.jit
 def encode(x, HARDWARE: tl.constexpr):
     """fp32 -> e2m1 codes; rounded nearest, saturating."""
     if HARDWARE >= 100:
-        return convert_to_e2m1(x)
-    return to_small_codes(x, 1, 1, 3, 6.0, 7, ELEMENT_NAN, HARDWARE)
+        return lt.convert_to_e2m1(x)
+    return lt.to_small_codes(x, HARDWARE, MANTISSA=1, BIAS=1, SIGN_BIT=3, MAX=6.0, LAST=7, NAN=ELEMENT_NAN)
 
 
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """e2m1 codes -> fp32, exact."""
-    return from_codes(codes, 1, 1, 3, 8, 8)
+    return lt.from_codes(codes, MANTISSA=1, BIAS=1, SIGN_BIT=3, INF_FROM=8, NAN_FROM=8)
 
 
 @triton.jit
 def encode_scale(x, HARDWARE: tl.constexpr):
     """fp32 -> e4m3 codes; rounded nearest, saturating."""
     if HARDWARE:
-        return cast_to_codes(x, tl.float8e4nv, SCALE_NAN, 0x7F)
-    return to_small_codes(x, 3, 7, 7, 448.0, 126, SCALE_NAN, HARDWARE)
+        return lt.cast_to_codes(x, DTYPE=tl.float8e4nv, NAN=SCALE_NAN, CANONICAL=127)
+    return lt.to_small_codes(x, HARDWARE, MANTISSA=3, BIAS=7, SIGN_BIT=7, MAX=448.0, LAST=126, NAN=SCALE_NAN)
 
 
 @triton.jit
 def decode_scale(codes, HARDWARE: tl.constexpr):
     """e4m3 codes -> fp32, exact."""
     if HARDWARE:
-        return cast_from_codes(codes, tl.float8e4nv)
-    return from_codes(codes, 3, 7, 7, 127, 127)
+        return lt.cast_from_codes(codes, DTYPE=tl.float8e4nv)
+    return lt.from_codes(codes, MANTISSA=3, BIAS=7, SIGN_BIT=7, INF_FROM=127, NAN_FROM=127)
 
 
 @triton.jit
 def scales(amax, tensor_amax, widening, HARDWARE: tl.constexpr):
     """amax -> (scale, multiplier); the reference's operations, in its order."""
-    tensor_scale = minimum(divide(like(tensor_amax, BOUNDED_RANGE), tensor_amax), F32_MAX)
+    tensor_scale = lt.minimum(lt.over(BOUNDED_RANGE, tensor_amax), lt.F32_MAX)
     tensor_scale = tl.where((tensor_amax == 0) | (tensor_scale == 0), 1.0, tensor_scale)
-    scale = encode_scale(divide(amax, like(amax, ELEMENT_MAX)) * tensor_scale * widening, HARDWARE)
-    multiplier = minimum(
-        divide(
-            like(decode_scale(scale, HARDWARE) * divide(like(tensor_scale, 1.0), tensor_scale), 1.0),
-            decode_scale(scale, HARDWARE) * divide(like(tensor_scale, 1.0), tensor_scale),
-        ),
-        F32_MAX,
-    )
+    scale = encode_scale(lt.divide_by(amax, ELEMENT_MAX) * tensor_scale * widening, HARDWARE)
+    multiplier = lt.minimum(lt.over(1.0, decode_scale(scale, HARDWARE) * lt.over(1.0, tensor_scale)), lt.F32_MAX)
     return scale, multiplier
 
 
@@ -111,8 +68,8 @@ def block_error(blocks, scale, multiplier, tensor_amax, CONTRACTS_K: tl.constexp
     element = decode(encode(blocks * multiplier[:, None, :, None], HARDWARE), HARDWARE)
     scale = scale[:, None, :, None]
     value = element * decode_scale(scale, HARDWARE) * tensor_amax
-    error = tl.abs(divide(value, like(value, BOUNDED_RANGE)) - x)
-    return block_sum(error, CONTRACTS_K)
+    error = tl.abs(lt.divide_by(value, BOUNDED_RANGE) - x)
+    return lt.block_sum(error, CONTRACTS_K)
 
 
 @triton.jit
@@ -123,473 +80,94 @@ def gemm_place(free, contracted, free_count, contracted_count):
     at_rt = free // 128
     at_c = contracted % 4
     at_ct = contracted // 4
-    return ((((at_rt) * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
+    return (((at_rt * (contracted_count // 4) + at_ct) * 32 + at_b) * 4 + at_a) * 4 + at_c
 
 
 @triton.jit
 def quantize_tile(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    amax,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x that begins at (row, column) once and writes its part of every plane asked for."""
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
-    tensor_amax = tl.load(amax)
+    tile, source, shared, planes, buffers, at,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of x -> its part of each plane. Bytes an element: 0.503906 (rowwise)."""
+    rowwise_data = planes[0]  # (m, k // 2) uint8
+    rowwise_scale = planes[1]  # (m // 16, k // 16) uint8
+    tensor_amax = tl.load(shared[0])  # (1,) float32
     if ROWWISE:
-        blocks = to_blocks(to_float(tile), 16, 16)
-        found = block_amax(tile, 16, 16, HARDWARE)
+        blocks = lt.to_blocks(lt.to_float(tile), 16, 16)
+        found = lt.block_amax(tile, 16, 16, HARDWARE)
         scale, multiplier = scales(found, tensor_amax, 1.0, HARDWARE)
         least = block_error(blocks, scale, multiplier, tensor_amax, True, HARDWARE)
         other, factor = scales(found, tensor_amax, ELEMENT_STEP, HARDWARE)
         error = block_error(blocks, other, factor, tensor_amax, True, HARDWARE)
         scale, multiplier = tl.where(error < least, other, scale), tl.where(error < least, factor, multiplier)
-        scaled = blocks * multiplier[:, None, :, None]
-        scaled = from_blocks(scaled)
-        if HARDWARE >= 100:
-            put_words(to_e2m1_words(scaled, True), rowwise_data, None, row, column, m, k, 4, EVEN, HARDWARE)
-        elif HARDWARE:
-            store_nibbles(
-                rowwise_data,
-                None,
-                x,
-                tile,
-                found,
-                multiplier,
-                row,
-                column,
-                m,
-                k,
-                stride_m,
-                stride_k,
-                16,
-                16,
-                1,
-                1,
-                6.0,
-                True,
-                False,
-                EVEN,
-            )
-        else:
-            codes = encode(scaled, HARDWARE)
-            words = pack(codes, 4, 2, True)
-            store(rowwise_data, words, row, column // 2, m, k // 2, EVEN)
-        store(rowwise_scale, scale, row // 16, column // 16, tl.cdiv(m, 16), tl.cdiv(k, 16), EVEN)
+        scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
+        lt.put_nibbles_of(
+            scaled, source, tile, found, multiplier, rowwise_data, None, at, EVEN, HARDWARE, ENCODE=encode,
+            BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
+        )  # fmt: skip
+        lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(16, 16))
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    rowwise_data,
-    rowwise_scale,
-    amax,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    ROWWISE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program quantizes one tile.
-
-    Bytes an element: those of x in; out 0.503906 for rowwise.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    quantize_tile(
-        x,
-        rowwise_data,
-        rowwise_scale,
-        amax,
-        row,
-        column,
-        m,
-        k,
-        stride_m,
-        stride_k,
-        ROWWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
+def dequantize_tile(
+    planes, amax, at, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes of one source -> fp32 values."""
+    rowwise_data = planes[0]  # (m, k // 2) uint8
+    rowwise_scale = planes[1]  # (m // 16, k // 16) uint8
+    tensor_amax = tl.load(amax)  # (1,) float32
+    element = lt.load_nibbles(
+        rowwise_data, at, TILE_M, TILE_K, EVEN, HARDWARE, DECODE=decode, MANTISSA=1, BIAS=1, LOW_FIRST=True
     )
-
-
-@triton.jit
-def quantize_group_kernel(
-    table,
-    amax,
-    ROWWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """As quantize_kernel, for all matrices of a table, which has ROWS rows."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-    quantize_tile(
-        matrix_at(fields, DTYPE, ROWS, ALIGNED),
-        plane_at(fields, 0, tl.uint8, ROWS, ALIGNED),
-        plane_at(fields, 1, tl.uint8, ROWS, ALIGNED),
-        amax_at(amax, fields, ROWS),
-        row,
-        column,
-        m,
-        k,
-        k,
-        1,
-        ROWWISE,
-        TILE_M,
-        TILE_K,
-        PIECES,
-        EVEN,
-        HARDWARE,
-    )
-
-
-@triton.jit
-def dequantize_kernel(
-    out,
-    rowwise_data,
-    rowwise_scale,
-    amax,
-    m,
-    k,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes and its scales once, and writes their values.
-
-    Bytes an element: those of one source in, those of the output's dtype out.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    tensor_amax = tl.load(amax)
-    if HARDWARE:
-        words_at = rowwise_data.to(tl.pointer_type(tl.int32))
-        words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
-        element = from_nibbles(words, 1, 1, True)
-    else:
-        words = load(rowwise_data, row, column // 2, m, k // 2, k // 2, 1, TILE_M, TILE_K // 2, EVEN)
-        element = decode(unpack(words.to(tl.int32), 4, 2, True), HARDWARE)
-    scale = load(
-        rowwise_scale,
-        row // 16,
-        column // 16,
-        tl.cdiv(m, 16),
-        tl.cdiv(k, 16),
-        tl.cdiv(k, 16),
-        1,
-        TILE_M // 16,
-        TILE_K // 16,
-        EVEN,
-    )
-    scale = scale.to(tl.int32)
+    scale = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(16, 16)).to(tl.int32)
     factor = decode_scale(scale, HARDWARE) * tensor_amax * INVERSE_BOUNDED_RANGE
-    blocks = to_blocks(element, 16, 16)
-    values = from_blocks(blocks * factor[:, None, :, None])
-    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+    blocks = lt.to_blocks(element, 16, 16)
+    values = lt.from_blocks(blocks * factor[:, None, :, None])
+    return values
 
 
 @triton.jit
-def lay_out_kernel(
-    table,
-    rowwise_scale,
-    rowwise_data,
-    to_rowwise_scale,
-    to_columnwise_data,
-    to_columnwise_scale,
-    m,
-    k,
-    cover_k,
-    SWIZZLED: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program reads one tile of codes, and the scales of its blocks, into every buffer asked for that is no plane.
-
-    Tiles cover cover_k columns, k with all padding. WORDS: codes can be moved in whole words of 32 bits. ROWS: of a
-    table of weights, of which one is given here for its dtypes and for what is None; 0: there is one weight.
-    """
+def lay_out_tile(
+    planes, buffers, at,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the planes -> its part of every buffer that is no plane."""
+    rowwise_scale = planes[0]  # (m // 16, k // 16) uint8
+    rowwise_data = planes[1]  # (m, k // 2) uint8
+    to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 16, 4)) uint8
+    to_columnwise_data = buffers[1]  # (k, m // 2) uint8
+    to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    if ROWS:
-        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
-        rowwise_scale = plane_like(rowwise_scale, fields, 0, ROWS, ALIGNED)
-        rowwise_data = plane_like(rowwise_data, fields, 1, ROWS, ALIGNED)
-        to_rowwise_scale = plane_like(to_rowwise_scale, fields, 2, ROWS, ALIGNED)
-        to_columnwise_data = plane_like(to_columnwise_data, fields, 3, ROWS, ALIGNED)
-        to_columnwise_scale = plane_like(to_columnwise_scale, fields, 4, ROWS, ALIGNED)
-    else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    if to_rowwise_scale is not None:
-        move_scales(
-            rowwise_scale,
-            to_rowwise_scale,
-            row,
-            column,
-            m,
-            k,
-            1,
-            16,
-            16,
-            16,
-            128,
-            4,
-            False,
-            PLACE,
-            True,
-            TILE_M,
-            TILE_K,
-        )
-    if to_columnwise_data is not None:
-        if WORDS:
-            turn_nibbles(rowwise_data, to_columnwise_data, row, column, m, k, TILE_M, TILE_K, HARDWARE)
-        else:
-            move_codes(
-                rowwise_data, to_columnwise_data, row, column, m, k, k, m, 4, 2, 1, 1, True, False, True, TILE_M, TILE_K
-            )
-    if to_columnwise_scale is not None:
-        move_scales(
-            rowwise_scale,
-            to_columnwise_scale,
-            row,
-            column,
-            m,
-            k,
-            16,
-            1,
-            16,
-            16,
-            4,
-            128,
-            True,
-            PLACE,
-            False,
-            TILE_M,
-            TILE_K,
-        )
-
-
-def quantize(
-    x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """(m, k) in fp32, bf16 or fp16, of any strides -> planes of the orientations, by name; `out`: planes to write into.
-
-    amax: (1,) fp32, the largest magnitude of the whole weight; taken from x when not given.
-    """
-    m, k = x.shape
-    planes = launch.planes(LAYOUT, m, k, orientations, x.device, out)
-    if amax is None:
-        amax = launch.matrix_amax(x, None)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile = TILES[x.element_size(), rowwise]
-    if m and k:
-        _launch(x, amax, planes, rowwise, tile)
-    return planes
-
-
-def _launch(
-    x: Tensor,
-    amax: Tensor,
-    planes: Mapping[str, Tensor],
-    rowwise: bool,
-    tile: tuple[int, int, int, int, int | None],
-) -> None:
-    """Quantizes x into planes."""
-    m, k = x.shape
-    cover_m, cover_k = m, k
-    tile_m, tile_k, pieces, warps, registers = tile
-    args = (
-        x,
-        planes.get("rowwise_data"),
-        planes.get("rowwise_scale"),
-        amax,
-        m,
-        k,
-        x.stride(0),
-        x.stride(1),
-        rowwise,
-        tile_m,
-        tile_k,
-        pieces,
-        m % tile_m == 0 and k % tile_k == 0,
-        launch.hardware(x.device),
+    # orientations.rowwise.scale: 16 times along m, zero padded
+    lt.move_scales(
+        rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(16, 16), PER=(1, 16), PAD=(128, 4), PLACE=PLACE
     )
-    run(
-        quantize_kernel,
-        launch.programs(cover_m, cover_k, tile_m, tile_k),
-        args,
-        warps,
-        launch.registers(x.device, registers),
+    # orientations.columnwise.data: transposed, packed along m
+    lt.move_codes(
+        rowwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=4, LOW_FIRST=True, DIMS="km", WORDS=WORDS
     )
+    # orientations.columnwise.scale: transposed, 16 times along k, zero padded
+    lt.move_scales(
+        rowwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(16, 16), PER=(16, 1), PAD=(4, 128), DIMS="km",
+        FREE="k", PLACE=PLACE,
+    )  # fmt: skip
 
 
-def quantize_group(
-    xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
-    orientations: tuple[str, ...],
-    outs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
-
-    amaxes: the amax of each, fp32, as quantize takes it; taken from xs when not given.
-    """
-    if not xs:
-        return
-    if amaxes is None:
-        amaxes = batches.group_amaxes(xs, None)
-    rowwise = "rowwise" in orientations or "columnwise" in orientations
-    tile_m, tile_k, pieces, warps, registers = TILES[xs[0].element_size(), rowwise]
-    names = ["rowwise_data", "rowwise_scale"]
-    tables, alone = batches.split(LAYOUT, names, xs, amaxes, orientations, outs, (tile_m, tile_k))
-    for table in tables:
-        args = (
-            table.entries,
-            amaxes[0],
-            rowwise,
-            DTYPES[xs[0].dtype],
-            tile_m,
-            tile_k,
-            pieces,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(xs[0].device),
-        )
-        run(quantize_group_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
-    for index in alone:
-        quantize(xs[index], amaxes[index], orientations, outs[index])
-
-
-def dequantize(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-    """Planes -> (m, k) values of an orientation in a dtype."""
-    planes = launch.readable(planes)
-    out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
-    tile_m, tile_k, warps = DEQUANTIZE_TILES[orientation]
-    if m and k:
-        args = (
-            out,
-            planes.get("rowwise_data"),
-            planes.get("rowwise_scale"),
-            planes["amax"],
-            m,
-            k,
-            tile_m,
-            tile_k,
-            m % tile_m == 0 and k % tile_k == 0,
-            launch.hardware(out.device),
-        )
-        grid = launch.programs(m, k, tile_m, tile_k)
-        run(dequantize_kernel, grid, args, warps)
-    return out
-
-
-def lay_out(
-    planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-) -> dict[str, Tensor]:
-    """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
-
-    swizzled: scales are flat, in the GEMM's order.
-    """
-    planes = launch.readable(planes)
-    made = launch.buffers(LAYOUT, m, k, orientations, next(iter(planes.values())).device)
-    _lay_out(planes, made, m, k, swizzled, None)
-    return _buffers(planes, made, orientations, swizzled)
-
-
-def lay_out_group(
-    weights: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-    swizzled: bool = False,
-) -> list[dict[str, Tensor]]:
-    """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
-    weights = [launch.readable(planes) for planes in weights]
-    made = batch_buffers.new(LAYOUT, shapes, orientations, weights)
-    planes, buffers = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
-    launches = batch_buffers.split(planes, buffers, weights, made, shapes, _cover, LAY_OUT_TILE, 8)
-    for index, table in launches:
-        _lay_out(weights[index], made[index], *shapes[index], swizzled, table)
-    return [_buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]
-
-
-def _lay_out(
-    planes: Mapping[str, Tensor],
-    made: Mapping[str, Tensor],
-    m: int,
-    k: int,
-    swizzled: bool,
-    table: batches.Table | None,
-) -> None:
-    """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
-    cover_m, cover_k = _cover(m, k)
-    tile_m, tile_k, warps = LAY_OUT_TILE
-    table = table or batch_buffers.alone(cover_m, cover_k, tile_m, tile_k, m % 8 == 0 and k % 8 == 0)
-    if made and table.programs:
-        args = (
-            table.entries,
-            planes.get("rowwise_scale"),
-            planes.get("rowwise_data"),
-            made.get("rowwise_scale"),
-            made.get("columnwise_data"),
-            made.get("columnwise_scale"),
-            m,
-            k,
-            cover_k,
-            swizzled,
-            tile_m,
-            tile_k,
-            table.rows,
-            table.aligned,
-            table.even,
-            launch.hardware(next(iter(made.values())).device),
-        )
-        run(lay_out_kernel, (table.programs,), args, warps)
-
-
-def _cover(m: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a weight with all padding of its buffers."""
-    rows = max(launch.up(launch.cdiv(m, 16), 4) * 16, launch.up(m, 128), m)
-    columns = max(k, launch.up(k, 128), launch.up(launch.cdiv(k, 16), 4) * 16)
-    return rows, columns
-
-
-def _buffers(
-    planes: Mapping[str, Tensor], made: Mapping[str, Tensor], orientations: tuple[str, ...], swizzled: bool
-) -> dict[str, Tensor]:
-    """All buffers of the orientations, in order, of those that are planes and those that were made."""
-    buffers = {}
-    if "rowwise" in orientations:
-        buffers["rowwise_data"] = planes["rowwise_data"]
-        buffers["rowwise_scale"] = made["rowwise_scale"].flatten() if swizzled else made["rowwise_scale"]
-    if "columnwise" in orientations:
-        buffers["columnwise_data"] = made["columnwise_data"]
-        buffers["columnwise_scale"] = made["columnwise_scale"].flatten() if swizzled else made["columnwise_scale"]
-    buffers["amax"] = planes["amax"]
-    return buffers
+KERNELS = Kernels(
+    layout=LAYOUT,
+    quantize_tile=quantize_tile,
+    dequantize_tile=dequantize_tile,
+    lay_out_tile=lay_out_tile,
+    serves={"rowwise": ("rowwise", "columnwise")},
+    # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
+    quantize_sizes={
+        (2, True): (16, 64, 1, 1, None),  # one row of blocks: every candidate's elements are held
+        (4, True): (16, 64, 1, 2, None),
+    },
+    dequantize_sizes={"rowwise": (16, 256, 2), "columnwise": (16, 256, 2)},
+    lay_out_size=(128, 256, 8),  # square in bytes: both sides of a transpose have whole sectors
+    moved=("rowwise_scale", "rowwise_data"),
+    word=8,
+    padding=(((1, 128), (16, 4)), ((1, 128), (16, 4))),
+)

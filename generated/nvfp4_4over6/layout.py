@@ -6,18 +6,6 @@ nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the bette
 
 A weight has m rows (its leading dims flattened) and k columns, multiples of 16 and 16.
 
-Stored (planes: compact, m-major):
-    rowwise_data  (m, k // 2)        uint8   e2m1 codes, 2 in a byte, low bits first
-    rowwise_scale (m // 16, k // 16) uint8   e4m3 scale of each 16x16 block
-    amax          (1,)               float32 amax of the whole weight
-
-Read by a GEMM (buffers):
-    rowwise_data     (m, k // 2)                  uint8   as stored
-    rowwise_scale    (up(m, 128), up(k // 16, 4)) uint8   rowwise_scale: 16 times along m, zero padded
-    columnwise_data  (k, m // 2)                  uint8   rowwise_data: transposed, packed along m
-    columnwise_scale (up(k, 128), up(m // 16, 4)) uint8   rowwise_scale: transposed, 16 times along k, zero padded
-    amax             (1,)                         float32 of the whole weight
-
 Shards may be cut at any row. At multiples of 16 rows that costs nothing: one rowwise scale covers 16 rows.
 Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
 themselves.
@@ -33,26 +21,30 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(5, "nvfp4_4over6")
+require(6, "nvfp4_4over6")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores."""
+    """What a tensor of (m, k) stores: compact, m-major."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((m // 16, k // 16), torch.uint8),
-        "amax": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "rowwise_scale": Facts((m // 16, k // 16), torch.uint8),  # e4m3 scale of each 16x16 block
+        "amax": Facts((1,), torch.float32),  # amax of the whole weight
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),
-        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),
-        "columnwise_data": Facts((k, m // 2), torch.uint8),
-        "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
-        "amax": Facts((1,), torch.float32),
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
+        "rowwise_scale": Facts(
+            (up(m, 128), up(k // 16, 4)), torch.uint8
+        ),  # rowwise_scale: 16 times along m, zero padded
+        "columnwise_data": Facts((k, m // 2), torch.uint8),  # rowwise_data: transposed, packed along m
+        "columnwise_scale": Facts(
+            (up(k, 128), up(m // 16, 4)), torch.uint8
+        ),  # rowwise_scale: transposed, 16 times along k, zero padded
+        "amax": Facts((1,), torch.float32),  # of the whole weight
     }
 
 
@@ -69,11 +61,7 @@ LAYOUT = Layout(
     multiple_k=16,
     blocks={"rowwise": "16x16", "columnwise": "16x16"},
     bytes_per_element=0.50390625,
-    stored={
-        "rowwise_data": Plane(1, 2),
-        "rowwise_scale": Plane(16, 16),
-        "amax": Plane(None, None),
-    },
+    stored={"rowwise_data": Plane(1, 2), "rowwise_scale": Plane(16, 16), "amax": Plane(None, None)},
     sources={
         "rowwise": ("rowwise_data", "rowwise_scale", "amax"),
         "columnwise": ("rowwise_data", "rowwise_scale", "amax"),
@@ -88,15 +76,8 @@ LAYOUT = Layout(
         "backward": ("rowwise", "columnwise"),
         "both": ("rowwise", "columnwise"),
     },
-    slots_differ=False,
     shares_amax=True,
-    amax_columns=None,
-    history=0,
-    pick="",
-    as_stored={
-        "rowwise_data": "rowwise_data",
-        "amax": "amax",
-    },
+    as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=False,
     planes=planes,

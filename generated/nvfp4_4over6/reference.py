@@ -10,38 +10,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics as num
 from layoutc.runtime.facts import up
-from layoutc.runtime.numerics import (
-    F32_MAX,
-    block_amax,
-    block_sum,
-    cast_from_codes,
-    cast_to_codes,
-    divide,
-    from_blocks,
-    from_codes,
-    least,
-    pack,
-    pad_to,
-    per_element,
-    repeat,
-    tensor_amax,
-    to_blocks,
-    to_codes,
-    unpack,
-)
 
 ELEMENT_MAX = 6.0
 ELEMENT_NAN = 0x07  # the format has no NaN: the largest magnitude
 ELEMENT_STEPS = (
-    0.2500000298023224,
-    0.75,
-    1.2500001192092896,
-    1.75,
-    2.500000238418579,
-    3.5,
-    5.000000476837158,
-)  # |x| at or above: the next code
+    0.2500000298023224, 0.75, 1.2500001192092896, 1.75, 2.500000238418579, 3.5, 5.000000476837158,
+)  # |x| at or above: the next code  # fmt: skip
 ELEMENT_VALUES = (
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 )  # by code  # fmt: skip
@@ -53,29 +29,23 @@ INVERSE_BOUNDED_RANGE = 0.0006510416860692203  # fp32(1 / (6 * 256))
 
 
 def encode(x: Tensor) -> Tensor:
-    """fp32 -> e2m1 codes, one in a byte; rounded nearest, ties to even.
-
-    Saturates at 6; NaN gives 0x07.
-    """
-    return to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
+    """fp32 -> e2m1 codes; rounded nearest, ties to even; saturates at 6; NaN gives 0x07."""
+    return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
 
 
 def decode(codes: Tensor) -> Tensor:
     """e2m1 codes -> fp32, exact."""
-    return from_codes(codes, ELEMENT_VALUES)
+    return num.from_codes(codes, ELEMENT_VALUES)
 
 
 def encode_scale(x: Tensor) -> Tensor:
-    """fp32 -> e4m3 codes; rounded nearest, ties to even.
-
-    Saturates at 448; NaN gives 0x7f.
-    """
-    return cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
+    """fp32 -> e4m3 codes; rounded nearest, ties to even; saturates at 448; NaN gives 0x7f."""
+    return num.cast_to_codes(x, torch.float8_e4m3fn, SCALE_MAX, SCALE_NAN)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
-    return cast_from_codes(codes, torch.float8_e4m3fn)
+    return num.cast_from_codes(codes, torch.float8_e4m3fn)
 
 
 def scales(amax: Tensor, tensor_amax: Tensor, widening: float) -> tuple[Tensor, Tensor]:
@@ -83,17 +53,17 @@ def scales(amax: Tensor, tensor_amax: Tensor, widening: float) -> tuple[Tensor, 
 
     Two-level, with the better of two scales for each block; its amax becomes the largest element or the one below.
     """
-    tensor_scale = divide(BOUNDED_RANGE, tensor_amax).clamp(max=F32_MAX)
+    tensor_scale = num.divide(BOUNDED_RANGE, tensor_amax).clamp(max=num.F32_MAX)
     tensor_scale = torch.where((tensor_amax == 0) | (tensor_scale == 0), 1.0, tensor_scale)
-    scale = encode_scale(divide(amax, ELEMENT_MAX) * tensor_scale * widening)
-    multiplier = divide(1.0, decode_scale(scale) * divide(1.0, tensor_scale)).clamp(max=F32_MAX)
+    scale = encode_scale(num.divide(amax, ELEMENT_MAX) * tensor_scale * widening)
+    multiplier = num.divide(1.0, decode_scale(scale) * num.divide(1.0, tensor_scale)).clamp(max=num.F32_MAX)
     return scale, multiplier
 
 
 def element_error(x: Tensor, element: Tensor, scale: Tensor, tensor_amax: Tensor) -> Tensor:
     """What each decoded element misses of x, under a scale as stored; fp32 operations in this order."""
     value = element * decode_scale(scale) * tensor_amax
-    error = (divide(value, BOUNDED_RANGE) - x).abs()
+    error = (num.divide(value, BOUNDED_RANGE) - x).abs()
     return error
 
 
@@ -102,14 +72,14 @@ def best_scales(blocks: Tensor, tensor_amax: Tensor, contracted: str) -> tuple[T
 
     Of each widening, the first whose errors over the block sum to least; sums begin along the contracted axis.
     """
-    amax = block_amax(blocks)
+    amax = num.block_amax(blocks)
     candidates = [scales(amax, tensor_amax, widening) for widening in (1.0, ELEMENT_STEP)]
     errors = []
     for scale, multiplier in candidates:
         element = decode(encode(blocks * multiplier[:, None, :, None]))
         missed = element_error(blocks, element, scale[:, None, :, None], tensor_amax)
-        errors.append(block_sum(missed, contracted))
-    scale, multiplier = least(candidates, errors)
+        errors.append(num.block_sum(missed, contracted))
+    scale, multiplier = num.least(candidates, errors)
     return scale, multiplier
 
 
@@ -123,25 +93,22 @@ def quantize_reference(
     m, k = x.shape
     x = x.float().contiguous()
     if amax is None:
-        amax = tensor_amax(x)
+        amax = num.tensor_amax(x)
     planes = {}
     if "rowwise" in orientations or "columnwise" in orientations:
-        blocks = to_blocks(x, 16, 16)
+        blocks = num.to_blocks(x, 16, 16)
         scale, multiplier = best_scales(blocks, amax, "k")
-        planes["rowwise_data"] = pack(
-            encode(from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
+        planes["rowwise_data"] = num.pack(
+            encode(num.from_blocks(blocks * multiplier[:, None, :, None], m, k)), 4, low_first=True
         )
         planes["rowwise_scale"] = scale
     return planes
 
 
 def dequantize_reference(planes: Mapping[str, Tensor], m: int, k: int, orientation: str = "rowwise") -> Tensor:
-    """Planes -> (m, k) fp32 values of an orientation.
-
-    element * (from_scale(scale) * tensor_amax * inverse_bounded_range)
-    """
+    """Planes -> (m, k) fp32 values: element * (from_scale(scale) * tensor_amax * inverse_bounded_range)."""
     factor = decode_scale(planes["rowwise_scale"]) * planes["amax"] * INVERSE_BOUNDED_RANGE
-    return decode(unpack(planes["rowwise_data"], 4, low_first=True)) * per_element(factor, 16, 16, m, k)
+    return decode(num.unpack(planes["rowwise_data"], 4, low_first=True)) * num.per_element(factor, 16, 16, m, k)
 
 
 def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Tensor]:
@@ -150,12 +117,16 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
         # rowwise_scale: 16 times along m, zero padded
-        buffers["rowwise_scale"] = pad_to(repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
+        buffers["rowwise_scale"] = num.pad_to(num.repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
         # rowwise_data: transposed, packed along m
-        buffers["columnwise_data"] = pack(unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True)
+        buffers["columnwise_data"] = num.pack(
+            num.unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True
+        )
         # rowwise_scale: transposed, 16 times along k, zero padded
-        buffers["columnwise_scale"] = pad_to(repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4))
+        buffers["columnwise_scale"] = num.pad_to(
+            num.repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4)
+        )
     buffers["amax"] = planes["amax"]
     return buffers
 

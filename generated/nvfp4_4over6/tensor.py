@@ -2,52 +2,37 @@
 # Layout id 0191528237e2: changes when stored bytes or arithmetic change, and only then.
 """NVFP44OVER6Tensor: a weight in nvfp4_4over6, and its FSDP2 all-gather hooks."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from types import ModuleType
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, wire
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.numerics import tensor_amax
-from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize import entry_points
+from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
 
-from .dispatch import HANDLERS, cut, join
+from . import reference
+from .dispatch import cut, join
 from .layout import LAYOUT
-from .reference import dequantize_reference, gemm_scale, lay_out, quantize_reference
 
 
 @register
 class NVFP44OVER6Tensor(QuantizedTensor):
     """nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 
-    Planes: rowwise_data, rowwise_scale, amax.
-    Buffers: rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, amax.
-
     It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
     """
 
-    LAYOUT = LAYOUT
-    HANDLERS = HANDLERS
+    LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
+    KERNELS = f"{__package__}.kernels"
+    _cut, _join = staticmethod(cut), staticmethod(join)
 
-    @property
-    def rowwise_data(self) -> Tensor:
-        """Stored: (m, k // 2), uint8. e2m1 codes, 2 in a byte, low bits first."""
-        return self._plane("rowwise_data")
+    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 in a byte, low bits first
+    rowwise_scale = plane("rowwise_scale")  # (m // 16, k // 16) uint8: e4m3 scale of each 16x16 block
 
-    @property
-    def rowwise_scale(self) -> Tensor:
-        """Stored: (m // 16, k // 16), uint8. e4m3 scale of each 16x16 block."""
-        return self._plane("rowwise_scale")
-
-    # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
         """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
 
@@ -78,67 +63,6 @@ class NVFP44OVER6Tensor(QuantizedTensor):
         }
         return hooks.finish(self, gathered, metadata, param_dtype, out)
 
-    # ------------------------------------------------------------------------------------------- what the runtime calls
-    @classmethod
-    def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        if launch.usable(x):
-            return _kernels().quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
-        return quantize_reference(x, amax=amax, orientations=tuple(orientations))
-
-    @classmethod
-    def _quantize_group(
-        cls,
-        xs: Sequence[Tensor],
-        amaxes: Sequence[Tensor] | None,
-        orientations: Sequence[str],
-        outs: Sequence[Mapping[str, Tensor]],
-    ) -> bool:
-        _kernels().quantize_group(xs, amaxes, tuple(orientations), outs)
-        return True
-
-    @classmethod
-    def _shared_amax(cls, x: Tensor) -> Tensor:
-        """What shards must agree on before they quantize: the amax of the whole weight, (1,) fp32."""
-        if launch.usable(x):
-            return launch.matrix_amax(x, None)
-        return tensor_amax(x)
-
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        if launch.usable(planes[LAYOUT.sources[orientation][0]], dtype):
-            return _kernels().dequantize(planes, m, k, orientation, dtype)
-        return dequantize_reference(planes, m, k, orientation).to(dtype)
-
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        if orientations and launch.usable(next(iter(planes.values()))):
-            return _kernels().lay_out(planes, m, k, orientations, swizzled)
-        buffers = lay_out(planes, m, k, orientations)
-        for orientation in orientations if swizzled else ():
-            buffers[f"{orientation}_scale"] = gemm_scale(buffers, orientation)
-        return buffers
-
-    @staticmethod
-    def _lay_out_group(
-        planes: Sequence[Mapping[str, Tensor]],
-        shapes: Sequence[tuple[int, int]],
-        orientations: tuple[str, ...],
-        swizzled: bool,
-    ) -> list[dict[str, Tensor]]:
-        return _kernels().lay_out_group(planes, shapes, orientations, swizzled)
-
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        return cut(planes, r0, r1, c0, c1)
-
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return join(pieces)
-
 
 @register_cast
 class NVFP44OVER6CastTensor(CastOnGather):
@@ -147,44 +71,4 @@ class NVFP44OVER6CastTensor(CastOnGather):
     QUANTIZED = NVFP44OVER6Tensor
 
 
-@cache
-def _kernels() -> ModuleType:
-    """The kernels, which need Triton."""
-    from . import kernels
-
-    return kernels
-
-
-def quantize(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    out: NVFP44OVER6Tensor | None = None,
-) -> NVFP44OVER6Tensor:
-    """(..., k) in fp32, bf16 or fp16 -> the same shape quantized, which dequantizes to x's dtype by default.
-
-    amax: (1,) fp32, where it is known; else that of x, the largest over `group` where one is given.
-    `out` is overwritten in place and returned.
-
-    Raises ValueError for shapes whose m and k are not multiples of 16 and 16, TypeError for other dtypes.
-    """
-    return weights.quantize(NVFP44OVER6Tensor, x, orientations=orientations, amax=amax, group=group, out=out)
-
-
-def quantize_buffers(
-    x: Tensor,
-    *,
-    orientations: Sequence[str] | None = None,
-    amax: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    swizzled: bool = False,
-) -> dict[str, Tensor]:
-    """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between: for activations and gradients.
-
-    On a card in two launches. Raises as quantize, and ValueError where the spec states no swizzle.
-    """
-    return weights.quantize_buffers(
-        NVFP44OVER6Tensor, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled
-    )
+quantize, quantize_buffers = entry_points.functions(NVFP44OVER6Tensor)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layoutc.bench.clocks import Make, Work
 from layoutc.ints.sizes import cdiv, up
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batches
+from layoutc.runtime.kernels import amaxes, batches
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.quantize.batch_buffers import buffers_of
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -49,8 +49,8 @@ def amax_jobs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterato
     x = torch.randn(shape, device=device, dtype=dtype)
 
     def make() -> Work:
-        own = x.clone()
-        return lambda: launch.matrix_amax(own, None)
+        given = x.clone()
+        return lambda: amaxes.matrix_amax(given, None)
 
     yield Job("", "amax", str(dtype)[6:], size([x]), make)
 
@@ -58,8 +58,8 @@ def amax_jobs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterato
 def kernel_jobs(
     name: str, cls: type[QuantizedTensor], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    """Everything that a recipe's kernels do with a weight. Work that does not read x is timed only once, for bf16."""
-    kernels, layout, label = part(cls, "kernels"), cls.LAYOUT, str(dtype)[6:]
+    """Everything that a recipe's kernels do with a weight; what does not read x, from bf16 alone."""
+    kernels, layout, label = part(cls, "kernels").KERNELS, cls.LAYOUT, str(dtype)[6:]
     m, k = shape
     x = torch.randn(shape, device=device, dtype=dtype) * 0.02
     amax = cls._shared_amax(x) if layout.shares_amax else None
@@ -89,29 +89,30 @@ def kernel_jobs(
 
 def _buffer_jobs(
     name: str,
-    kernels: ModuleType,
+    kernels: Kernels,
     cls: type[QuantizedTensor],
     x: Tensor,
     amax: Tensor | None,
     planes: dict[str, Tensor],
     label: str,
 ) -> Iterator[Job]:
-    """Making the buffers that a GEMM reads, scales in its order: from a weight at once, and from planes."""
-    layout, flags = cls.LAYOUT, (True,) if cls.LAYOUT.swizzled else ()
-    laid_out: dict[str, Tensor] = kernels.lay_out(planes, *x.shape, layout.orientations, *flags)
-    if hasattr(kernels, "quantize_buffers"):
+    """What a GEMM reads, in its order of scales: from a weight at once, and from planes."""
+    layout, swizzled = cls.LAYOUT, bool(cls.LAYOUT.swizzled)
+    m, k = x.shape
+    laid_out: dict[str, Tensor] = kernels.lay_out(planes, m, k, layout.orientations, swizzled)
+    if kernels.buffer_sizes is not None:
 
         def to_buffers() -> Work:
-            own = x.clone()
-            return lambda: kernels.quantize_buffers(own, amax, layout.orientations, *flags)
+            given = x.clone()
+            return lambda: kernels.quantize_buffers(given, amax, layout.orientations, swizzled)
 
         yield Job(name, "quantize to buffers", label, size([x, *laid_out.values()]), to_buffers)
     nbytes = _moved(planes.values(), laid_out)
     if nbytes and x.dtype == torch.bfloat16:
 
         def lay_out() -> Work:
-            own = {plane: values.clone() for plane, values in planes.items()}
-            return lambda: kernels.lay_out(own, *x.shape, layout.orientations, *flags)
+            given = {plane: values.clone() for plane, values in planes.items()}
+            return lambda: kernels.lay_out(given, m, k, layout.orientations, swizzled)
 
         yield Job(name, "lay out", label, nbytes, lay_out)
 
@@ -131,22 +132,22 @@ def _group_jobs(
     layout, label = cls.LAYOUT, str(dtype)[6:]
     m, k = up(cdiv(shape[0], GROUPED), layout.multiple_m), shape[1]
     xs = [torch.randn(m, k, device=device, dtype=dtype) * 0.02 for _ in range(GROUPED)]
-    amaxes = batches.group_amaxes(xs, layout.amax_columns) if layout.shares_amax else None
-    kernels, every = part(cls, "kernels"), layout.orientations
+    amaxes = batches.batch_amaxes(xs, layout.amax_columns) if layout.shares_amax else None
+    kernels, every = part(cls, "kernels").KERNELS, layout.orientations
     each = [None] * GROUPED if amaxes is None else amaxes
     shaped = [one if one is None else one.view(layout.amax_shape(k)) for one in each]
     outs = [kernels.quantize(x, one, every) for x, one in zip(xs, shaped, strict=True)]
     suffix = f"{GROUPED} weights of {m}x{k}"
     works: dict[str, tuple[int, Callable[[], object]]] = {}
-    if hasattr(kernels, "quantize_group"):
+    if kernels.batched:
         nbytes = size(xs) + sum(size(out.values()) for out in outs)
         loop = lambda: [kernels.quantize(*one) for one in zip(xs, shaped, [every] * GROUPED, outs, strict=True)]  # noqa: E731
         works[f"quantize {suffix}, a launch each"] = nbytes, loop
-        works[f"quantize {suffix}, one launch"] = nbytes, lambda: kernels.quantize_group(xs, amaxes, every, outs)
+        works[f"quantize {suffix}, one launch"] = nbytes, lambda: kernels.quantize_batch(xs, amaxes, every, outs)
     swizzled = bool(layout.swizzled)
     tensors = [_tensor(cls, out, one, (m, k)) for out, one in zip(outs, shaped, strict=True)]
     nbytes = GROUPED * _moved(tensors[0].planes().values(), tensors[0].buffers(swizzled=swizzled))
-    if nbytes and dtype == torch.bfloat16 and hasattr(kernels, "lay_out_group"):
+    if nbytes and dtype == torch.bfloat16 and kernels.lay_out_tile is not None:
         works[f"lay out {suffix}, a launch each"] = nbytes, lambda: [t.buffers(swizzled=swizzled) for t in tensors]
         works[f"lay out {suffix}, one launch"] = nbytes, lambda: buffers_of(tensors, swizzled=swizzled)
     for what, (nbytes, work) in works.items():

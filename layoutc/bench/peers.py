@@ -19,7 +19,7 @@ MODES = ("default", "max-autotune-no-cudagraphs")
 
 def compiled_jobs(name: str, cls: type[QuantizedTensor], shape: Shape, device: torch.device) -> Iterator[Job]:
     """A recipe's reference under torch.compile, from bf16; says where its bytes differ from the kernel's."""
-    kernels, reference, layout = part(cls, "kernels"), part(cls, "reference"), cls.LAYOUT
+    kernels, reference, layout = part(cls, "kernels").KERNELS, part(cls, "reference"), cls.LAYOUT
     x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
     amax = cls._shared_amax(x) if layout.shares_amax else None
     for orientations in dict.fromkeys((layout.orientations[:1], layout.orientations)):

@@ -9,109 +9,31 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layoutc.emit.kernel_view import gap, is_grouped, kernels_view
-from layoutc.emit.move_view import has_moves, is_fused
-from layoutc.emit.recipe_view import recipe_view
+from layoutc.emit.kernel_text import kernels_text
+from layoutc.emit.recipe_text import RecipeText, header, recipe_text
+from layoutc.plan.kernels import NoKernels, plan_kernels
 from layoutc.plan.plan import Plan
 
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
-# Names that templates may use from the runtime; each file imports those that its text mentions.
-_IMPORTABLE = {
-    "blocks": (
-        "block_amax",
-        "block_highest",
-        "block_lowest",
-        "block_sum",
-        "from_blocks",
-        "to_blocks",
-        "to_float",
-    ),
-    "conversions": (
-        "convert_to_e2m1",
-        "convert_to_e2m3",
-        "convert_to_e3m2",
-        "convert_up_to_e8m0",
-        "to_e2m1_words",
-    ),
-    "nibbles": ("from_nibbles", "store_nibbles", "to_nibbles"),
-    "codes": (
-        "F32_MAX",
-        "cast_from_codes",
-        "cast_to_codes",
-        "divide",
-        "floor_power_of_two",
-        "from_codes",
-        "from_exponents",
-        "from_integer_codes",
-        "isinf",
-        "isnan",
-        "like",
-        "maximum",
-        "minimum",
-        "over_exponents",
-        "pack",
-        "to_codes",
-        "to_exponents",
-        "to_integer_codes",
-        "to_small_codes",
-        "unpack",
-    ),
-    "tiles": (
-        "load",
-        "load_runs",
-        "load_words",
-        "store",
-        "store_words",
-        "tile_of",
-        "to_dtype",
-        "round_up",
-    ),
-    "groups": ("DTYPES", "amax_at", "covered_member_of", "matrix_at", "member_of", "plane_at", "plane_like"),
-    "turns": (
-        "move_codes",
-        "move_scales",
-        "put_words",
-        "spread_scales",
-        "to_words",
-        "turn_bytes",
-        "turn_nibbles",
-    ),
-    "facts": ("Facts", "Layout", "Plane", "cdiv", "up"),
-    "numerics": (
-        "F32_MAX",
-        "block_amax",
-        "block_range",
-        "block_sum",
-        "cast_from_codes",
-        "cast_to_codes",
-        "column_amax",
-        "divide",
-        "floor_power_of_two",
-        "from_blocks",
-        "from_codes",
-        "from_integer_codes",
-        "least",
-        "pack",
-        "pad_to",
-        "per_element",
-        "repeat",
-        "tensor_amax",
-        "to_blocks",
-        "to_codes",
-        "to_integer_codes",
-        "unpack",
-    ),
-}
+_FACTS = ("Facts", "Layout", "Plane", "cdiv", "up")  # what templates may use of layoutc.runtime.facts
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What a file needs: names of layoutc.runtime.facts, and whether torch itself."""
+
+    facts: str
+    torch: bool
 
 
 @cache
@@ -125,17 +47,7 @@ def _environment() -> Environment:
         autoescape=False,
     )
     environment.filters["wrap"] = _wrap
-    environment.filters["guarded"] = _guarded
-    environment.filters["pad"] = lambda text, rows, key: text.ljust(max(len(row[key]) for row in rows))
     return environment
-
-
-def _guarded(text: str, condition: str) -> str:
-    """Statements under a condition, if there is one."""
-    if not condition:
-        return text
-    first = text[: len(text) - len(text.lstrip(" "))]
-    return f"{first}{condition}\n" + textwrap.indent(text, "    ")
 
 
 def _wrap(text: str, indent: int = 0) -> str:
@@ -146,13 +58,12 @@ def _wrap(text: str, indent: int = 0) -> str:
 
 def emit(plan: Plan, sha256: str) -> dict[str, str]:
     """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
-    has_kernels = gap(plan) is None
-    view = {**recipe_view(plan, sha256), "has_kernels": has_kernels, "fused": is_fused(plan.layout)}
-    view["has_grouped_kernels"] = has_kernels and is_grouped(plan)
-    view["lays_out"] = has_kernels and has_moves(plan.layout)
-    found = {name: _render(f"{name}.j2", view) for name in FILES}
-    if has_kernels:
-        found[KERNELS] = _render(f"{KERNELS}.j2", {**view, **kernels_view(plan)})
+    kernels = plan_kernels(plan.layout)
+    recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
+    found = {name: _render(f"{name}.j2", recipe) for name in FILES}
+    if not isinstance(kernels, NoKernels):
+        text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
+        found[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
     return found
 
 
@@ -161,17 +72,13 @@ def emit_index(recipes: list[tuple[str, str]]) -> str:
     return _environment().get_template("index.py.j2").render(recipes=sorted(recipes))
 
 
-def _render(template: str, view: dict[str, Any]) -> str:
+def _render(template: str, recipe: RecipeText) -> str:
     """Renders twice: the first text tells which imports the second needs."""
-    loaded = _environment().get_template(template)
-    body = loaded.render(**view, imports=dict.fromkeys((*_IMPORTABLE, "torch"), ""), facts_imports="")
-    code = _code(body)
+    loaded, texts = _environment().get_template(template), vars(recipe)
+    code = _code(loaded.render(texts, imports=Imports("", False)))
     words = set(re.findall(r"(?<!\.)\b\w+\b(?!\.py)", code))
-    imports: dict[str, Any] = {
-        module: ", ".join(name for name in names if name in words) for module, names in _IMPORTABLE.items()
-    }
-    imports["torch"] = "torch." in code
-    return loaded.render(**view, imports=imports, facts_imports=imports["facts"])
+    facts = ", ".join(name for name in _FACTS if name in words)
+    return loaded.render(texts, imports=Imports(facts, "torch." in code))
 
 
 def _code(text: str) -> str:

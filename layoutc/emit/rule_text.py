@@ -83,7 +83,10 @@ class Dialect:
     codec: str  # what a call of a codec passes beside the value
     methods: dict[str, str]  # function -> text with {0}, {1}, ...
     divide: str
+    divide_constant: str  # a number {0} over {1}
+    divide_by_constant: str  # {0} over a number {1}
     constant: str  # a number in the shape of the other operand {0}
+    f32_max: str = "F32_MAX"
     over_exponent: str = ""  # 1 / a scale whose codes are exponents alone, where that is not a division
 
 
@@ -96,24 +99,30 @@ TORCH = Dialect(
         "isinf": "{0}.isinf()",
         "isnan": "{0}.isnan()",
         "abs": "{0}.abs()",
-        "floor_power_of_two": "floor_power_of_two({0})",
+        "floor_power_of_two": "num.floor_power_of_two({0})",
     },
-    divide="divide({0}, {1})",
+    divide="num.divide({0}, {1})",
+    divide_constant="num.divide({0}, {1})",
+    divide_by_constant="num.divide({0}, {1})",
     constant="{1}",
+    f32_max="num.F32_MAX",
 )
 TRITON = Dialect(
     codec=", HARDWARE",
     methods={
-        "maximum": "maximum({0}, {1})",
-        "minimum": "minimum({0}, {1})",
+        "maximum": "lt.maximum({0}, {1})",
+        "minimum": "lt.minimum({0}, {1})",
         "where": "tl.where({0}, {1}, {2})",
-        "isinf": "isinf({0})",
-        "isnan": "isnan({0})",
+        "isinf": "lt.isinf({0})",
+        "isnan": "lt.isnan({0})",
         "abs": "tl.abs({0})",
-        "floor_power_of_two": "floor_power_of_two({0})",
+        "floor_power_of_two": "lt.floor_power_of_two({0})",
     },
-    divide="divide({0}, {1})",
-    constant="like({0}, {1})",
+    divide="lt.divide({0}, {1})",
+    divide_constant="lt.over({0}, {1})",
+    divide_by_constant="lt.divide_by({0}, {1})",
+    constant="lt.like({0}, {1})",
+    f32_max="lt.F32_MAX",
     over_exponent="over_scale{0}({1})",
 )
 
@@ -123,7 +132,10 @@ def expression(
 ) -> str:
     """One expression of a rule as code. Division is spelled so that it is rounded once."""
     constants = constant_names(quantization, suffix)
-    spelled = {**constants, **known}
+    spelled = {
+        **{name: dialect.f32_max if text == "F32_MAX" else text for name, text in constants.items()},
+        **known,
+    }
     coded = not quantization.scale.is_f32
 
     def is_constant(node: ast.expr) -> bool:
@@ -162,10 +174,8 @@ def expression(
         left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
         right = show(node.right)
         if is_constant(node.left):
-            left = dialect.constant.format(right, left)
-        elif is_constant(node.right):
-            right = dialect.constant.format(left, right)
-        return dialect.divide.format(left, right)
+            return dialect.divide_constant.format(left, right)
+        return (dialect.divide_by_constant if is_constant(node.right) else dialect.divide).format(left, right)
 
     def show(node: ast.expr) -> str:
         match node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layoutc.layout.layout import Dim, Layout, codes_per_group
+from layoutc.layout.layout import Buffer, Dim, Layout, Plane, codes_per_group
 
 
 class Sizes:
@@ -31,6 +31,21 @@ class Sizes:
         if bits >= 8:
             return self.count(axis, per)
         return in_bytes(axis, bits)
+
+    def plane(self, plane: Plane) -> str:
+        """A plane's shape."""
+        if plane.is_scalar:
+            return "(1,)"
+        return f"({self.count('m', plane.per_m)}, {self.width('k', plane.per_k, plane.bits)})"
+
+    def buffer(self, buffer: Buffer) -> str:
+        """A buffer's shape, the last dim in bytes where codes are packed."""
+        dims = [self.padded(dim) for dim in buffer.dims]
+        if not dims:
+            return "(1,)"
+        if buffer.plane.bits < 8:
+            dims[-1] = in_bytes(dims[-1], buffer.plane.bits)
+        return f"({', '.join(dims)}{',' if len(dims) == 1 else ''})"
 
 
 def in_bytes(size: str, bits: int) -> str:

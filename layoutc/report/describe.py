@@ -12,12 +12,12 @@ from itertools import zip_longest
 from math import ceil, lcm, prod
 
 from layoutc.diagnostics.diagnostic import Diagnostic
-from layoutc.emit.kernel_view import gap
 from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
 from layoutc.layout.layout import Buffer, Layout, Plane, codes_per_group
+from layoutc.plan.kernels import gap
 from layoutc.plan.plan import Gather, Plan
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
@@ -181,7 +181,7 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         m=m,
         k=k,
         accepts=(layout.multiple_m, layout.multiple_k),
-        no_kernels=gap(plan),
+        no_kernels=gap(plan.layout),
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
         buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
         swizzle=_swizzle(layout),

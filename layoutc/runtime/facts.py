@@ -68,7 +68,7 @@ class GatherFacts:
         return self.bytes_per_rank * self.world
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Layout:
     """The facts of one recipe, frozen. `m` is the product of the leading dims of a weight, `k` its last dim.
 
@@ -92,11 +92,11 @@ class Layout:
     sources: Mapping[str, tuple[str, ...]]  # orientation -> the planes that its buffers are made from
     travels: Mapping[PassName, tuple[str, ...]]
     serves: Mapping[PassName, tuple[str, ...]]
-    slots_differ: bool  # passes gather different numbers of bytes, even if cuts are aligned
+    slots_differ: bool = False  # passes gather different numbers of bytes, even if cuts are aligned
     shares_amax: bool
-    amax_columns: int | None  # columns for which shards share one amax, of all rows; None: one for the whole weight
-    history: int  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
-    pick: str  # which amax of the history decides the scale: max, most-recent
+    amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
+    history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
+    pick: str = ""  # which amax of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
     swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns

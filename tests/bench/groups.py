@@ -23,8 +23,8 @@ import triton
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batches, weights
+from layoutc.runtime.kernels import amaxes, batches
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.train.master_weights import requantize_batch_
 
 CASES = [
@@ -49,7 +49,7 @@ def recipe(name: str) -> Any:
 
 def kernels(name: str) -> Any:
     """The kernels of a recipe."""
-    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
 
 
 # --------------------------------------------------------------------------------------------------------------- clocks
@@ -103,7 +103,7 @@ def shared(cls: Any, xs: Sequence[Tensor]) -> list[Tensor] | None:
     return [cls._shared_amax(x) for x in xs] if cls.LAYOUT.shares_amax else None
 
 
-def quantize_group(name: str, dtype: torch.dtype, orientations: tuple[str, ...], rows: list[Figures]) -> None:
+def quantize_batch(name: str, dtype: torch.dtype, orientations: tuple[str, ...], rows: list[Figures]) -> None:
     """Grouped quantize against a loop of launches into given planes, amaxes given."""
     xs = [torch.randn(SHAPE, device="cuda", dtype=dtype) for _ in range(COUNT)]
     amaxes = shared(recipe(name).Tensor, xs)
@@ -112,7 +112,7 @@ def quantize_group(name: str, dtype: torch.dtype, orientations: tuple[str, ...],
     ]
     outs = [{plane: torch.full_like(stored, 0x5A) for plane, stored in one.items()} for one in expected]
     packed = torch.cat([one.flatten() for one in amaxes]).split(1) if amaxes else None
-    kernels(name).quantize_group(xs, packed, orientations, outs)
+    kernels(name).quantize_batch(xs, packed, orientations, outs)
     assert all(same(one[p], out[p]) for one, out in zip(expected, outs, strict=True) for p in one), name
 
     def loop() -> None:
@@ -121,22 +121,22 @@ def quantize_group(name: str, dtype: torch.dtype, orientations: tuple[str, ...],
 
     nbytes = sum(t.numel() * t.element_size() for t in [*xs, *(p for out in outs for p in out.values())])
     what = f"quantize {name} {'+'.join(orientations)} {str(dtype)[6:]}"
-    timed(what, nbytes, loop, lambda: kernels(name).quantize_group(xs, packed, orientations, outs), rows)
+    timed(what, nbytes, loop, lambda: kernels(name).quantize_batch(xs, packed, orientations, outs), rows)
 
 
-def group_amax(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: list[Figures]) -> None:
+def batch_amax(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: list[Figures]) -> None:
     """Grouped amax against torch's grouped norm, and against a launch each."""
     xs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
-    expected = torch.cat([launch.matrix_amax(x, None) for x in xs])
-    assert same(expected, batches.group_amax(xs))
+    expected = torch.cat([amaxes.matrix_amax(x, None) for x in xs])
+    assert same(expected, batches.batch_amax(xs))
     assert same(expected, torch.stack(torch._foreach_norm(xs, ord=torch.inf)).float())
     nbytes = sum(x.numel() * x.element_size() for x in xs)
     label = f"{len(xs)} x {shapes[0][0]}x{shapes[0][1]}" if len(set(shapes)) == 1 else f"{len(xs)} mixed"
     which = f"{label} {str(dtype)[6:]}"
     foreach = lambda: torch._foreach_norm(xs, ord=torch.inf)  # noqa: E731
-    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: batches.group_amax(xs), rows)
-    loop = lambda: [launch.matrix_amax(x, None) for x in xs]  # noqa: E731
-    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: batches.group_amax(xs), rows)
+    timed(f"amax {which}, from _foreach_norm", nbytes, foreach, lambda: batches.batch_amax(xs), rows)
+    loop = lambda: [amaxes.matrix_amax(x, None) for x in xs]  # noqa: E731
+    timed(f"amax {which}, from a launch each", nbytes, loop, lambda: batches.batch_amax(xs), rows)
 
 
 def lay_out(name: str, shapes: list[tuple[int, int]], rows: list[Figures]) -> None:
@@ -189,9 +189,9 @@ def main() -> None:
     rows: list[Figures] = []
     for dtype in (torch.bfloat16, torch.float32):
         for name, orientations in CASES:
-            quantize_group(name, dtype, orientations, rows)
-        group_amax([SHAPE] * COUNT, dtype, rows)
-        group_amax([MIX[index % 3] for index in range(COUNT)], dtype, rows)
+            quantize_batch(name, dtype, orientations, rows)
+        batch_amax([SHAPE] * COUNT, dtype, rows)
+        batch_amax([MIX[index % 3] for index in range(COUNT)], dtype, rows)
         torch.cuda.empty_cache()
     for name in NAMES:
         lay_out(name, [SHAPE] * COUNT, rows)

@@ -49,7 +49,11 @@ def check(chosen: list[str]) -> int:
     """Prints every difference from the reference, run on the CPU and on the card; returns how many."""
     bad = runs = 0
     for name in chosen or recipes():
-        reference, kernels, layout = module(name, "reference"), module(name, "kernels"), module(name, "layout").LAYOUT
+        reference, kernels, layout = (
+            module(name, "reference"),
+            module(name, "kernels").KERNELS,
+            module(name, "layout").LAYOUT,
+        )
         cls = importlib.import_module(f"layoutc.recipes.{name}").Tensor
         for shape in [(1, 1), (7, 33), (32, 32), (64, 160), (130, 257), (160, 288), (512, 4096), (1056, 2080)]:
             try:
@@ -95,7 +99,7 @@ def check(chosen: list[str]) -> int:
                             for swizzled in (False, True) if layout.swizzled else (False,):
                                 flags = (swizzled,) if layout.swizzled else ()
                                 made = {"lay_out": kernels.lay_out(moved, m, k, orientations, *flags)}
-                                if hasattr(kernels, "quantize_buffers"):
+                                if kernels.buffer_sizes is not None:
                                     made["buffers"] = kernels.quantize_buffers(card, shared, orientations, *flags)
                                 for o in orientations if swizzled else ():
                                     laid[f"{o}_scale"] = reference.gemm_scale(laid, o)

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from layoutc.runtime.kernels import amaxes, recipe_kernels
 from layoutc.runtime.kernels import direct as triton_direct
-from layoutc.runtime.kernels import launch
 
 CALLS, ROUNDS = 2000, 5
 SHAPE = (512, 4096)
@@ -70,14 +70,14 @@ def main() -> None:
     options = {"num_warps": 1, "maxnreg": None, "enable_fp_fusion": False}
     show("empty kernel, Triton's launcher", lambda: empty_kernel[(1,)](*args, **options))
     show("empty kernel, direct", lambda: triton_direct.run(empty_kernel, (1,), args, 1))
-    show("matrix_amax", lambda: launch.matrix_amax(x, None))
+    show("matrix_amax", lambda: amaxes.matrix_amax(x, None))
     for name in ("mxfp8", "nvfp4", "fp8_current"):
         show_recipe(name, x)
 
 
 def show_recipe(name: str, x: torch.Tensor) -> None:
     """Prints the lines of one recipe."""
-    recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), module(name, "kernels")
+    recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), module(name, "kernels").KERNELS
     layout = recipe.LAYOUT
     every, (m, k) = layout.orientations, SHAPE
     amax = recipe.Tensor._shared_amax(x) if layout.shares_amax else None
@@ -87,9 +87,9 @@ def show_recipe(name: str, x: torch.Tensor) -> None:
     q = recipe.quantize(x, amax=amax)
     held = q.planes()
     # As the launcher of Triton would: every other part of the host's work is the same.
-    direct, kernels.run = kernels.run, ordinary
+    direct, recipe_kernels.run = recipe_kernels.run, ordinary
     show(f"{name} kernels.quantize, out=, Triton's", lambda: kernels.quantize(x, amax, every, out))
-    kernels.run = direct
+    recipe_kernels.run = direct
     show(f"{name} kernels.quantize, out=", lambda: kernels.quantize(x, amax, every, out))
     show(f"{name} kernels.quantize, new planes", lambda: kernels.quantize(x, amax, every))
     show(f"{name} kernels.dequantize", lambda: kernels.dequantize(held, m, k, every[0], torch.bfloat16))

@@ -13,7 +13,7 @@ import torch
 calls = 0
 for name in sys.argv[1:]:
     package = importlib.import_module(f"layoutc.recipes.{name}")
-    kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels")
+    kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     layout = package.LAYOUT
     flags = (True,) if layout.swizzled else ()
     for shape in ((160, 288), (128, 256)):
@@ -28,8 +28,8 @@ for name in sys.argv[1:]:
             kernels.lay_out(planes, m, k, layout.orientations, *flags)
             kernels.quantize_buffers(x, amax, layout.orientations, *flags)
             kernels.dequantize(planes, m, k, layout.orientations[0], dtype)
-            kernels.quantize_group([x] * 3, None if amax is None else [amax] * 3, layout.orientations, outs)
-            kernels.lay_out_group([planes] * 3, [(m, k)] * 3, layout.orientations, *flags)
+            kernels.quantize_batch([x] * 3, None if amax is None else [amax] * 3, layout.orientations, outs)
+            kernels.lay_out_batch([planes] * 3, [(m, k)] * 3, layout.orientations, *flags)
             calls += 6
 torch.cuda.synchronize()
 print("ran", calls, "calls")

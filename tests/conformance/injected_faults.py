@@ -24,6 +24,8 @@ def edit(file: str, pattern: str, replacement: str) -> Edit:
     return apply
 
 
+METHODS = r"    _cut, _join = .*\n"  # of a generated class: others may follow
+TABLE = r"(    LAYOUT, HANDLERS, REFERENCE = LAYOUT, )HANDLERS(, reference\n)"
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
 MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a tie goes to the odd code": ("nvfp4", "reference.py", r"\b0\.75,", "0.7500000596046448,", ("encode",)),
@@ -61,7 +63,7 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "dequantize forgets the scale": (
         "fp8_block",
         "reference.py",
-        r" \* per_element\(factor, 128, 128, m, k\)",
+        r" \* num\.per_element\(factor, 128, 128, m, k\)",
         "",
         ("decode", "dequantize"),
     ),
@@ -97,15 +99,25 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "products read one orientation": (
         "mxfp8",
         "tensor.py",
-        r"(dequantize_reference\([^\n]*), orientation\)",
-        r'\1, "rowwise")',
+        METHODS,
+        r"\g<0>"
+        + """
+    @classmethod
+    def _matrix_values(cls, planes, m, k, orientation, dtype):
+        return super()._matrix_values(planes, m, k, "rowwise", dtype)
+""",
         ("products", "layer"),
     ),
     "the amax of shards is another": (
         "nvfp4",
         "tensor.py",
-        r"return tensor_amax\(x\)",
-        "return tensor_amax(x) * 2",
+        METHODS,
+        r"\g<0>"
+        + """
+    @classmethod
+    def _shared_amax(cls, x):
+        return super()._shared_amax(x) * 2
+""",
         ("quantize",),
     ),
     "a refresh keeps the old scale": (
@@ -127,8 +139,8 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
-        r'(wire\.wire\(self, gathering, "columnwise_data"\))',
-        r"\1.flip(0)",
+        r'(wire\.wire\(self, gathering, name\))( for name in \("columnwise_data")',
+        r"\1.flip(0)\2",
         ("gather",),
     ),
     "short shards are not filled up": (
@@ -175,16 +187,16 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     ),
     "a clone is an alias": (
         "fp8_current",
-        "dispatch.py",
-        r"aten\.clone\.default: common\.clone",
-        "aten.clone.default: common.alias",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten.clone.default: HANDLERS[torch.ops.aten.alias.default]}\2",
         ("copies",),
     ),
     "pinning is forgotten": (
         "nvfp4",
-        "dispatch.py",
-        r"aten\._pin_memory\.default: common\.pin_memory",
-        "aten._pin_memory.default: common.alias",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten._pin_memory.default: HANDLERS[torch.ops.aten.alias.default]}\2",
         ("storage",),
     ),
     "the history picks another amax": (
@@ -197,65 +209,82 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a loaded tensor is not checked": (
         "mxfp8",
         "tensor.py",
-        r"    LAYOUT = LAYOUT\n",
-        "    LAYOUT = LAYOUT\n\n    def __reduce_ex__(self, protocol):\n"
-        "        return type(self), (self._planes, tuple(self.shape), self.dtype)\n\n",
+        METHODS,
+        r"\g<0>"
+        + """
+    def __reduce_ex__(self, protocol):
+        return type(self), (self._planes, tuple(self.shape), self.dtype)
+""",
         ("pickle",),
     ),
     "one orientation stores both": (
         "mxfp8",
         "tensor.py",
-        r"quantize_reference\(x, amax=amax, orientations=tuple\(orientations\)\)",
-        "quantize_reference(x, amax=amax)",
+        METHODS,
+        r"\g<0>"
+        + """
+    @classmethod
+    def _quantize_matrix(cls, x, amax, orientations, out=None):
+        return super()._quantize_matrix(x, amax, LAYOUT.orientations, out)
+""",
         ("one-orientation",),
     ),
     "another layout id is taken": (
         "mxfp8",
         "tensor.py",
-        r"    LAYOUT = LAYOUT\n",
-        "    LAYOUT = LAYOUT\n\n    @classmethod\n"
-        "    def __tensor_unflatten__(cls, inner, context, *outer):\n"
-        "        return super().__tensor_unflatten__(inner, context._replace(layout_id=LAYOUT.layout_id), *outer)\n\n",
+        METHODS,
+        r"\g<0>"
+        + """
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, *outer):
+        return super().__tensor_unflatten__(inner, context._replace(layout_id=LAYOUT.layout_id), *outer)
+""",
         ("flatten",),
     ),
     "bytes are not copied": (
         "nvfp4",
-        "dispatch.py",
-        r"aten\.copy_\.default: common\.copy_",
-        "aten.copy_.default: lambda func, args, kwargs: "
-        "args[0] if type(args[0]) is type(args[1]) else common.copy_(func, args, kwargs)",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten.copy_.default: lambda func, args, kwargs: args[0] "
+        r"if type(args[0]) is type(args[1]) else HANDLERS[func](func, args, kwargs)}\2",
         ("checkpoint", "copies", "writes"),
     ),
     "quantizing into a tensor keeps its scale": (
         "mxfp8",
         "tensor.py",
-        r"    return weights\.quantize\((.*)\)\n",
-        "    kept = None if out is None else out.rowwise_scale.clone()\n"
-        r"    made = weights.quantize(\1)" + "\n"
-        "    if kept is not None:\n"
-        "        out.rowwise_scale.copy_(kept)\n"
-        "    return made\n",
+        r"quantize, quantize_buffers = (.*)\n",
+        r"""quantize_, quantize_buffers = \1
+
+
+def quantize(x, *, out=None, **options):
+    kept = None if out is None else out.rowwise_scale.clone()
+    made = quantize_(x, out=out, **options)
+    if kept is not None:
+        out.rowwise_scale.copy_(kept)
+    return made
+""",
         ("out",),
     ),
     "the first expert stands for all": (
         "nvfp4",
-        "dispatch.py",
-        r"aten\.select\.int: cuts_and_joins\.select",
-        "aten.select.int: lambda func, args, kwargs: cuts_and_joins.select(func, (*args[:2], 0), kwargs)",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten.select.int: lambda func, args, kwargs: "
+        r"HANDLERS[func](func, (*args[:2], 0), kwargs)}\2",
         ("experts",),
     ),
     "zeros_like has the values": (
         "fp8_current",
-        "dispatch.py",
-        r"aten\.zeros_like\.default: common\.like_plain",
-        "aten.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten.zeros_like.default: lambda func, args, kwargs: args[0].dequantize()}\2",
         ("new-tensors",),
     ),
     "a sum is not counted": (
         "fp8_current",
-        "dispatch.py",
-        r"HANDLERS = \{\n",
-        "HANDLERS = {\n    aten.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1],\n",
+        "tensor.py",
+        TABLE,
+        r"\1{**HANDLERS, torch.ops.aten.add.Tensor: lambda func, args, kwargs: args[0].dequantize() + args[1]}\2",
         ("strict",),
     ),
     "a gather marks the shard": (

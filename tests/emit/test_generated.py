@@ -15,7 +15,7 @@ from places import ROOT
 
 from layoutc.build import pipeline
 from layoutc.emit import emit
-from layoutc.emit.recipe_view import cast_name, class_name
+from layoutc.emit.recipe_text import cast_name, class_name
 from layoutc.spec import formats
 from layoutc.spec.checks import read
 

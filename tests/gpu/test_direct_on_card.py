@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ import layoutc.recipes
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 
+from layoutc.runtime.kernels import amaxes, recipe_kernels  # noqa: E402
 from layoutc.runtime.kernels import direct as triton_direct  # noqa: E402
-from layoutc.runtime.kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,12 +40,12 @@ def inputs(layout: Any) -> list[torch.Tensor]:
     return made
 
 
-def work(kernels: ModuleType, layout: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def work(kernels: recipe_kernels.Kernels, layout: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """Everything that a recipe launches, from one weight."""
     (m, k), every = x.shape, layout.orientations
     amax = None
     if layout.shares_amax:
-        amax = launch.matrix_amax(x, layout.amax_columns)
+        amax = amaxes.matrix_amax(x, layout.amax_columns)
     planes = kernels.quantize(x, amax, every)
     held = planes if amax is None else {**planes, "amax": amax}
     values = [kernels.dequantize(held, m, k, orientation, torch.bfloat16) for orientation in every]
@@ -60,11 +59,11 @@ def bits(made: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_direct_and_ordinary_launches_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels")
+    kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     layout = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT
     given = inputs(layout)
     direct = [bits(work(kernels, layout, x)) for x in given]
-    monkeypatch.setattr(kernels, "run", ordinary)
+    monkeypatch.setattr(recipe_kernels, "run", ordinary)
     monkeypatch.setattr(triton_direct, "run", ordinary)
     for x, made in zip(given, direct, strict=True):
         assert all(map(torch.equal, made, bits(work(kernels, layout, x)))), (x.shape, x.stride(), x.storage_offset())
@@ -72,19 +71,19 @@ def test_direct_and_ordinary_launches_give_the_same_bytes(name: str, monkeypatch
 
 def test_launches_are_direct_here() -> None:
     """Triton's launcher is asked once."""
-    kernels = importlib.import_module("layoutc.recipes.mxfp8.kernels")
+    kernels = importlib.import_module("layoutc.recipes.mxfp8.kernels").KERNELS
     assert triton_direct.supported()
     x = torch.randn(96, 224, device="cuda", dtype=torch.bfloat16)
     expected = kernels.quantize(x, None, ("rowwise",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(kernels.quantize_kernel), "run", lambda *_, **__: pytest.fail("an ordinary launch"))
+        patch.setattr(type(recipe_kernels.quantize_kernel), "run", lambda *_, **__: pytest.fail("an ordinary launch"))
         made = kernels.quantize(x, None, ("rowwise",))
     assert all(map(torch.equal, made.values(), expected.values()))
 
 
 def test_on_another_stream_and_in_a_graph() -> None:
     """The stream is the current one at each launch."""
-    kernels = importlib.import_module("layoutc.recipes.mxfp8.kernels")
+    kernels = importlib.import_module("layoutc.recipes.mxfp8.kernels").KERNELS
     x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     out = kernels.quantize(x, None, ("rowwise", "columnwise"))
     torch.cuda.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor
 
 import layoutc
 import layoutc.recipes
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batches
+from layoutc.runtime.kernels import amaxes, batches, launch
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.train.master_weights import requantize_batch_
 
 pytest.importorskip("triton", reason="needs triton, which kernels are written in")
@@ -34,8 +33,8 @@ def recipe(name: str) -> Any:
     return importlib.import_module(f"layoutc.recipes.{name}")
 
 
-def kernels(name: str) -> ModuleType:
-    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+def kernels(name: str) -> Kernels:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
 
 
 def matrices(name: str, dtype: torch.dtype, count: int, special: bool = True) -> list[Tensor]:
@@ -72,11 +71,11 @@ def poisoned(name: str, x: Tensor, orientations: tuple[str, ...]) -> dict[str, T
 def check(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
     """Against a launch each."""
     layout = recipe(name).LAYOUT
-    amaxes = [launch.matrix_amax(x, layout.amax_columns) for x in xs] if layout.shares_amax else None
+    given = [amaxes.matrix_amax(x, layout.amax_columns) for x in xs] if layout.shares_amax else None
     outs = [poisoned(name, x, orientations) for x in xs]
-    kernels(name).quantize_group(xs, amaxes, orientations, outs)
+    kernels(name).quantize_batch(xs, given, orientations, outs)
     for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        alone = kernels(name).quantize(x, amaxes[index] if amaxes else None, orientations)
+        alone = kernels(name).quantize(x, given[index] if given else None, orientations)
         for plane, stored in alone.items():
             assert same(stored, out[plane]), (index, tuple(x.shape), plane)
 
@@ -84,7 +83,7 @@ def check(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_gives_the_bytes_of_one_launch_each(name: str, dtype: torch.dtype) -> None:
-    if not hasattr(kernels(name), "quantize_group"):
+    if not kernels(name).batched:
         pytest.skip("a pass over rows comes first")
     layout = recipe(name).LAYOUT
     for orientations in {layout.orientations, *((one,) for one in layout.orientations)}:
@@ -131,21 +130,21 @@ def test_what_lies_elsewhere_is_refused_before_a_launch() -> None:
     """Addresses of the host would be read by the card."""
     xs = [torch.randn(32, 64, device="cuda") for _ in range(2)]
     outs = [poisoned("nvfp4", x, ("rowwise",)) for x in xs]
-    quantize_group = kernels("nvfp4").quantize_group
-    with pytest.raises(ValueError, match="amaxes of a group are float32"):
-        quantize_group(xs, [torch.ones(1, device="cuda"), torch.ones(1)], ("rowwise",), outs)
+    quantize_batch = kernels("nvfp4").quantize_batch
+    with pytest.raises(ValueError, match="amaxes of a batch are float32"):
+        quantize_batch(xs, [torch.ones(1, device="cuda"), torch.ones(1)], ("rowwise",), outs)
     with pytest.raises(ValueError, match="rowwise_scale lies on cpu"):
-        quantize_group(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_scale": outs[1]["rowwise_scale"].cpu()}])
+        quantize_batch(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_scale": outs[1]["rowwise_scale"].cpu()}])
     with pytest.raises(ValueError, match="lie on one device"):
-        quantize_group([xs[0], xs[1].cpu()], None, ("rowwise",), outs)
+        quantize_batch([xs[0], xs[1].cpu()], None, ("rowwise",), outs)
 
 
 @pytest.mark.parametrize("block_k", [None, 1, 16])
 def test_amaxes_of_a_group(block_k: int | None) -> None:
     xs = [x for dtype in DTYPES for x in matrices("fp8_current", dtype, 30)]
     xs += [torch.randn(300, 200, device="cuda").t(), torch.randn(0, 64, device="cuda")]
-    expected = torch.cat([launch.matrix_amax(x, block_k).flatten() for x in xs])
-    assert torch.equal(expected.view(torch.int32), batches.group_amax(xs, block_k).view(torch.int32))
+    expected = torch.cat([amaxes.matrix_amax(x, block_k).flatten() for x in xs])
+    assert torch.equal(expected.view(torch.int32), batches.batch_amax(xs, block_k).view(torch.int32))
 
 
 def batch_of(names: list[str], count: int) -> tuple[list[Any], list[Any]]:
@@ -194,7 +193,7 @@ def test_tables_follow_streams_and_survive_eviction() -> None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000)
-                results.append((index, xs, batches.group_amax(xs)))
+                results.append((index, xs, batches.batch_amax(xs)))
     torch.cuda.synchronize()
     for index, _, found in results:
         assert found.tolist() == [index * 10.0 + one + 1 for one in range(3)]

@@ -106,7 +106,7 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
 def test_planes_that_begin_between_words(name: str) -> None:
     """As a cut of a packed file would: read all the same, and refused where a kernel would write words into them."""
-    recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), part(name, "kernels")
+    recipe, kernels = importlib.import_module(f"layoutc.recipes.{name}"), part(name, "kernels").KERNELS
     made = recipe.quantize(torch.randn(256, 512, device="cuda"))
     planes = made.planes()
     moved = {}

@@ -1,6 +1,6 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
-Names of recipes may follow (`all`, if none), `amaxes` (of groups; in `all`), and `checks`: what compares a card's
+Names of recipes may follow (`all`, if none), `amaxes` (of batches; in `all`), and `checks`: what compares a card's
 conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
 kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,109 +29,130 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime.kernels import conversion_checks, launch
-from layoutc.runtime.quantize import batches
+from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch
 from layoutc.runtime.triton import batch
+from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
-EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and groups of every recipe
-GROUPS = {"mxfp8", "fp8_block", "fp8_current", "nvfp4"}  # a recipe of each kind of block
-GROUPS_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
+EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
+BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4"}  # a recipe of each kind of block
+BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
 def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], Tile, str]]:
-    """(name, kernel, flags of its sources, tile, dtype of the input or output)."""
-    for (size, *flags), tile in kernels.TILES.items():
+    """(name, kernel, whether rowwise and columnwise sources are written or read, tile, dtype of input or output)."""
+    for (size, *written), tile in kernels.quantize_sizes.items():
         if size != 2 and not EVERY:
             continue
-        label = "+".join(itertools.compress(layout.orientations, flags)) if len(flags) > 1 else "all"
+        flags = dict(zip(kernels.serves, written, strict=True))
+        asked = [flags.get(name, False) for name in ("rowwise", "columnwise")]
+        label = "+".join(itertools.compress(layout.orientations, written)) if len(written) > 1 else "all"
         dtype = "bf16" if size == 2 else "fp32"
-        yield f"quantize {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
-        # Of a group, whose tiles and arithmetic are the same, inputs of one dtype.
-        if hasattr(kernels, "quantize_group_kernel") and size == 2 and (EVERY or layout.name in GROUPS):
-            yield f"quantize_group {label} {dtype}", kernels.quantize_group_kernel, list(flags), tile, dtype
-        if hasattr(kernels, "BUFFER_TILES"):
-            tile = kernels.BUFFER_TILES[size, *flags]
-            yield f"quantize_buffers {label} {dtype}", kernels.quantize_kernel, list(flags), tile, dtype
-    if hasattr(kernels, "LAY_OUT_TILE"):
-        tile = (*kernels.LAY_OUT_TILE[:2], 1, kernels.LAY_OUT_TILE[2], None)
-        yield "lay_out", kernels.lay_out_kernel, [], tile, "bf16"
-        if layout.name in GROUPS_LAID_OUT:
-            yield "lay_out_group", kernels.lay_out_kernel, [], tile, "bf16"
-    for orientation, tile in kernels.DEQUANTIZE_TILES.items():
-        flags = [orientation == name for name in layout.orientations]
-        yield f"dequantize {orientation} bf16", kernels.dequantize_kernel, flags, (*tile[:2], 1, tile[2], None), "bf16"
+        yield f"quantize {label} {dtype}", quantize_kernel, asked, tile, dtype
+        # Of a batch, whose tiles and arithmetic are the same, inputs of one dtype.
+        if kernels.batched and size == 2 and (EVERY or layout.name in BATCHES):
+            yield f"quantize_batch {label} {dtype}", quantize_kernel, asked, tile, dtype
+        if kernels.buffer_sizes is not None:
+            tile = kernels.buffer_sizes[size, *written]
+            yield f"quantize_buffers {label} {dtype}", quantize_kernel, asked, tile, dtype
+    if kernels.lay_out_tile is not None:
+        tile = (*kernels.lay_out_size[:2], 1, kernels.lay_out_size[2], None)
+        yield "lay_out", lay_out_kernel, [], tile, "bf16"
+        if layout.name in BATCHES_LAID_OUT:
+            yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
+    for orientation, tile in kernels.dequantize_sizes.items():
+        asked = [orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise")]
+        yield f"dequantize {orientation} bf16", dequantize_kernel, asked, (*tile[:2], 1, tile[2], None), "bf16"
 
 
-def absent(name: str, layout: Any) -> set[str]:
-    """Parameters that are None: buffers where planes are written, and planes that are no buffers where those are."""
-    if name == "lay_out":
-        return {"table"}
+MATRIX = {"x", "m", "k", "stride_m", "stride_k", "cover_k"}  # in place of a table
+
+
+def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
+    """What stands for each plane and buffer that is given (p0, b0, ...): its dtype; None of what is not given."""
+    planes, buffers = layout.planes(1024, 1024), layout.buffers(1024, 1024)
+    moves = name.startswith("lay_out")
+    kept = set(layout.as_stored.values())
+    given = {f"p{index}": plane for index, plane in enumerate(kernels.moved if moves else kernels._written)}
     if name.startswith("quantize_buffers"):
-        return {plane for plane in layout.stored if plane not in layout.as_stored.values() and plane != "amax"}
-    return {f"to_{buffer}" for buffer in layout.buffers(1024, 1024)} if name.startswith("quantize") else set()
+        given = {key: plane for key, plane in given.items() if plane in kept}
+    if name.startswith("quantize_batch"):
+        given = {}
+    types = {key: "*u8" if planes[plane].dtype == torch.uint8 else "*fp32" for key, plane in given.items()}
+    if moves or name.startswith("quantize_buffers"):
+        made = {f"b{index}": buffer for index, buffer in enumerate(filter(None, kernels._made))}
+        types |= {key: "*u8" if buffers[one].dtype == torch.uint8 else "*fp32" for key, one in made.items()}
+    none = {f"{kind}{index}" for kind in "pb" for index in range(6)} - set(types)
+    none |= MATRIX if name.startswith("quantize_batch") else {"m", "k", "cover_k"} if name == "lay_out_batch" else set()
+    none |= set() if "batch" in name else {"table"}
+    none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
+    none |= set() if kernels.takes_input_max else {"input_max"}
+    none |= {f"{source}_amax" for source in ("rowwise", "columnwise") if source not in kernels.row_blocks}
+    return types | dict.fromkeys(none)
 
 
 def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
-    """(name, constants, tile, dtype) of the amaxes of a group."""
+    """(name, constants, tile, dtype) of the amaxes of a batch."""
     for dtype in ("bf16", "fp32"):
         tile_m, tile_k, warps = batches.AMAX_TILE
-        yield f"amax_group {dtype}", {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
-        tile_m, tile_k, warps = launch.column_tile(1)
-        yield f"amax_group columns {dtype}", {"BLOCK_K": 1, "WHOLE": False}, (tile_m, tile_k, 1, warps, None), dtype
+        yield f"amax_batch {dtype}", {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
+        tile_m, tile_k, warps = amaxes.column_tile(1)
+        yield f"amax_batch columns {dtype}", {"BLOCK_K": 1, "WHOLE": False}, (tile_m, tile_k, 1, warps, None), dtype
 
 
 def compiled(
     kernel: Any,
-    layout: Any,
-    flags: list[bool],
+    fixed: dict[str, Any],
     tile: Tile,
     dtype: str,
     capability: int,
-    none: Collection[str] = (),
-    **constants_: Any,
+    given: dict[str, str | None] | None = None,
 ) -> Any:
-    """The kernel as it is launched for a large contiguous weight of whole tiles, or for many of them.
+    """A kernel as it is launched for a large contiguous weight of whole tiles, or for many of them.
 
-    none: parameters that are None.
+    fixed: constants of its own. given: types of pointers, and None of what is not given.
     """
-    facts = layout.planes(1024, 1024) if layout else {}
-    level = launch.level_of(divmod(capability, 10))
-    fixed = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
-    fixed |= {"PIECES": tile[2], "SWIZZLED": True}
-    fixed |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32, "ROWS": batches.ROWS[-1], "ALIGNED": True}
-    fixed |= {"ROWS": 0, "ALIGNED": False} if "table" in none else {}
-    fixed |= constants_
+    level, given = launch.level_of(divmod(capability, 10)), given or {}
+    constant = {"TILE_M": tile[0], "TILE_K": tile[1], "EVEN": True, "HARDWARE": level, "stride_k": 1, "WORDS": True}
+    constant |= {"PIECES": tile[2], "SWIZZLED": True, "ROWS": batches.ROWS[-1], "ALIGNED": True}
+    constant |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32}
+    constant |= {"ROWS": 0, "ALIGNED": False, "DTYPE": None} if "table" in given else {}
+    constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
+    pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "table": "*i64", "input_max": "fp32"}
+    pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        if name in fixed or name.isupper():
-            signature[name] = "constexpr"
-            constants[(index,)] = fixed[name] if name in fixed else flags.pop(0)
+        if name in constant:
+            signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        if name == "input_max":
-            signature[name] = "fp32"
-            continue
-        laid_out = layout.buffers(1024, 1024) if layout else {}
-        stored = {**facts, **{f"to_{buffer}": fact for buffer, fact in laid_out.items()}}
-        if name in none:
-            signature[name] = "constexpr"
-            constants[(index,)] = None
-            continue
-        is_code = name in stored and stored[name].dtype == torch.uint8
-        pointer = f"*{dtype}" if name in ("x", "out") else "*u8" if is_code else "*fp32" if layout else "*i32"
-        pointer = "*i64" if name == "table" else pointer
-        is_size = name in ("m", "k", "stride_m") or name.startswith("cover_") or name.endswith(("_m", "_k"))
-        signature[name] = "i32" if is_size else pointer
-        attributes[(index,)] = ALIGNED
+        is_size = name in ("m", "k", "stride_m", "cover_k")
+        signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
+        if name != "input_max":
+            attributes[index,] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": tile[3], "maxnreg": tile[4] if capability == 90 else None, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
+    """What a recipe's kernel is compiled for."""
+    if name.startswith("lay_out"):
+        return {"LAY_OUT": kernels.lay_out_tile, "PLANES": len(kernels.moved)}
+    sources = dict(zip(("ROWWISE", "COLUMNWISE"), asked, strict=True))
+    if name.startswith("dequantize"):
+        return {"DEQUANTIZE": kernels.dequantize_tile, **sources}
+    masks = kernels._masks if "batch" in name else (0, 0, 0)
+    return {
+        "QUANTIZE": kernels.quantize_tile,
+        **sources,
+        **dict(zip(("PLANES", "FLOATS", "SCALARS"), masks, strict=True)),
+    }
 
 
 def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
@@ -200,17 +221,18 @@ def main() -> None:
     folder = Path(layoutc.recipes.__file__).parent
     if {"all", "amaxes"} & named:
         for name, constants, tile, dtype in amax_variants():
-            kernel = batch.amax_group_kernel
-            tell("", name, compiled(kernel, None, [], tile, dtype, capability, **constants), tile)
+            kernel = batch.amax_batch_kernel
+            tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in named else ():
         tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     for recipe in every if "all" in named else sorted(named - {"amaxes", "checks"}):
-        kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels")
+        kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
-        for name, kernel, flags, tile, dtype in variants(kernels, layout):
-            tell(recipe, name, compiled(kernel, layout, flags, tile, dtype, capability, absent(name, layout)), tile)
+        for name, kernel, asked, tile, dtype in variants(kernels, layout):
+            fixed, given = constants_of(name, kernels, asked), parameters(name, kernels, layout)
+            tell(recipe, name, compiled(kernel, fixed, tile, dtype, capability, given), tile)
 
 
 if __name__ == "__main__":

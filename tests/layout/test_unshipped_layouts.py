@@ -73,7 +73,7 @@ def test_padding_of_transposed_codes_is_zero_and_behind_the_codes(tmp_path: Path
             expected[name][: codes.shape[0], : codes.shape[1]] = codes
         found = [made.reference.lay_out(planes, m, k, made.LAYOUT.orientations)]
         if torch.cuda.is_available() or _interprets():
-            kernels = importlib.import_module(f"{made.__name__}.kernels")
+            kernels = importlib.import_module(f"{made.__name__}.kernels").KERNELS
             found.append(kernels.lay_out(planes, m, k, made.LAYOUT.orientations))
         for buffers in found:
             for name, codes in expected.items():

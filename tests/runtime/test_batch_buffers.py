@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batch_buffers, batches
+from layoutc.runtime.kernels import batches, buffers, launch
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
@@ -29,8 +28,8 @@ pytestmark = [
 ]
 
 
-def kernels(name: str) -> ModuleType:
-    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+def kernels(name: str) -> Kernels:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
 
 
 @pytest.fixture
@@ -44,13 +43,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels serve plain CPU tensors, as they do those of a card; how many weights each launch was for."""
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
     sizes: list[int] = []
-    split = batch_buffers.split
+    split = buffers.split
 
     def noted(planes: Any, names: Any, weights: Sequence[Any], *rest: Any) -> Any:
         sizes.append(len(weights))
         return split(planes, names, weights, *rest)
 
-    monkeypatch.setattr(batch_buffers, "split", noted)
+    monkeypatch.setattr(buffers, "split", noted)
     return sizes
 
 
@@ -62,7 +61,7 @@ def compare(name: str, tensors: list[QuantizedTensor], orientations: tuple[str, 
     """Of a group, and of the reference."""
     flags = (swizzled,) if recipe(name).LAYOUT.swizzled else ()
     weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
-    together = kernels(name).lay_out_group(weights, shapes, orientations, *flags)
+    together = kernels(name).lay_out_batch(weights, shapes, orientations, *flags)
     for planes, shape, found in zip(weights, shapes, together, strict=True):
         expected = reference(name).lay_out(planes, *shape, orientations)
         for orientation in orientations if swizzled else ():
@@ -98,9 +97,9 @@ def test_whole_words_and_single_codes_are_moved_apart() -> None:
     shapes = [(32, 64), (48, 16), (20, 12), (5, 7), (3, 9), (4, 8)]
     tensors = [recipe("fp8_current").quantize(weight(m, k, seed)) for seed, (m, k) in enumerate(shapes)]
     compare("fp8_current", tensors, ("rowwise", "columnwise"), False)
-    made = batch_buffers.new(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
+    made = buffers.new_for_batch(recipe("fp8_current").LAYOUT, shapes, ("columnwise",), [t.planes() for t in tensors])
     planes = ["rowwise_data"], ["columnwise_data"]
-    found = batch_buffers.split(*planes, [t.planes() for t in tensors], made, shapes, None, (256, 128, 8), 4)
+    found = buffers.split(*planes, [t.planes() for t in tensors], made, shapes, shapes, (256, 128, 8), 4)
     kinds = [(table.aligned, table.even, table.programs) for _, table in found if table is not None]
     assert sorted(kinds) == [(False, False, 2), (False, True, 2), (True, True, 2)]
     assert len(found) == 3
@@ -174,14 +173,14 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     batches._tables.cache_clear()
     tensors = tensors_of("nvfp4", 3)
     weights, shapes = [tensor.planes() for tensor in tensors], [tensor._matrix for tensor in tensors]
-    made = batch_buffers.new(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
+    made = buffers.new_for_batch(tensors[0].LAYOUT, shapes, ("columnwise",), weights)
     names = ["rowwise_scale", "rowwise_data"], ["rowwise_scale", "columnwise_data", "columnwise_scale"]
     for _ in range(3):
-        batch_buffers.split(*names, weights, made, shapes, None, (128, 256, 8), 8)
+        buffers.split(*names, weights, made, shapes, shapes, (128, 256, 8), 8)
     assert batches._tables.cache_info().misses == 1
 
 
-def test_bad_groups_are_refused_before_work(launches: list[int]) -> None:
+def test_bad_batches_are_refused_before_work(launches: list[int]) -> None:
     tensors = [make("mxfp8", 64, 64), make("mxfp8", 64, 64, orientations="rowwise")]
     with pytest.raises(TypeError, match="buffers_of takes quantized tensors, not Tensor"):
         layoutc.buffers_of([tensors[0], torch.ones(2, 2)])  # type: ignore[list-item]
@@ -192,7 +191,7 @@ def test_bad_groups_are_refused_before_work(launches: list[int]) -> None:
     with pytest.raises(ValueError, match="fp8_block: swizzled=True"):
         layoutc.buffers_of([tensors[0], make("fp8_block")], swizzled=True)
     planes = [tensors[0].planes(), {name: plane.to("meta") for name, plane in tensors[0].planes().items()}]
-    with pytest.raises(ValueError, match="mxfp8: the weights of a group lie on one device"):
-        kernels("mxfp8").lay_out_group(planes, [(64, 64)] * 2, ("rowwise",))
+    with pytest.raises(ValueError, match="mxfp8: the weights of a batch lie on one device"):
+        kernels("mxfp8").lay_out_batch(planes, [(64, 64)] * 2, ("rowwise",))
     assert launches == []
-    assert kernels("mxfp8").lay_out_group([], [], ("rowwise",)) == []
+    assert kernels("mxfp8").lay_out_batch([], [], ("rowwise",)) == []

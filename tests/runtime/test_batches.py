@@ -1,4 +1,4 @@
-"""Grouped kernels under Triton's interpreter: the reference's bytes for each matrix, whatever else is in the group.
+"""Batches under Triton's interpreter: the reference's bytes for each matrix, whatever else is in the batch.
 
 test_kernels.py compares a launch of its own with the reference.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ from torch import Tensor
 import layoutc.recipes
 from layoutc.runtime import numerics
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batches
+from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 from layoutc.runtime.quantize.weights import requantize_many_
 from layoutc.runtime.train.master_weights import requantize_batch_
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -43,8 +42,8 @@ USABLE = launch.usable
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def kernels(name: str) -> ModuleType:
-    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+def kernels(name: str) -> Kernels:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
 
 
 def ragged(name: str, count: int) -> list[tuple[int, int]]:
@@ -63,11 +62,11 @@ def poisoned(name: str, x: Tensor, orientations: Sequence[str]) -> dict[str, Ten
 
 
 def compare(name: str, xs: list[Tensor], orientations: tuple[str, ...]) -> None:
-    """Of a group, into poisoned planes, and of the reference."""
+    """Of a batch, into poisoned planes, and of the reference."""
     layout = recipe(name).LAYOUT
     amaxes = [recipe(name).Tensor._shared_amax(x) for x in xs] if layout.shares_amax else None
     outs = [poisoned(name, x, orientations) for x in xs]
-    kernels(name).quantize_group(xs, amaxes, orientations, outs)
+    kernels(name).quantize_batch(xs, amaxes, orientations, outs)
     for index, (x, out) in enumerate(zip(xs, outs, strict=True)):
         amax = amaxes[index] if amaxes else None
         alone = reference(name).quantize_reference(x, amax=amax, orientations=orientations)
@@ -106,7 +105,7 @@ def test_more_matrices_than_a_table_holds(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(batches, "ROWS", (2, 4))
     xs = [weight(m, k, seed) for seed, (m, k) in enumerate(ragged("fp8_block", 11))]
     compare("fp8_block", xs, ("rowwise",))
-    assert torch.equal(bits(batches.group_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
+    assert torch.equal(bits(batches.batch_amax(xs)), bits(torch.cat([numerics.tensor_amax(x) for x in xs])))
     rows = [(3, 0), (4, 1), (2**31 - 5, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
     cuts = [[row[1] for row in cut] for cut in batches._launches(rows)]
     assert cuts == [[0, 1], [2, 3, 4, 5], [6, 7]]
@@ -130,30 +129,30 @@ def test_matrices_of_no_table_go_one_by_one() -> None:
     space = torch.empty(64 * 32 + 4, dtype=torch.uint8)
     odd = {**poisoned("mxfp8", xs[5], ("rowwise",)), "rowwise_data": space[4:].view(64, 32)}
     outs = [poisoned("mxfp8", xs[2], ("rowwise",)), odd]
-    kernels("mxfp8").quantize_group([xs[2], xs[5]], None, ("rowwise",), outs)
+    kernels("mxfp8").quantize_batch([xs[2], xs[5]], None, ("rowwise",), outs)
     for x, out in zip((xs[2], xs[5]), outs, strict=True):
         for plane, stored in kernels("mxfp8").quantize(x, None, ("rowwise",)).items():
             assert torch.equal(stored, out[plane])
 
 
-def test_bad_groups_are_refused_before_work() -> None:
+def test_bad_batches_are_refused_before_work() -> None:
     xs = [weight(32, 32, 0), weight(32, 64, 1)]
     outs = [poisoned("nvfp4", x, ("rowwise",)) for x in xs]
     before = copy.deepcopy(outs)
-    quantize_group = kernels("nvfp4").quantize_group
+    quantize_batch = kernels("nvfp4").quantize_batch
     with pytest.raises(ValueError, match="nvfp4: 2 matrices need as many outs"):
-        quantize_group(xs, None, ("rowwise",), outs[:1])
+        quantize_batch(xs, None, ("rowwise",), outs[:1])
     with pytest.raises(ValueError, match="have one dtype"):
-        quantize_group([xs[0], xs[1].half()], None, ("rowwise",), outs)
+        quantize_batch([xs[0], xs[1].half()], None, ("rowwise",), outs)
     with pytest.raises(ValueError, match=r"rowwise_data must be contiguous torch.uint8 of shape \(32, 32\)"):
-        quantize_group(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_data": outs[0]["rowwise_data"]}])
+        quantize_batch(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_data": outs[0]["rowwise_data"]}])
     assert all(torch.equal(a[name], b[name]) for a, b in zip(outs, before, strict=True) for name in a)
-    quantize_group([], None, ("rowwise",), [])
+    quantize_batch([], None, ("rowwise",), [])
 
 
 @pytest.mark.parametrize("block_k", [None, 1, 16])
 @pytest.mark.parametrize("count", [1, 70])
-def test_amaxes_of_a_group(block_k: int | None, count: int) -> None:
+def test_amaxes_of_a_batch(block_k: int | None, count: int) -> None:
     """Mixed dtypes, strides and sizes; NaN and infinities in some."""
     shapes = [(1, 1), (5, 33), (16, 160), (70, 48)]
     xs = [weight(*shapes[seed % 4], seed).to(DTYPES[seed % 3]) for seed in range(count)]
@@ -161,11 +160,11 @@ def test_amaxes_of_a_group(block_k: int | None, count: int) -> None:
     xs += [weight(40, 20, 5).t(), weight(16, 64, 6)[:0]]
     amax = numerics.tensor_amax if block_k is None else partial(numerics.column_amax, block_k=block_k)
     expected = torch.cat([amax(x).flatten() for x in xs])
-    found = batches.group_amax(xs, block_k)
+    found = batches.batch_amax(xs, block_k)
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
     assert torch.equal(bits(expected), bits(found))
-    assert batches.group_amax([]).shape == (0,)
+    assert batches.batch_amax([]).shape == (0,)
 
 
 def test_a_table_is_made_once_for_the_same_places() -> None:
@@ -173,19 +172,19 @@ def test_a_table_is_made_once_for_the_same_places() -> None:
     batches._tables.cache_clear()
     xs = [weight(32, 64, seed) for seed in range(3)]
     outs = [poisoned("fp8_current", x, ("rowwise",)) for x in xs]
-    amaxes = batches.group_amaxes(xs, None)
+    amaxes = batches.batch_amaxes(xs, None)
     for _ in range(3):
-        kernels("fp8_current").quantize_group(xs, [amax.clone() for amax in amaxes[:1]] * 3, ("rowwise",), outs)
+        kernels("fp8_current").quantize_batch(xs, [amax.clone() for amax in amaxes[:1]] * 3, ("rowwise",), outs)
     assert batches._tables.cache_info().misses == 2
     outs[1] = poisoned("fp8_current", xs[1], ("rowwise",))
-    kernels("fp8_current").quantize_group(xs, [amaxes[0]] * 3, ("rowwise",), outs)
+    kernels("fp8_current").quantize_batch(xs, [amaxes[0]] * 3, ("rowwise",), outs)
     assert batches._tables.cache_info().misses == 3
 
 
 # ------------------------------------------------------------------------------------------------- an optimizer's step
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kernels serve plain CPU tensors, as they do those of a card; the sizes of the groups that were quantized."""
+    """Kernels serve plain CPU tensors, as they do those of a card; the sizes of the batches that were quantized."""
     monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
     sizes: list[int] = []
     split = batches.split
@@ -294,5 +293,5 @@ def test_a_group_is_not_written_into_strided_planes(name: str) -> None:
     outs[1][name] = wide[:, : plane.shape[1]]
     before = wide.clone()
     with pytest.raises(ValueError, match=f"{name} must be contiguous"):
-        kernels("mxfp8").quantize_group(xs, None, ("rowwise",), outs)
+        kernels("mxfp8").quantize_batch(xs, None, ("rowwise",), outs)
     assert torch.equal(bits(wide), bits(before))

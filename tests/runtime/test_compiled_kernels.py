@@ -30,21 +30,21 @@ BUDGETS = {
     ("fp8_current", "quantize all bf16"): 11,
     ("nvfp4", "quantize all bf16"): 28,  # half of it mends tiles that are not ordinary
     ("mxfp4", "quantize rowwise bf16"): 28,
-    ("mxfp8", "quantize_group rowwise bf16"): 11,
-    ("fp8_block", "quantize_group all bf16"): 8,
-    ("fp8_current", "quantize_group all bf16"): 12,
-    ("nvfp4", "quantize_group all bf16"): 28,
+    ("mxfp8", "quantize_batch rowwise bf16"): 11,
+    ("fp8_block", "quantize_batch all bf16"): 8,
+    ("fp8_current", "quantize_batch all bf16"): 12,
+    ("nvfp4", "quantize_batch all bf16"): 28,
     ("fp8_block", "quantize_buffers all bf16"): 12,  # 10 with Triton 3.6
     ("nvfp4", "quantize_buffers all bf16"): 28,
     ("mxfp8", "quantize_buffers rowwise+columnwise bf16"): 14,
-    ("", "amax_group bf16"): 8,
-    ("", "amax_group fp32"): 8,
+    ("", "amax_batch bf16"): 8,
+    ("", "amax_batch fp32"): 8,
     ("mxfp8", "dequantize rowwise bf16"): 8,
     ("nvfp4", "dequantize rowwise bf16"): 8,
     ("fp8_current", "lay_out"): 4,
     ("nvfp4", "lay_out"): 7,
-    ("fp8_current", "lay_out_group"): 4,
-    ("nvfp4", "lay_out_group"): 8,  # 7 with Triton 3.6
+    ("fp8_current", "lay_out_batch"): 4,
+    ("nvfp4", "lay_out_batch"): 8,  # 7 with Triton 3.6
 }
 # Instructions that spill registers, with the assembler of Triton 3.7; with that of 3.6, by which kernels were timed, no
 # more. Tiles were chosen on an H200, where these few are worth the programs that run beside each other below a cap on
@@ -53,7 +53,7 @@ SPILLS = {
     90: {
         ("fp8_block_1d", "quantize columnwise bf16"): 18,
         ("fp8_block_1d", "quantize_buffers columnwise bf16"): 24,
-        ("fp8_block_1d", "quantize_group columnwise bf16"): 26,
+        ("fp8_block_1d", "quantize_batch columnwise bf16"): 26,
         ("mxint8", "quantize rowwise+columnwise fp32"): 2,
         ("nvfp4_4over6", "quantize all bf16"): 6,
         ("nvfp4_4over6", "quantize all fp32"): 8,
@@ -91,8 +91,8 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     ]
     assert not narrow, "neither reads nor writes 8 bytes at a time"
     for (recipe, name), one in names.items():
-        if "_group" in name and recipe:  # addresses from a table are as good as a launch's own
-            lost = set(names[recipe, name.replace("_group", "")]["accesses"]) - set(one["accesses"])
+        if "_batch" in name and recipe:  # addresses from a table are as good as a launch's own
+            lost = set(names[recipe, name.replace("_batch", "")]["accesses"]) - set(one["accesses"])
             assert not lost, (recipe, name)
     for recipe in ("fp8_block", "fp8_current", "nvfp4", "int8_block"):
         assert {"st 128", "st 64"} & set(names[recipe, "lay_out"]["accesses"]), recipe
@@ -115,7 +115,7 @@ def test_blocks_that_no_program_holds_have_no_kernels_and_say_why(rowwise: str, 
     """Before Triton would refuse them on a card."""
     from layoutc.build.pipeline import plan_for
     from layoutc.emit.emit import emit
-    from layoutc.emit.kernel_view import gap
+    from layoutc.plan.kernels import gap
     from layoutc.spec.checks.read import read_spec
 
     sizes = [dict(part.split(": ") for part in block.split(", ")) for block in (rowwise, columnwise)]
@@ -130,7 +130,7 @@ def test_blocks_that_no_program_holds_have_no_kernels_and_say_why(rowwise: str, 
     spec, found = read_spec(text, "large.yaml")
     assert spec is not None, found
     plan = plan_for(spec)
-    assert reason in str(gap(plan))
+    assert reason in str(gap(plan.layout))
     assert "kernels.py" not in emit(plan, "0" * 64)
 
 

@@ -447,5 +447,5 @@ def test_weights_travel_neither_transposed_nor_flattened(recipe: str) -> None:
     functional = torch.ops._c10d_functional
     for tensor in (make(recipe).t(), make(recipe, 256, 128).t(), make(recipe).view(-1)):
         for send in (lambda t: functional.all_gather_into_tensor(t, 2, ""), lambda t: functional.broadcast(t, 0, "")):
-            with pytest.raises(LayoutError, match=r"travels as rows of .* columns, not transposed or flattened"):
+            with pytest.raises(LayoutError, match=r"must be sent as rows of .* columns, not transposed or flattened"):
                 send(tensor)

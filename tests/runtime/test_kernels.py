@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy_models import all_bf16, recipe, reference
 from test_numerics_models import SPECIAL, values
 
 import layoutc.recipes
+from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -31,16 +31,16 @@ READ = [(name, dtype) for name in NAMES for dtype in (torch.float32, torch.bfloa
 READ += [(name, torch.float16) for name in HALVES]
 
 
-def kernels(name: str) -> ModuleType:
-    return importlib.import_module(f"layoutc.recipes.{name}.kernels")
+def kernels(name: str) -> Kernels:
+    return importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
 
 
 def shapes(name: str) -> list[tuple[int, int]]:
     """One that is whole tiles in no dim, one a little wider than the widest tile of the recipe's kernels."""
     layout, made = recipe(name).LAYOUT, kernels(name)
     um, uk = layout.multiple_m, layout.multiple_k
-    tiles = [*made.TILES.values(), *made.DEQUANTIZE_TILES.values(), *getattr(made, "BUFFER_TILES", {}).values()]
-    widest = max(tile[1] for tile in (*tiles, getattr(made, "LAY_OUT_TILE", (0, 0))))
+    tiles = [*made.quantize_sizes.values(), *made.dequantize_sizes.values(), *(made.buffer_sizes or {}).values()]
+    widest = max(tile[1] for tile in (*tiles, made.lay_out_size))
     return [(3 * um if um > 1 else 5, uk if uk > 1 else 7), (um, (min(widest, 1024) + 32) // uk * uk)]
 
 
@@ -72,7 +72,7 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     if not layout.history:
         laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
         buffers = recipe(name).quantize_buffers(x, amax=amax, orientations=orientations)
-        fused = hasattr(kernels(name), "quantize_buffers")
+        fused = kernels(name).buffer_sizes is not None
         at_once = kernels(name).quantize_buffers(x, amax, orientations) if fused else buffers
         assert list(laid_out) == list(moved) == list(buffers) == list(at_once)
         for buffer, entries in laid_out.items():
@@ -149,9 +149,9 @@ def test_all_bf16_inputs(name: str) -> None:
 def test_amax_of_columns_and_of_all(shape: tuple[int, int], block_k: int | None) -> None:
     """With a NaN and an infinity in the weight, and without."""
     from layoutc.runtime import numerics
-    from layoutc.runtime.kernels import launch
+    from layoutc.runtime.kernels import amaxes
 
     x = weight(*shape, 1)
     for each in (x, x.nan_to_num(1.0, 2.0, -3.0)):
         expected = numerics.tensor_amax(each) if block_k is None else numerics.column_amax(each, block_k)
-        assert torch.equal(bits(expected), bits(launch.matrix_amax(each, block_k)))
+        assert torch.equal(bits(expected), bits(amaxes.matrix_amax(each, block_k)))

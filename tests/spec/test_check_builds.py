@@ -26,8 +26,8 @@ from places import ROOT
 from layoutc.build import pipeline
 from layoutc.conformance.model.weights import Model, planes_of
 from layoutc.diagnostics.diagnostic import has_errors
-from layoutc.emit.kernel_view import gap
 from layoutc.layout.layout import resolve
+from layoutc.plan.kernels import gap
 
 COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "8")) * 8
 M, K = 16, 24
@@ -230,7 +230,7 @@ def test_what_can_not_be_printed_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
     from layoutc.emit import emit
 
     spec = ROOT / "specs" / "mxfp8.yaml"
-    monkeypatch.setattr(emit, "recipe_view", lambda plan, sha256: 1 // 0)
+    monkeypatch.setattr(emit, "recipe_text", lambda plan, sha256, has_kernels: 1 // 0)
     for command in (["check"], ["build", "--out", str(tmp_path / "out")]):
         result = CliRunner().invoke(main, [*command, str(spec)])
         assert result.exit_code == 1
@@ -276,7 +276,7 @@ orientations:
     spec, texts, _ = pipeline.read(text.encode(), "made_up.yaml")
     assert spec is not None
     assert "kernels.py" not in texts
-    assert gap(pipeline.plan_for(spec)) == "codes of own_s have no short decoding"
+    assert gap(pipeline.plan_for(spec).layout) == "codes of own_s have no short decoding"
     reference = loaded(texts).reference
     assert reference.decode_scale(torch.tensor([0xFD, 0xFE], dtype=torch.uint8)).tolist() == [2.0**126, float("inf")]
     same_but_inf = text.replace("inf: [0xfe], ", "")

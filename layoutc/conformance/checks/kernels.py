@@ -33,7 +33,7 @@ def kernels(subject: Subject) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not _interpreting():
         raise Skipped("this machine has no GPU; TRITON_INTERPRET=1 runs them without one")
-    module = importlib.import_module(name)
+    kernels = importlib.import_module(name).KERNELS
     orientations = subject.layout.orientations
     choices: tuple[Sequence[Any], ...] = (
         subject.shapes() if device == "cuda" else subject.shapes()[::3],
@@ -43,11 +43,11 @@ def kernels(subject: Subject) -> None:
     )
     for shape, kind, dtype, asked in product(*choices) if device == "cuda" else every_pair(*choices):
         x = weight(subject, shape, kind, dtype).reshape(subject.matrix(shape))
-        _compare(subject, module, x, device, asked, shape=shape, kind=kind, dtype=str(dtype))
+        _compare(subject, kernels, x, device, asked, shape=shape, kind=kind, dtype=str(dtype))
     for source in subject.layout.sources:
         if source.scale.per_m is not None:
             asked = tuple(o for o, name in subject.layout.source_of if name == source.name)
-            _compare(subject, module, _near_other_scales(subject, source), device, asked, kind="amaxes")
+            _compare(subject, kernels, _near_other_scales(subject, source), device, asked, kind="amaxes")
 
 
 def _near_other_scales(subject: Subject, source: Source) -> Tensor:
@@ -68,30 +68,30 @@ def _interpreting() -> bool:
 
 
 def _compare(
-    subject: Subject, module: Any, x: Tensor, device: str, orientations: tuple[str, ...], **details: Any
+    subject: Subject, kernels: Any, x: Tensor, device: str, orientations: tuple[str, ...], **details: Any
 ) -> None:
     (m, k), layout = x.shape, subject.layout
     amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
     moved = None if amax is None else amax.to(device)
     expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations)
-    made = module.quantize(x.to(device), moved, orientations)
+    made = kernels.quantize(x.to(device), moved, orientations)
     for name, plane in expected.items():
         expect_same(subject, name, made[name].cpu(), plane, (m, k), **details)
     planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
     on_device = {name: plane.to(device) for name, plane in planes.items()}
     if not layout.history:
-        laid_out = module.lay_out(on_device, m, k, orientations)
+        laid_out = kernels.lay_out(on_device, m, k, orientations)
         at_once = laid_out
-        if hasattr(module, "quantize_buffers"):
-            at_once = module.quantize_buffers(x.to(device), moved, orientations)
+        if kernels.buffer_sizes is not None:
+            at_once = kernels.quantize_buffers(x.to(device), moved, orientations)
         together = [laid_out]
-        if hasattr(module, "lay_out_group"):
-            together = module.lay_out_group([on_device] * 2, [(m, k)] * 2, orientations)
+        if kernels.lay_out_tile is not None:
+            together = kernels.lay_out_batch([on_device] * 2, [(m, k)] * 2, orientations)
         for name, buffer in subject.reference.lay_out(planes, m, k, orientations).items():
             for buffers in (laid_out, at_once, *together):
                 expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         if subject.facts.swizzled:
-            moved_on = module.lay_out(on_device, m, k, orientations, True)
+            moved_on = kernels.lay_out(on_device, m, k, orientations, True)
             stored = {name: plane.numpy() for name, plane in planes.items()}
             for name, entries in swizzled_buffers(layout, stored, m, k).items():
                 if name.partition("_")[0] not in orientations:
@@ -99,5 +99,5 @@ def _compare(
                 expect_same(subject, f"{name} for a GEMM", moved_on[name].cpu(), entries, (m, k), **details)
     for orientation in orientations:
         values = subject.reference.dequantize_reference(planes, m, k, orientation)
-        out = module.dequantize(on_device, m, k, orientation, torch.float32)
+        out = kernels.dequantize(on_device, m, k, orientation, torch.float32)
         expect_same(subject, f"{orientation} values", out.cpu(), values, (m, k), **details)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layoutc.runtime.cast.tensor import CastOnGather, find_cast
-from layoutc.runtime.quantize.amax import reduce_max
-from layoutc.runtime.quantize.batches import shared_amaxes
+from layoutc.runtime.quantize.amax import reduce_max, shared_amaxes
 from layoutc.runtime.sharding import shards
 
 

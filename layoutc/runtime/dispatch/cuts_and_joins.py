@@ -211,7 +211,7 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return _join_between(pieces, dim)
     shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
     matrix = (sum(piece._matrix[0] for piece in pieces), first._matrix[1])
-    planes = first._join([piece._planes for piece in pieces])
+    planes = type(first)._join([piece._planes for piece in pieces])
     return first._with_planes(planes, shape, matrix=matrix)
 
 

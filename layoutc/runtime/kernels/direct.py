@@ -25,16 +25,35 @@ _launches: dict[Hashable, tuple[Any, int, Any]] = {}  # the launcher, the functi
 _splits: dict[Any, int | None] = {}  # of each kernel: how many parameters stand before those that are tl.constexpr
 
 
-def run(kernel: Any, grid: tuple[int], args: tuple[Any, ...], num_warps: int, maxnreg: int | None = None) -> None:
+class Constants(tuple[Any, ...]):
+    """The constants of a kernel, in order, that many launches have in common: their hash is worked out once."""
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return, has-type]
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
+
+
+def run(
+    kernel: Any,
+    grid: tuple[int],
+    args: tuple[Any, ...],
+    num_warps: int,
+    maxnreg: int | None = None,
+    constants: Constants | None = None,
+) -> None:
     """kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False), in less time.
 
-    args: all of the kernel's, in the order of its parameters; tensors on the current device. Bytes depend on there
+    args: all of the kernel's, in the order of its parameters, or all but its constants, where these are given by
+    themselves; tensors on the current device. Bytes depend on there
     being no fusion: a multiplication and an addition that become one are rounded once.
     """
     split = _split(kernel)
-    found, given = (None, []) if split is None else key(args, split)
+    found, given = (None, []) if split is None else key(args, split, constants)
     if found is None:
-        kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
+        kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         return
     active = driver.active
     device = active.get_current_device()
@@ -49,7 +68,7 @@ def run(kernel: Any, grid: tuple[int], args: tuple[Any, ...], num_warps: int, ma
     )
     launch = _launches.get(at)
     if launch is None:
-        made = kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
+        made = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         if isinstance(made, CompiledKernel):
             _launches[at] = made.run, made.function, made.packed_metadata
         return
@@ -72,31 +91,35 @@ def _split(kernel: Any) -> int | None:
         return _splits.setdefault(kernel.fn, split if all(constant[split:]) else None)
 
 
-def key(args: tuple[Any, ...], split: int) -> tuple[list[Any] | None, list[Any]]:
+def key(args: tuple[Any, ...], split: int, constants: Constants | None = None) -> tuple[list[Any] | None, list[Any]]:
     """What Triton specializes a kernel on, of its arguments; and the arguments, with addresses in place of tensors.
 
-    Arguments from `split` on are constants. No key where an argument is of a type that none is known for.
+    Arguments from `split` on are constants, where these are not given by themselves. No key where an argument is of a
+    type that none is known for.
     """
-    classes: list[Any] = [args[split:]]
+    fixed: tuple[Any, ...] = args[split:] if constants is None else constants
+    classes: list[Any] = [fixed]
     given: list[Any] = []
     for arg in args[:split]:
-        if isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            classes.append(arg.dtype)
-            classes.append(address & 15 == 0)
-            given.append(address)
-            continue
         kind = type(arg)
-        if kind is int:
+        if arg is None:
+            classes.append(None)
+        elif kind is int:
             # 1 becomes a constant; others go by the width that holds them, and by whether 16 divides them.
             width = 2 if -0x80000000 <= arg <= 0x7FFFFFFF else 4 if arg <= 0x7FFFFFFFFFFFFFFF else 6
             classes.append(1 if arg == 1 else width if arg & 15 else -width)
-        elif arg is None or kind is float or kind is bool:
+        elif isinstance(arg, Tensor):
+            classes.append(arg.dtype)
+            address = arg.data_ptr()
+            classes.append(address & 15 == 0)
+            given.append(address)
+            continue
+        elif kind is float or kind is bool:
             classes.append(kind)
         else:
             return None, given
         given.append(arg)
-    given += args[split:]
+    given += fixed
     return classes, given
 
 

@@ -11,29 +11,22 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv, up
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Facts, Layout
 
 Out = Mapping[str, Tensor] | None
-AMAX_TILE = (8, 1024, 8)  # rows, columns and warps of a program
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 __all__ = [
-    "buffers",
-    "cdiv",
-    "column_tile",
     "given_planes",
     "hardware",
     "level_of",
-    "matrix_amax",
     "plane_facts",
     "planes",
     "programs",
     "readable",
     "registers",
-    "row_amax",
-    "up",
     "usable",
     "writable",
 ]
@@ -151,79 +144,6 @@ def given_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, T
     return found
 
 
-def buffers(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """New buffers of orientations to write into, of those that are no planes."""
-    facts = _buffer_facts(layout, m, k, orientations)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
-
-
-def kept_planes(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
-) -> dict[str, Tensor]:
-    """New planes to write into, of those that are buffers of the orientations as they are."""
-    facts = _kept_facts(layout, m, k, orientations)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
-
-
-@lru_cache(maxsize=4096)
-def _kept_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
-    return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}
-
-
-@lru_cache(maxsize=4096)
-def _buffer_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    return layout.laid_out(m, k, orientations)
-
-
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
     """The grid: one program for each tile."""
     return (cdiv(m, tile_m) * cdiv(k, tile_k),)
-
-
-def column_tile(block_k: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program that takes the amaxes of blocks of columns."""
-    return 64, max(128, block_k), 8
-
-
-def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
-    """The largest magnitude of (m, k) values, (1,), or of each block of columns over all rows, (1, blocks); fp32."""
-    from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import tiles
-
-    m, k = x.shape
-    columns = 1 if block_k is None else cdiv(k, block_k)
-    amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
-    if x.numel():
-        tile_m, tile_k, warps = AMAX_TILE if block_k is None else column_tile(block_k)
-        grid = programs(m, k, tile_m, tile_k)
-        args = (
-            x,
-            amax,
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            columns,
-            tile_k if block_k is None else block_k,
-            tile_m,
-            tile_k,
-            block_k is None,
-            m % tile_m == 0 and k % tile_k == 0,
-            hardware(x.device),
-        )
-        direct.run(tiles.amax_kernel, grid, args, warps)
-    return amax.view(torch.float32)
-
-
-def row_amax(x: Tensor, block_m: int) -> Tensor:
-    """The largest magnitude of each block of rows over all columns, (blocks, 1) fp32."""
-    from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import tiles
-
-    m, k = x.shape
-    amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)
-    if m:
-        args = (x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), hardware(x.device))
-        direct.run(tiles.row_amax_kernel, (cdiv(m, block_m),), args, 4)
-    return amax

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -118,3 +121,27 @@ def deciding(tensor: QuantizedTensor) -> Tensor | None:
     if stored is None or not tensor.LAYOUT.history:
         return stored
     return _picked(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
+
+
+def shared_amaxes(
+    weights: Sequence[tuple[type[QuantizedTensor], Tensor]],
+) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """What shards of many weights must agree on: the `_shared_amax` of each, flat, one after another; and its shapes.
+
+    weights: classes of recipes that share an amax, and (m, k) matrices on one device. Of a recipe, nothing matters but
+    the columns that an amax is for, so that kernels serve several recipes in one launch.
+    """
+    shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
+    places = list(accumulate(map(prod, shapes), initial=0))
+    packed = torch.zeros(places.pop(), dtype=torch.int32, device=weights[0][1].device)
+    kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
+    for place, (cls, x) in zip(places, weights, strict=True):
+        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((place, cls, x))
+    for (block_k, *_), members in kinds.items():
+        if launch.usable(members[0][2]):
+            batches.raise_amaxes(packed, [place for place, _, _ in members], [x for _, _, x in members], block_k)
+            continue
+        for place, cls, x in members:
+            found = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
+            packed[place : place + found.numel()] = found
+    return packed.view(torch.float32), shapes

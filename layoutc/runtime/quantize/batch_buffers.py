@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import MissingOrientation
-from layoutc.runtime.facts import Facts, Layout
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.quantize import batches
 from layoutc.runtime.quantize.weights import chosen_orientations
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -65,78 +60,11 @@ def _lay_out(
     swizzled: bool,
 ) -> list[dict[str, Tensor]]:
     """The buffers of many weights of a recipe: together where a kernel can, else one by one."""
-    together = getattr(cls, "_lay_out_group", None)  # of recipes that have kernels, and buffers that are no planes
     first = next(iter(weights[0].values()))
-    if together is not None and len(weights) > 1 and launch.usable(first) and not operators.traced(first):
-        return together(weights, shapes, orientations, swizzled)  # type: ignore[no-any-return]
+    if len(weights) > 1 and not operators.traced(first):
+        together = cls._lay_out_batch(weights, shapes, orientations, swizzled)
+        if together is not None:
+            return together
     return [
         operators.lay_out(cls, one, *shape, orientations, swizzled) for one, shape in zip(weights, shapes, strict=True)
     ]
-
-
-def new(
-    layout: Layout,
-    shapes: Sequence[tuple[int, int]],
-    orientations: tuple[str, ...],
-    weights: Sequence[Mapping[str, Tensor]],
-) -> list[dict[str, Tensor]]:
-    """New buffers for each of many weights, of those that are no planes; one allocation for those of a name and shape.
-
-    Raises ValueError where planes of the weights lie on several devices.
-    """
-    made: list[dict[str, Tensor]] = [{} for _ in shapes]
-    places = {plane.device for planes in weights for plane in planes.values()}
-    if len(places) > 1:
-        raise ValueError(
-            f"{layout.name}: the weights of a group lie on one device, not on {', '.join(map(str, places))}"
-        )
-    for name, (shape, dtype), members in _alike_buffers(layout, orientations, *shapes) if weights else ():
-        new = torch.empty((len(members), *shape), dtype=dtype, device=next(iter(places))).unbind()
-        for index, buffer in zip(members, new, strict=True):
-            made[index][name] = buffer
-    return made
-
-
-@lru_cache(maxsize=batches.KEPT)
-def _alike_buffers(
-    layout: Layout, orientations: tuple[str, ...], *shapes: tuple[int, int]
-) -> list[tuple[str, Facts, list[int]]]:
-    """Name and facts of buffers, and of which weights they are; alone where the next would begin between 16 bytes."""
-    found: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
-    for index, (m, k) in enumerate(shapes):
-        for name, facts in layout.laid_out(m, k, orientations).items():
-            found[name, facts, index if facts.nbytes % 16 else -1].append(index)
-    return [(name, facts, members) for (name, facts, _), members in found.items()]
-
-
-def split(
-    planes: Sequence[str],
-    names: Sequence[str],
-    weights: Sequence[Mapping[str, Tensor]],
-    made: Sequence[Mapping[str, Tensor]],
-    shapes: Sequence[tuple[int, int]],
-    cover: Callable[[int, int], tuple[int, int]] | None,
-    tile: tuple[int, int, int],
-    word: int,
-) -> list[tuple[int, batches.Table | None]]:
-    """The launches that fill buffers: the position of a weight, and a table of it and others, or None for it alone.
-
-    planes, names: of planes and of buffers, as the kernel takes them. cover: (m, k) -> the rows and columns that tiles
-    cover, where these are more. word: rows and columns whose codes are moved at a time.
-    """
-    if not weights or not made[0]:
-        return []
-    held = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
-    columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in held]
-    ms, ks = zip(*shapes, strict=True)
-    known = {shape: shape if cover is None else cover(*shape) for shape in set(shapes)}
-    covers = [known[shape] for shape in shapes]
-    fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
-    some = next(iter(made[0].values()))
-    tables, single = batches.listed(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))
-    return [*((0, table) for table in tables), *((index, None) for index in single)]
-
-
-def alone(m: int, k: int, tile_m: int, tile_k: int, even: bool) -> batches.Table:
-    """What a launch for one matrix has in place of a table; m, k: the rows and columns that tiles cover."""
-    return batches.Table(None, 0, cdiv(m, tile_m) * cdiv(k, tile_k), False, even)

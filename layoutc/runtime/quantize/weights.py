@@ -160,7 +160,7 @@ def _overwrite_(
     amaxes = [amax for amax in shared if amax is not None] or None
     held = [out._planes for out in outs]
     made = extras
-    if len(outs) == 1 or not cls._quantize_group(matrices, amaxes, orientations, held):
+    if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, held):
         made = [
             operators.quantize(cls, matrix, amax, orientations, planes) | extra
             for matrix, amax, planes, extra in zip(matrices, shared, held, extras, strict=True)

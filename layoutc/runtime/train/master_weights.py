@@ -18,7 +18,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import amax, weights
-from layoutc.runtime.quantize.batches import shared_amaxes
+from layoutc.runtime.quantize.amax import shared_amaxes
 from layoutc.runtime.sharding import meshes, registry, shards
 from layoutc.runtime.sharding.shards import Place
 from layoutc.runtime.train import replaced_parameters

@@ -1,4 +1,4 @@
-"""Tables of matrices, as Triton functions: one launch for many of them. groups.py makes the tables.
+"""Tables of matrices, as Triton functions: one launch for many of them. kernels/batches.py makes the tables.
 
 A table is int64. It begins with the first program of each matrix, ROWS of 32 bits each, of which those past the last
 matrix are larger than any program. Then come ROWS entries of each field: rows, columns, a place, and addresses in the
@@ -71,9 +71,7 @@ def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def plane_like(plane, fields, NUMBER: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first entry of what is for this matrix the plane or buffer that `plane` is for another; None where it is."""
-    if plane is None:
-        return None
+    """The first entry of what is for this matrix the plane or buffer that `plane` is for another."""
     return address(fields + (3 + NUMBER) * ROWS, plane.dtype.element_ty, ALIGNED)
 
 
@@ -87,7 +85,7 @@ def address(field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def amax_group_kernel(
+def amax_batch_kernel(
     table,
     amax,
     DTYPE: tl.constexpr,

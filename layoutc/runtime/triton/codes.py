@@ -39,6 +39,18 @@ def divide(a, b):
 
 
 @triton.jit
+def over(value, x):
+    """value / x of a number and a tensor, rounded once."""
+    return divide(like(x, value), x)
+
+
+@triton.jit
+def divide_by(x, value):
+    """x / value of a tensor and a number, rounded once."""
+    return divide(x, like(x, value))
+
+
+@triton.jit
 def maximum(a, b):
     """The larger; NaN propagates."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -87,13 +99,13 @@ def cast_from_codes(codes, DTYPE: tl.constexpr):
 @triton.jit
 def to_small_codes(
     x,
+    HARDWARE: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN_BIT: tl.constexpr,
     MAX: tl.constexpr,
     LAST: tl.constexpr,
     NAN: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):
     """Elements of a format well inside fp32's range, with subnormals and a mantissa: nearest even, saturating.
 

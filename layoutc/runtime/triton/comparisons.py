@@ -25,7 +25,7 @@ def _cast_to_e4m3(x):
 
 @triton.jit
 def _e4m3(x):
-    return to_small_codes(x, 3, 7, 7, 448.0, 126, 0x7F, 0)
+    return to_small_codes(x, 0, 3, 7, 7, 448.0, 126, 0x7F)
 
 
 @triton.jit
@@ -35,12 +35,12 @@ def _cast_to_e5m2(x):
 
 @triton.jit
 def _e5m2(x):
-    return to_small_codes(x, 2, 15, 7, 57344.0, 123, 0x7D, 0)
+    return to_small_codes(x, 0, 2, 15, 7, 57344.0, 123, 0x7D)
 
 
 @triton.jit
 def _e2m1(x):
-    return to_small_codes(x, 1, 1, 3, 6.0, 7, 7, 0)
+    return to_small_codes(x, 0, 1, 1, 3, 6.0, 7, 7)
 
 
 @triton.jit
@@ -66,12 +66,12 @@ def _turned_words(x):
 
 @triton.jit
 def _e2m3(x):
-    return to_small_codes(x, 3, 1, 5, 7.5, 31, 31, 0)
+    return to_small_codes(x, 0, 3, 1, 5, 7.5, 31, 31)
 
 
 @triton.jit
 def _e3m2(x):
-    return to_small_codes(x, 2, 3, 5, 28.0, 31, 31, 0)
+    return to_small_codes(x, 0, 2, 3, 5, 28.0, 31, 31)
 
 
 @triton.jit

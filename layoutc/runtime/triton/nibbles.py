@@ -7,14 +7,87 @@ import triton.language as tl
 
 from layoutc.runtime.triton.blocks import from_blocks, least_of_pairs, to_blocks, to_float, to_pairs
 from layoutc.runtime.triton.codes import bits_of, float_of
-from layoutc.runtime.triton.tiles import load
-from layoutc.runtime.triton.turns import permute_bytes, put_words
+from layoutc.runtime.triton.conversions import to_e2m1_words
+from layoutc.runtime.triton.tiles import load, load_codes
+from layoutc.runtime.triton.turns import permute_bytes, put_codes, put_words
 
 
 @triton.jit
 def _reciprocal(x):
     """1 / x of a normal x, to about 2^-23."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def put_nibbles(
+    scaled,
+    plane,
+    turned_out,
+    at,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+):
+    """As put_codes of ENCODE(scaled), a tile of fp32 values: eight codes at a time, where the card has conversions."""
+    if HARDWARE >= 100 and MANTISSA == 1 and BIAS == 1 and MAX == 6.0:
+        put_words(to_e2m1_words(scaled, LOW_FIRST), plane, turned_out, at, 4, EVEN, HARDWARE)
+    elif HARDWARE:
+        words = to_nibbles(scaled, MANTISSA, BIAS, MAX, LOW_FIRST)
+        put_words(words, plane, turned_out, at, 4, EVEN, HARDWARE)
+    else:
+        put_codes(ENCODE(scaled, HARDWARE), plane, turned_out, at, EVEN, HARDWARE, 4, LOW_FIRST)
+
+
+@triton.jit
+def put_nibbles_of(
+    scaled,
+    source,
+    tile,
+    amax,
+    multiplier,
+    plane,
+    turned_out,
+    at,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """As put_nibbles, where the amaxes of blocks are known: scaled is a tile of x, as it was loaded, times multipliers.
+
+    source: x, stride_m, stride_k. amax, multiplier: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most.
+    """
+    if HARDWARE and not (HARDWARE >= 100 and MANTISSA == 1 and BIAS == 1 and MAX == 6.0):
+        x, stride_m, stride_k = source
+        store_nibbles(
+            plane,
+            turned_out,
+            x,
+            tile,
+            amax,
+            multiplier,
+            at,
+            stride_m,
+            stride_k,
+            EVEN,
+            BLOCK,
+            MANTISSA,
+            BIAS,
+            MAX,
+            LOW_FIRST,
+            BOUNDED,
+        )
+    else:
+        put_nibbles(scaled, plane, turned_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST)
 
 
 @triton.jit
@@ -25,39 +98,38 @@ def store_nibbles(
     tile,
     amax,
     multiplier,
-    row,
-    column,
-    m,
-    k,
+    at,
     stride_m,
     stride_k,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     LOW_FIRST: tl.constexpr,
     BOUNDED: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
     """Writes a tile of x, as it was loaded, times the multipliers of its blocks, as put_words does.
 
     amax: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most, so that no magnitude need be cut off. bf16
     takes the shorter way; a program that finds its tile to hold more than ordinary blocks reads it again and mends it.
     """
+    row, column, m, k = at
+    BLOCK_M: tl.constexpr = BLOCK[0]
+    BLOCK_K: tl.constexpr = BLOCK[1]
     if tl.bfloat16 == tile.dtype:
         factor = multiplier * (2.0 ** (BIAS - 7))
         words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST, BOUNDED)
-        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+        put_words(words, plane, turned_out, at, 4, EVEN, True)
         ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
             tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
             words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
             tl.debug_barrier()  # other threads may have written these words
-            put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+            put_words(words, plane, turned_out, at, 4, EVEN, True)
     else:
         words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
-        put_words(words, plane, turned_out, row, column, m, k, 4, EVEN, True)
+        put_words(words, plane, turned_out, at, 4, EVEN, True)
 
 
 @triton.jit
@@ -179,6 +251,29 @@ def _four_bytes(v0, v1, v2, v3):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def load_nibbles(
+    plane,
+    at,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    DECODE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+):
+    """A tile of codes as fp32 values: eight codes at a time, or by DECODE where the card has no conversion of e4m3."""
+    row, column, m, k = at
+    if HARDWARE:
+        words_at = plane.to(tl.pointer_type(tl.int32))
+        words = load(words_at, row, column // 8, m, k // 8, k // 8, 1, TILE_M, TILE_K // 8, EVEN)
+        return from_nibbles(words, MANTISSA, BIAS, LOW_FIRST)
+    else:
+        return DECODE(load_codes(plane, at, TILE_M, TILE_K, 4, LOW_FIRST), HARDWARE)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import block_amax, to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan, pack, unpack
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -176,6 +176,86 @@ def load_words(
         shifts = 8 * b if LOW_FIRST else 8 * (NBYTES - 1 - tl.minimum(b, NBYTES - 1))
         lanes = bytes_.to(tl.int64 if WIDE else tl.int32)
         return tl.sum(lanes << shifts, axis=2)
+
+
+@triton.jit
+def store_packed(pointer, codes, row, column, rows, columns, BITS: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Writes a tile of codes of BITS bits into contiguous rows, in groups that fill whole bytes."""
+    GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
+    NBYTES: tl.constexpr = BITS * GROUP // 8
+    SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
+    words = pack(codes, BITS, GROUP, LOW_FIRST) if GROUP > 1 else codes
+    store_words(pointer, words, row, column // GROUP, rows, columns // GROUP, NBYTES, SPAN, LOW_FIRST)
+
+
+@triton.jit
+def load_codes(
+    pointer,
+    at,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BITS: tl.constexpr = 8,
+    LOW_FIRST: tl.constexpr = True,
+    EVEN: tl.constexpr = False,
+):
+    """Inverse of store_packed: (TILE_M, TILE_K) int32. EVEN is for codes of 8 bits. at: row, column, rows, columns."""
+    row, column, rows, columns = at
+    if BITS == 8:
+        return load(pointer, row, column, rows, columns, columns, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
+    else:
+        GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else 2)
+        NBYTES: tl.constexpr = BITS * GROUP // 8
+        SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
+        W: tl.constexpr = TILE_K // GROUP
+        WIDE: tl.constexpr = BITS * GROUP >= 32
+        words = load_words(
+            pointer, row, column // GROUP, rows, columns // GROUP, TILE_M, W, NBYTES, SPAN, LOW_FIRST, WIDE
+        )
+        return unpack(words, BITS, GROUP, LOW_FIRST)
+
+
+@triton.jit
+def load_blocks(
+    plane,
+    at,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a plane with an entry for each BLOCK of rows and columns, those of a tile: (m blocks, k blocks).
+
+    at: row, column, m, k: where the tile begins, and the sizes of the matrix. A block of 0 is the whole axis.
+    """
+    row, column, m, k = at
+    BLOCK_M: tl.constexpr = BLOCK[0]
+    BLOCK_K: tl.constexpr = BLOCK[1]
+    at_m = 0 if BLOCK_M == 0 else (row if BLOCK_M == 1 else row // BLOCK_M)
+    at_k = 0 if BLOCK_K == 0 else (column if BLOCK_K == 1 else column // BLOCK_K)
+    count_m = 1 if BLOCK_M == 0 else (m if BLOCK_M == 1 else tl.cdiv(m, BLOCK_M))
+    count_k = 1 if BLOCK_K == 0 else (k if BLOCK_K == 1 else tl.cdiv(k, BLOCK_K))
+    SPAN_M: tl.constexpr = TILE_M // BLOCK_M if BLOCK_M else 1
+    SPAN_K: tl.constexpr = TILE_K // BLOCK_K if BLOCK_K else 1
+    WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
+    return load(plane, at_m, at_k, count_m, count_k, count_k, 1, SPAN_M, SPAN_K, WHOLE)
+
+
+@triton.jit
+def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Inverse of load_blocks. An axis without blocks has one entry, of tiles that span it or that agree on it."""
+    row, column, m, k = at
+    BLOCK_M: tl.constexpr = BLOCK[0]
+    BLOCK_K: tl.constexpr = BLOCK[1]
+    if plane is not None:
+        at_m = row if BLOCK_M <= 1 else row // BLOCK_M
+        at_k = column if BLOCK_K <= 1 else column // BLOCK_K
+        count_m = 1 if BLOCK_M == 0 else (m if BLOCK_M == 1 else tl.cdiv(m, BLOCK_M))
+        count_k = 1 if BLOCK_K == 0 else (k if BLOCK_K == 1 else tl.cdiv(k, BLOCK_K))
+        WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
+        if BLOCK_M or BLOCK_K:
+            store(plane, entries, at_m, at_k, count_m, count_k, WHOLE)
+        else:
+            tl.store(plane, entries.to(plane.dtype.element_ty), mask=(row == 0) & (column == 0))
 
 
 @triton.jit

@@ -6,8 +6,13 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import from_blocks
-from layoutc.runtime.triton.codes import pack, unpack
-from layoutc.runtime.triton.tiles import load_words, store, store_words
+from layoutc.runtime.triton.codes import pack
+from layoutc.runtime.triton.tiles import load_codes, round_up, store, store_packed
+
+# Defaults: of a buffer's dims, of its free axis, of what its sizes are rounded up to. Triton 3.6 takes no text as one.
+ROWS_FIRST = tl.constexpr("mk")
+ROWS_FREE = tl.constexpr("m")
+NO_PADDING = tl.constexpr((1, 1))
 
 
 @triton.jit
@@ -132,11 +137,13 @@ def _put_turned(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
-def put_words(
-    words, plane, turned_out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """A tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), where these are not None."""
+def put_words(words, plane, turned_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+    """A tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), where these are not None.
+
+    at: row, column, m, k: where the tile begins, and the sizes of the matrix.
+    """
     N: tl.constexpr = 32 // BITS
+    row, column, m, k = at
     if plane is not None:
         store(plane.to(tl.pointer_type(tl.int32)), words, row, column // N, m, k // N, EVEN)
     if turned_out is not None:
@@ -155,6 +162,29 @@ def to_words(codes):
     c0, c2 = tl.split(c02)
     c1, c3 = tl.split(c13)
     return c0 | (c1 << 8) | (c2 << 16) | (c3 << 24)
+
+
+@triton.jit
+def put_codes(
+    codes,
+    plane,
+    turned_out,
+    at,
+    EVEN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BITS: tl.constexpr = 8,
+    LOW_FIRST: tl.constexpr = True,
+):
+    """As put_words, of a tile of codes. With a buffer, those of 4 bits lie low bits first."""
+    row, column, m, k = at
+    if turned_out is not None:
+        packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
+        put_words(to_words(packed), plane, turned_out, at, BITS, EVEN, HARDWARE)
+    elif plane is not None:
+        if BITS == 8:
+            store(plane, codes, row, column, m, k, EVEN)
+        else:
+            store_packed(plane, codes, row, column, m, k, BITS, LOW_FIRST)
 
 
 @triton.jit
@@ -205,99 +235,92 @@ def turn_nibbles(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.
 def move_codes(
     data,
     out,
-    row,
-    column,
-    m,
-    k,
-    out_rows,
-    out_columns,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NBYTES: tl.constexpr,
-    SPAN: tl.constexpr,
-    LOW_FIRST: tl.constexpr,
-    WIDE: tl.constexpr,
-    TURNED: tl.constexpr,
+    at,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BITS: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    DIMS: tl.constexpr = ROWS_FIRST,
+    PAD: tl.constexpr = NO_PADDING,
+    WORDS: tl.constexpr = False,
 ):
-    """Codes of any width, one at a time: a tile of (m, k) into (out_rows, out_columns), zeros where that is larger."""
-    words = load_words(
-        data, row, column // GROUP, m, k // GROUP, TILE_M, TILE_K // GROUP, NBYTES, SPAN, LOW_FIRST, WIDE
-    )
-    codes = unpack(words, BITS, GROUP, LOW_FIRST) if GROUP > 1 else words
-    first = row
-    second = column
-    if TURNED:
-        codes = tl.trans(codes)
-        first = column
-        second = row
-    if GROUP > 1:
-        codes = pack(codes, BITS, GROUP, LOW_FIRST)
-    store_words(out, codes, first, second // GROUP, out_rows, out_columns // GROUP, NBYTES, SPAN, LOW_FIRST)
+    """Codes of a tile of (m, k), of any width, into a buffer of the DIMS, sizes rounded up to PAD.
+
+    Zeros are around them; nothing is done where the buffer is None. WORDS: they can be transposed in whole words of 32
+    bits.
+    """
+    row, column, m, k = at
+    if out is not None:
+        if WORDS:
+            if BITS == 8:
+                turn_bytes(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
+            else:
+                turn_nibbles(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
+        else:
+            codes = load_codes(data, at, TILE_M, TILE_K, BITS, LOW_FIRST)
+            rows = round_up(m, PAD[0])
+            columns = round_up(k, PAD[1])
+            if DIMS == "km":
+                store_packed(out, tl.trans(codes), column, row, columns, rows, BITS, LOW_FIRST)
+            else:
+                store_packed(out, codes, row, column, rows, columns, BITS, LOW_FIRST)
 
 
 @triton.jit
 def move_scales(
     plane,
     out,
-    row,
-    column,
-    m,
-    k,
-    PER_M: tl.constexpr,
-    PER_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PAD_M: tl.constexpr,
-    PAD_K: tl.constexpr,
-    TURNED: tl.constexpr,
-    PLACE: tl.constexpr,
-    ROWWISE: tl.constexpr,
+    at,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER: tl.constexpr,
+    PAD: tl.constexpr = NO_PADDING,
+    DIMS: tl.constexpr = ROWS_FIRST,
+    FREE: tl.constexpr = ROWS_FREE,
+    PLACE: tl.constexpr = None,
 ):
-    """Scales of a tile from a plane, one for each BLOCK_M x BLOCK_K, into a buffer, as _put_scales.
+    """Scales of a tile from a plane, one for each BLOCK of rows and columns, into a buffer, as _put_scales.
 
-    An axis that blocks do not cut has PER and BLOCK 0: its one entry is written by the first tiles.
+    Nothing is done where the buffer is None. An axis that blocks do not cut has PER and BLOCK 0: its one entry is
+    written by the first tiles.
     """
-    STEP_M: tl.constexpr = PER_M if PER_M else TILE_M
-    STEP_K: tl.constexpr = PER_K if PER_K else TILE_K
-    i = row // STEP_M + tl.arange(0, TILE_M // STEP_M)[:, None]
-    j = column // STEP_K + tl.arange(0, TILE_K // STEP_K)[None, :]
-    there = (i * STEP_M < m) & (j * STEP_K < k)
-    at_m = i * STEP_M // BLOCK_M if BLOCK_M else i * 0
-    at_k = j * STEP_K // BLOCK_K if BLOCK_K else j * 0
-    columns = tl.cdiv(k, BLOCK_K) if BLOCK_K else 1
-    values = tl.load(plane + at_m * columns + at_k, mask=there, other=0)
-    _put_scales(tl.where(there, values, 0), out, i, j, m, k, PER_M, PER_K, PAD_M, PAD_K, TURNED, PLACE, ROWWISE)
+    row, column, m, k = at
+    if out is not None:
+        STEP_M: tl.constexpr = PER[0] if PER[0] else TILE_M
+        STEP_K: tl.constexpr = PER[1] if PER[1] else TILE_K
+        i = row // STEP_M + tl.arange(0, TILE_M // STEP_M)[:, None]
+        j = column // STEP_K + tl.arange(0, TILE_K // STEP_K)[None, :]
+        there = (i * STEP_M < m) & (j * STEP_K < k)
+        at_m = i * STEP_M // BLOCK[0] if BLOCK[0] else i * 0
+        at_k = j * STEP_K // BLOCK[1] if BLOCK[1] else j * 0
+        columns = tl.cdiv(k, BLOCK[1]) if BLOCK[1] else 1
+        values = tl.load(plane + at_m * columns + at_k, mask=there, other=0)
+        _put_scales(tl.where(there, values, 0), out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
 
 
 @triton.jit
 def spread_scales(
     scales,
     out,
-    row,
-    column,
-    m,
-    k,
-    PER_M: tl.constexpr,
-    PER_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PAD_M: tl.constexpr,
-    PAD_K: tl.constexpr,
-    TURNED: tl.constexpr,
-    PLACE: tl.constexpr,
-    ROWWISE: tl.constexpr,
+    at,
+    BLOCK: tl.constexpr,
+    PER: tl.constexpr,
+    PAD: tl.constexpr = NO_PADDING,
+    DIMS: tl.constexpr = ROWS_FIRST,
+    FREE: tl.constexpr = ROWS_FREE,
+    PLACE: tl.constexpr = None,
 ):
-    """Scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales."""
-    shape: tl.constexpr = (scales.shape[0], BLOCK_M // PER_M, scales.shape[1], BLOCK_K // PER_K)
-    values = from_blocks(tl.broadcast_to(scales[:, None, :, None], shape))
-    i = row // PER_M + tl.arange(0, values.shape[0])[:, None]
-    j = column // PER_K + tl.arange(0, values.shape[1])[None, :]
-    values = tl.where((i * PER_M < m) & (j * PER_K < k), values, 0)
-    _put_scales(values, out, i, j, m, k, PER_M, PER_K, PAD_M, PAD_K, TURNED, PLACE, ROWWISE)
+    """Scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales; nothing where that is None."""
+    row, column, m, k = at
+    if out is not None:
+        shape: tl.constexpr = (scales.shape[0], BLOCK[0] // PER[0], scales.shape[1], BLOCK[1] // PER[1])
+        values = from_blocks(tl.broadcast_to(scales[:, None, :, None], shape))
+        i = row // PER[0] + tl.arange(0, values.shape[0])[:, None]
+        j = column // PER[1] + tl.arange(0, values.shape[1])[None, :]
+        values = tl.where((i * PER[0] < m) & (j * PER[1] < k), values, 0)
+        _put_scales(values, out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
 
 
 @triton.jit
@@ -308,23 +331,21 @@ def _put_scales(
     j,
     m,
     k,
-    PER_M: tl.constexpr,
-    PER_K: tl.constexpr,
-    PAD_M: tl.constexpr,
-    PAD_K: tl.constexpr,
-    TURNED: tl.constexpr,
+    PER: tl.constexpr,
+    PAD: tl.constexpr,
+    DIMS: tl.constexpr,
+    FREE: tl.constexpr,
     PLACE: tl.constexpr,
-    ROWWISE: tl.constexpr,
 ):
-    """Entries (i, j) of a buffer that has one for each PER_M x PER_K, counts rounded up to PAD_M and PAD_K.
+    """Entries (i, j) of a buffer that has one for each PER[0] rows and PER[1] columns, counts rounded up to PAD.
 
-    TURNED: entries of one j follow one another. PLACE: where a GEMM reads the scale of (free, contracted), of so many
-    of each; None: in the buffer's own order. ROWWISE: rows are free, and columns contracted.
+    PLACE: where a GEMM reads the scale of (free, contracted), of so many of each, whose FREE axis is m or k; None: the
+    buffer has the DIMS, in order.
     """
-    out_m = tl.cdiv(tl.cdiv(m, PER_M), PAD_M) * PAD_M if PER_M else 1
-    out_k = tl.cdiv(tl.cdiv(k, PER_K), PAD_K) * PAD_K if PER_K else 1
+    out_m = tl.cdiv(tl.cdiv(m, PER[0]), PAD[0]) * PAD[0] if PER[0] else 1
+    out_k = tl.cdiv(tl.cdiv(k, PER[1]), PAD[1]) * PAD[1] if PER[1] else 1
     if PLACE is not None:
-        at = PLACE(i, j, out_m, out_k) if ROWWISE else PLACE(j, i, out_k, out_m)
+        at = PLACE(i, j, out_m, out_k) if FREE == "m" else PLACE(j, i, out_k, out_m)
     else:
-        at = j * out_m + i if TURNED else i * out_k + j
+        at = j * out_m + i if DIMS == "km" else i * out_k + j
     tl.store(out + at, values.to(out.dtype.element_ty), mask=(i < out_m) & (j < out_k))

@@ -1,61 +1,127 @@
-"""The methods that every generated tensor class has: one recipe's arithmetic and cuts, on plain planes."""
+"""What the classes of recipes are generated with, and what follows from it: kernels where a card has them, else the
+reference, on plain planes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.kernels import amaxes, launch
+
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.recipe_kernels import Kernels
+
 Tensors = Sequence[Tensor]
+Planes = Mapping[str, Tensor]
 
 
-class Generated:
-    """Methods that the compiler generates for each recipe. x: (m, k), fp32, bf16 or fp16. planes: by name."""
+class RecipeMethods:
+    """The arithmetic of a recipe. x: (m, k), fp32, bf16 or fp16; planes and buffers go by their names.
 
-    @staticmethod
-    def _matrix_values(planes: Mapping[str, Tensor], m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        """The (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        raise NotImplementedError
+    A generated class says what its layout is, where its reference and its kernels are, and how planes are cut and
+    joined.
+    """
 
-    @staticmethod
-    def _lay_out(
-        planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
-    ) -> dict[str, Tensor]:
-        """The buffers of orientations. A buffer that equals a plane is that plane."""
-        raise NotImplementedError
+    LAYOUT: ClassVar[Layout]
+    REFERENCE: ClassVar[ModuleType]
+    KERNELS: ClassVar[str | None]  # the module, which needs Triton; None: the reference serves every device
+    _cut: ClassVar[Callable[[Planes, int, int, int, int], dict[str, Tensor]]]
+    """Views of planes for rows r0..r1 and columns c0..c1, all on block boundaries."""
+    _join: ClassVar[Callable[[list[Planes]], dict[str, Tensor]]]
+    """Planes of pieces that follow one another along the rows."""
 
     @classmethod
-    def _quantize_buffers(cls, x: Tensor, amax: Any, orientations: tuple[str, ...], swizzled: bool) -> Any:
-        """Quantizes an (m, k) matrix to buffers in one launch; None, with nothing done, if there is no such kernel."""
-        return None
+    def _kernels(cls, x: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
+        """The kernels, where they can take the place of the reference for x, and write values of a dtype."""
+        return _kernels_of(cls.KERNELS) if cls.KERNELS is not None and launch.usable(x, dtype) else None
 
     @classmethod
     def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Mapping[str, Tensor] | None = None
+        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Planes | None = None
     ) -> dict[str, Tensor]:
-        """Quantizes (m, k) values to planes: those of `out` if a kernel can write into them, else new ones."""
-        raise NotImplementedError
+        """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones."""
+        if (kernels := cls._kernels(x)) is not None:
+            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
+        planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(x, amax=amax, orientations=tuple(orientations))
+        return planes
 
     @classmethod
-    def _quantize_group(
-        cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Mapping[str, Tensor]]
+    def _quantize_batch(
+        cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> bool:
-        """_quantize_matrix for each of xs, in few launches; False, with nothing done, if there are no such kernels."""
-        return False
+        """As _quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
+        kernels = cls._kernels(xs[0])
+        if kernels is None or not kernels.batched:
+            return False
+        kernels.quantize_batch(xs, amaxes, tuple(orientations), outs)
+        return True
+
+    @classmethod
+    def _quantize_buffers(
+        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+    ) -> dict[str, Tensor] | None:
+        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
+        kernels = cls._kernels(x)
+        if kernels is None or kernels.buffer_sizes is None:
+            return None
+        return kernels.quantize_buffers(x, amax, orientations, swizzled)
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
-        """The amax that shards must agree on before they quantize, in recipes that share one."""
-        raise NotImplementedError
+        """What shards must agree on before they quantize, of recipes that share an amax: that of the whole weight, (1,)
+        fp32, or of each block of columns over all rows, (1, blocks)."""
+        columns = cls.LAYOUT.amax_columns
+        if cls.KERNELS is not None and launch.usable(x):
+            return amaxes.matrix_amax(x, columns)
+        return numerics.tensor_amax(x) if columns is None else numerics.column_amax(x, columns)
 
-    @staticmethod
-    def _cut(planes: Mapping[str, Tensor], r0: int, r1: int, c0: int, c1: int) -> dict[str, Tensor]:
-        """Views of planes: rows r0..r1 and columns c0..c1 of the matrix, all on block boundaries."""
-        raise NotImplementedError
+    @classmethod
+    def _matrix_values(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
+        """The (m, k) values of an orientation, from planes: computed in fp32, rounded once to `dtype`."""
+        kernels = cls._kernels(planes[cls.LAYOUT.sources[orientation][0]], dtype)
+        if kernels is not None:
+            return kernels.dequantize(planes, m, k, orientation, dtype)
+        values: Tensor = cls.REFERENCE.dequantize_reference(planes, m, k, orientation)
+        return values.to(dtype)
 
-    @staticmethod
-    def _join(pieces: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The planes of pieces joined along the rows."""
-        raise NotImplementedError
+    @classmethod
+    def _lay_out(
+        cls, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
+        """The buffers of orientations, from planes; what equals a plane is that plane."""
+        if orientations and (kernels := cls._kernels(next(iter(planes.values())))) is not None:
+            return kernels.lay_out(planes, m, k, orientations, swizzled)
+        buffers: dict[str, Tensor] = cls.REFERENCE.lay_out(planes, m, k, orientations)
+        for name in cls.LAYOUT.swizzled if swizzled else ():
+            orientation, _, kind = name.rpartition("_")
+            if orientation in orientations:
+                buffers[name] = cls.REFERENCE.gemm_scale(buffers, orientation, *(() if kind == "scale" else (kind,)))
+        return buffers
+
+    @classmethod
+    def _lay_out_batch(
+        cls, weights: Sequence[Planes], shapes: Sequence[tuple[int, int]], orientations: tuple[str, ...], swizzled: bool
+    ) -> list[dict[str, Tensor]] | None:
+        """As _lay_out for each of weights, in few launches; None: nothing is done, as there is no such kernel."""
+        kernels = cls._kernels(next(iter(weights[0].values())))
+        if kernels is None or kernels.lay_out_tile is None:
+            return None
+        return kernels.lay_out_batch(weights, shapes, orientations, swizzled)
+
+
+@cache
+def _kernels_of(module: str) -> Any:
+    return importlib.import_module(module).KERNELS
+
+
+def plane(name: str) -> property:
+    """A stored plane as an attribute of a generated class."""
+    return property(lambda self: self._plane(name), doc=f"The stored plane {name}.")

@@ -35,13 +35,13 @@ from layoutc.runtime.weight.flattening import whole_and_window
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
 from layoutc.runtime.weight.planes import CutPlanes, Home, ScatteredPlanes
-from layoutc.runtime.weight.recipe_methods import Generated
+from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 Handler = Callable[..., Any]
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class QuantizedTensor(Generated, torch.Tensor):
+class QuantizedTensor(RecipeMethods, torch.Tensor):
     """A weight of m rows (leading dims flattened) by k columns, held as planes.
 
     To autograd and FSDP2, and when printed, it has its outer shape and the floating-point dtype that it dequantizes to.

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
 
-View = dict[str, Any]
+
+@dataclass(frozen=True)
+class GatherText:
+    """What one pass gathers."""
+
+    name: str
+    planes: tuple[str, ...]
+    serves: tuple[str, ...]
 
 
-def gather_view(gather: Gather) -> View:
-    return {"name": gather.name, "planes": tuple(plane.name for plane in gather.planes), "serves": gather.serves}
+@dataclass(frozen=True)
+class HooksText:
+    """The bodies of the two hooks."""
+
+    pre_body: list[str]
+    post_body: list[str]
+    sent: str
+    pre_doc: str
+
+
+def gather_text(gather: Gather) -> GatherText:
+    """A pass, as the layout's table has it."""
+    return GatherText(gather.name, tuple(plane.name for plane in gather.planes), gather.serves)
 
 
 def gather_lines(plan: Plan) -> list[str]:
@@ -31,7 +49,7 @@ def _names(gather: Gather) -> str:
     return " and ".join(plane.name for plane in gather.planes)
 
 
-def hook_view(plan: Plan) -> View:
+def hooks_text(plan: Plan) -> HooksText:
     """The bodies of the two hooks: straight lines where all passes gather the same, else a branch for each pass."""
     shared = [f'"{plane.name}": metadata.shared["{plane.name}"],' for plane in plan.shared]
     pre_doc = "Both passes send the same planes."
@@ -43,17 +61,15 @@ def hook_view(plan: Plan) -> View:
         post = ["gathered = {", *(f"    {_receive(p, i)}" for i, p in enumerate(plan.forward.planes))]
         kinds = [plane.kind for plane in plan.forward.planes]
         sent = f"({', '.join(kinds)}{',' if len(kinds) == 1 else ''})"
-        return {
-            "pre_body": pre,
-            "post_body": [*post, *(f"    {s}" for s in shared), "}"],
-            "sent": sent,
-            "pre_doc": pre_doc,
-        }
+        return HooksText(pre, [*post, *(f"    {s}" for s in shared), "}"], sent, pre_doc)
     pre = ["sent: list[Tensor] = []"]
     post = ["gathered: dict[str, Tensor] = {}" if not shared else "gathered = dict(metadata.shared)", "slot = 0"]
     for gather, other in ((plan.forward, "backward"), (plan.backward, "forward")):
-        pre += [f'if gathering.which != "{other}":', "    sent += ["]
-        pre += [f"        {_wire(plane)}," for plane in gather.planes] + ["    ]"]
+        names = ", ".join(f'"{plane.name}"' for plane in gather.planes)
+        pre.append(f'if gathering.which != "{other}":')
+        pre.append(
+            f"    sent += [wire.wire(self, gathering, name) for name in ({names}{',' * (len(gather.planes) == 1)})]"
+        )
         post += [f'if metadata.which != "{other}":']
         post += [f"    gathered[{_receive(p, i, 'slot')}" for i, p in enumerate(gather.planes)]
         post += [f"    slot += {len(gather.planes)}"]
@@ -64,7 +80,7 @@ def hook_view(plan: Plan) -> View:
         f"Forward sends {forward}; backward {backward}, {sizes_text}, since FSDP2 wants the same sizes in each pass; "
         "a weight that stays gathered sends all of them once."
     )
-    return {"pre_body": pre, "post_body": post[:-1], "sent": "tuple(sent)", "pre_doc": pre_doc}
+    return HooksText(pre, post[:-1], "tuple(sent)", pre_doc)
 
 
 def _wire(plane: Plane) -> str:

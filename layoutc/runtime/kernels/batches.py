@@ -1,4 +1,4 @@
-"""Host side of grouped kernels: one launch for many matrices, which a table on the card lists.
+"""Batches: one launch for many matrices, which a table on the card lists.
 
 A table holds addresses, so it is made anew only when a matrix has moved, or what is written: parameters and their
 masters stay where they are from step to step, and what a pass gathers is mostly allocated where it was. Matrices that
@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate, compress
-from math import prod
 from operator import or_
 from typing import NamedTuple
 
@@ -21,18 +20,16 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Facts, Layout
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.weight import operators
-from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.runtime.kernels import amaxes, launch
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
-KEPT = 512  # groups whose tables are kept, the latest ones
+KEPT = 512  # batches whose tables are kept, the latest ones
 AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
 _MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
 
 
 class Table(NamedTuple):
-    """Matrices of one launch. `entries`: int64, what triton_groups reads, in `rows` rows; the rest: see there.
+    """Matrices of one launch. `entries`: int64, as triton/batch.py reads it, in `rows` rows; the rest: see there.
 
     `even`: all of them are whole tiles, or, where they are laid out, whole words. No entries: it stands for a launch of
     one matrix, which needs no table.
@@ -50,30 +47,30 @@ def split(
     layout: Layout,
     names: Sequence[str],
     xs: Sequence[Tensor],
-    amaxes: Sequence[Tensor] | None,
+    shared: Sequence[Tensor] | None,
     orientations: Sequence[str],
     outs: Sequence[Mapping[str, Tensor]],
     tile: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of the matrices that are quantized together, and the positions of those that are to be one by one.
 
-    names: the planes that the kernel takes, in its order. amaxes: fp32; their places are as seen from the first. Raises
-    ValueError where matrices differ in dtype or device, where amaxes or outs are not as many or lie elsewhere, and for
-    planes that a kernel can't write into: the card can't tell, as it only sees addresses.
+    names: the planes that the kernel takes, in its order. shared: amaxes, fp32; their places are as seen from the
+    first. Raises ValueError where matrices differ in dtype or device, where amaxes or outs are not as many or lie
+    elsewhere, and for planes that a kernel can't write into: the card can't tell, as it only sees addresses.
     """
-    if len(outs) != len(xs) or (amaxes is not None and len(amaxes) != len(xs)):
+    if len(outs) != len(xs) or (shared is not None and len(shared) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
     where = xs[0].get_device()
     if not _alike(xs, xs[0].dtype, where):
-        raise ValueError(f"{layout.name}: the matrices of a group have one dtype and lie on one device")
-    if amaxes and not _alike(amaxes, torch.float32, where):
-        raise ValueError(f"{layout.name}: amaxes of a group are float32, on the device of its matrices")
+        raise ValueError(f"{layout.name}: the matrices of a batch have one dtype and lie on one device")
+    if shared and not _alike(shared, torch.float32, where):
+        raise ValueError(f"{layout.name}: amaxes of a batch are float32, on the device of its matrices")
     shapes = [x.shape for x in xs]
     columns, wide = [_addresses(xs)], [True]
     for name, expected in zip(names, _written(layout, tuple(names), tuple(orientations), *shapes), strict=True):
         columns.append(_plane_addresses(layout, name, expected, outs, where) if expected else (0,) * len(xs))
         wide.append(bool(expected) and len(expected[0].shape) > 1)
-    base, *_ = starts = _addresses(amaxes) if amaxes else (0,) * len(xs)
+    base, *_ = starts = _addresses(shared) if shared else (0,) * len(xs)
     places = [(start - base) // 4 for start in starts]
     return _matrices(xs, shapes, places, columns, wide, tile)
 
@@ -103,7 +100,7 @@ def _plane_addresses(
 
 
 # --------------------------------------------------------------------------------------------------------------- amaxes
-def group_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
+def batch_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
     """The largest magnitude of each of n matrices in fp32, bf16 or fp16 on one device, (n,) fp32; NaN wins.
 
     block_k: what matrix_amax gives for it instead, (1, blocks) for each matrix, flattened and one after another. Raises
@@ -111,44 +108,20 @@ def group_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
     """
     places = list(accumulate((_count(x, block_k) for x in xs), initial=0))
     packed = torch.zeros(places.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
-    _raise_amaxes(packed, places, xs, block_k)
+    raise_amaxes(packed, places, xs, block_k)
     return packed.view(torch.float32)
 
 
-def group_amaxes(xs: Sequence[Tensor], block_k: int | None) -> Sequence[Tensor]:
-    """group_amax, cut into the part of each matrix."""
-    return torch.split(group_amax(xs, block_k), [_count(x, block_k) for x in xs])
-
-
-def shared_amaxes(
-    weights: Sequence[tuple[type[QuantizedTensor], Tensor]],
-) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """What shards of many weights must agree on: the `_shared_amax` of each, flat, one after another; and its shapes.
-
-    weights: classes of recipes that share an amax, and (m, k) matrices on one device. Of a recipe, nothing matters but
-    the columns that an amax is for, so that kernels serve several recipes in one launch.
-    """
-    shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
-    places = list(accumulate(map(prod, shapes), initial=0))
-    packed = torch.zeros(places.pop(), dtype=torch.int32, device=weights[0][1].device)
-    kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
-    for place, (cls, x) in zip(places, weights, strict=True):
-        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((place, cls, x))
-    for (block_k, *_), members in kinds.items():
-        if launch.usable(members[0][2]):
-            _raise_amaxes(packed, [place for place, _, _ in members], [x for _, _, x in members], block_k)
-            continue
-        for place, cls, x in members:
-            found = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
-            packed[place : place + found.numel()] = found
-    return packed.view(torch.float32), shapes
+def batch_amaxes(xs: Sequence[Tensor], block_k: int | None) -> Sequence[Tensor]:
+    """batch_amax, cut into the part of each matrix."""
+    return torch.split(batch_amax(xs, block_k), [_count(x, block_k) for x in xs])
 
 
 def _count(x: Tensor, block_k: int | None) -> int:
     return 1 if block_k is None else cdiv(x.shape[1], block_k)
 
 
-def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
+def raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
     """Raises entries of `packed`, bits of fp32, from given places on to the amaxes of matrices."""
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.triton import batch
@@ -159,7 +132,7 @@ def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], b
     kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
     for place, x in zip(places, xs, strict=True):
         kinds[x.dtype].append((place, x))
-    tile_m, tile_k, warps = AMAX_TILE if block_k is None else launch.column_tile(block_k)
+    tile_m, tile_k, warps = AMAX_TILE if block_k is None else amaxes.column_tile(block_k)
     for dtype, members in kinds.items():
         starts, alike = zip(*members, strict=True)
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in alike]
@@ -178,9 +151,9 @@ def _raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], b
                 table.even,
                 launch.hardware(packed.device),
             )
-            direct.run(batch.amax_group_kernel, (table.programs,), args, warps)
+            direct.run(batch.amax_batch_kernel, (table.programs,), args, warps)
         for index in single:
-            found = launch.matrix_amax(alike[index], block_k).view(torch.int32).reshape(-1)
+            found = amaxes.matrix_amax(alike[index], block_k).view(torch.int32).reshape(-1)
             packed[starts[index] : starts[index] + found.numel()] = found
 
 

@@ -1,0 +1,285 @@
+"""Text of the tile functions: from a tile of x to planes and buffers, from planes to values, from planes to buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from layoutc.emit import rule_text
+from layoutc.emit.code import Lines, call, constants, indented
+from layoutc.emit.kernel_codecs import results_of, shared_inputs
+from layoutc.emit.recipe_text import buffer_doc
+from layoutc.emit.size_text import Sizes
+from layoutc.layout.layout import Layout, Plane, Source
+from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
+from layoutc.plan.moves import Move, ScaleMove
+
+_TILE = ("TILE_M", "TILE_K")
+
+
+@dataclass(frozen=True)
+class TileFunction:
+    """What a program does with one tile."""
+
+    name: str
+    parameters: Lines
+    doc: str
+    body: Lines
+
+
+def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
+    """The tile functions of a recipe, as layoutc.runtime.triton.kernels calls them."""
+    also = " and buffer" if kernels.quantize.fused else ""
+    found = [
+        TileFunction(
+            "quantize_tile",
+            (
+                "tile, source, shared, planes, buffers, at,",
+                constants("ROWWISE", "COLUMNWISE", "SWIZZLED", "EVEN", "HARDWARE"),
+            ),
+            f"A tile of x -> its part of each plane{also}. {_bytes_text(kernels.layout)}",
+            _quantize_body(kernels),
+        ),
+        TileFunction(
+            "dequantize_tile",
+            (
+                f"planes, amax, at, {constants('ROWWISE', 'COLUMNWISE')}",
+                constants("TILE_M", "TILE_K", "EVEN", "HARDWARE"),
+            ),
+            "A tile of the planes of one source -> fp32 values.",
+            _dequantize_body(kernels),
+        ),
+    ]
+    if kernels.lay_out is not None:
+        found.append(
+            TileFunction(
+                "lay_out_tile",
+                ("planes, buffers, at,", constants("SWIZZLED", "WORDS", "TILE_M", "TILE_K", "HARDWARE")),
+                "A tile of the planes -> its part of every buffer that is no plane.",
+                _lay_out_body(kernels, kernels.lay_out),
+            )
+        )
+    return tuple(found)
+
+
+def _plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
+    """The planes that a function is given, by name."""
+    return [
+        f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
+    ]
+
+
+def _buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
+    """The same of buffers."""
+    buffers = [move.buffer for move in moves]
+    return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
+
+
+# ------------------------------------------------------------------------------------------------------------- quantize
+def _quantize_body(kernels: Kernels) -> Lines:
+    quantize, layout, sizes = kernels.quantize, kernels.layout, Sizes(kernels.layout)
+    lines = _plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
+    if quantize.fused and kernels.lay_out is not None:
+        lines += _buffer_lines(kernels.lay_out.moves, sizes)
+        lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if layout.swizzle else []
+    lines += _shared_lines(kernels)
+    for source in kernels.sources:
+        lines += [f"if {source.flag}:", *indented(_quantize_source(source))]
+    return tuple(lines)
+
+
+def _shared_lines(kernels: Kernels) -> list[str]:
+    """What scales share, by name."""
+    lines = ["tensor_amax = tl.load(shared[0])  # (1,) float32"] if kernels.layout.tensor_amax else []
+    if any(source.amax_from in ("tensor", "columns") for source in kernels.sources):
+        lines.append("amax = shared[0]  # float32")
+    if any(source.inputs.input_max for source in kernels.sources):
+        lines.append("input_max = shared[1]  # the largest value of x's dtype")
+    rows = {source.source.name for source in kernels.sources if source.amax_from == "rows"}
+    for index, name in ((2, "rowwise"), (3, "columnwise")):
+        lines += [f"{name}_amax = shared[{index}]  # (m blocks, 1) float32"] if name in rows else []
+    return lines
+
+
+def _block(source: SourceKernel) -> tuple[str, str]:
+    """Rows and columns of a block, as a tile is split; where blocks span an axis, the tile's."""
+    block = source.source.quantization.block
+    return str(block.m or "tile.shape[0]"), str(block.k or "tile.shape[1]")
+
+
+def _blocks_of(source: SourceKernel) -> dict[str, str]:
+    block = source.source.quantization.block
+    return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
+
+
+def _quantize_source(source: SourceKernel) -> Lines:
+    """From a tile of x to the planes, and buffers, of one source."""
+    lines = [*_find_scales(source), *_put_elements(source)]
+    planes = source.source
+    for plane, value in ((planes.scale, "scale"), (planes.zero, "zero")):
+        if plane is not None:
+            lines.append(call("lt.store_blocks", plane.name, value, "at", "EVEN", **_blocks_of(source)))
+    for move in source.scale_moves:
+        lines += [_comment(move), _scale_move("lt.spread_scales", "scale", move, ())]
+    return tuple(lines)
+
+
+def _find_scales(source: SourceKernel) -> Lines:
+    """Lines that give `scale`, `multiplier` and the `scaled` tile."""
+    q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
+    results, inputs = results_of(q), source.inputs
+    extra = shared_inputs(inputs)
+    if source.amax_from == "tensor":
+        rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
+        return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
+    lines = [f"blocks = {call('lt.to_blocks', 'lt.to_float(tile)', bm, bk)}"]
+    measured = ["found"]
+    block, at = _blocks_of(source), ("at", "tile.shape[0]", "tile.shape[1]", "EVEN")
+    if inputs.block_range:
+        lines.append("found = lt.block_lowest(blocks), lt.block_highest(blocks)")
+        measured = ["found[0]", "found[1]"]
+    elif source.amax_from == "block":
+        lines.append(f"found = {call('lt.block_amax', 'tile', bm, bk, 'HARDWARE')}")
+    else:
+        given = "amax" if source.amax_from == "columns" else f"{source.source.name}_amax"
+        lines.append(f"found = {call('lt.load_blocks', given, *at, **block)}")
+    if q.definition.candidates:
+        lines += _try_candidates(source, measured, extra)
+    else:
+        lines.append(f"{results} = {call(f'scales{suffix}', *measured, *extra, 'HARDWARE')}")
+    scaled = "blocks * multiplier[:, None, :, None]"
+    if q.zero is not None:
+        scaled += f" + decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
+    return (*lines, f"scaled = lt.from_blocks({scaled})")
+
+
+def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str]) -> Lines:
+    """Of several scales, the first whose errors sum to least."""
+    q, suffix = source.source.quantization, source.suffix
+    contracts_k = repr(source.source.name == "rowwise")
+    first, *others = rule_text.candidates(q, suffix)
+
+    def tried(value: str) -> str:
+        return call(f"scales{suffix}", *measured, *extra, value, "HARDWARE")
+
+    def missed(scale: str, multiplier: str) -> str:
+        return call(f"block_error{suffix}", "blocks", scale, multiplier, *extra, contracts_k, "HARDWARE")
+
+    lines = [f"scale, multiplier = {tried(first)}", f"least = {missed('scale', 'multiplier')}"]
+    for index, value in enumerate(others):
+        lines += [f"other, factor = {tried(value)}", f"error = {missed('other', 'factor')}"]
+        chosen = "tl.where(error < least, other, scale), tl.where(error < least, factor, multiplier)"
+        lines.append(f"scale, multiplier = {chosen}")
+        lines += ["least = tl.where(error < least, error, least)"] if index + 1 < len(others) else []
+    return tuple(lines)
+
+
+def _put_elements(source: SourceKernel) -> Lines:
+    """From the tile to stored codes."""
+    data, q = source.source.data, source.source.quantization
+    into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "HARDWARE")
+    encode = f"encode{source.suffix}"
+    if source.nibbles is None:
+        packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
+        return (call("lt.put_codes", f"{encode}(scaled, HARDWARE)", *into, **packing),)
+    form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "MAX": q.element.max, "LOW_FIRST": q.low_first}
+    if not source.nibbles.in_blocks:
+        return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
+    given = ("scaled", "source", "tile", "found", "multiplier", *into)
+    bounded = source.nibbles.is_bounded
+    return (call("lt.put_nibbles_of", *given, ENCODE=encode, **_blocks_of(source), **form, BOUNDED=bounded),)
+
+
+# ----------------------------------------------------------------------------------------------------------- dequantize
+def _dequantize_body(kernels: Kernels) -> Lines:
+    planes = (plane for source in kernels.sources for plane in source.source.planes)
+    lines = _plane_lines(planes, Sizes(kernels.layout))
+    if kernels.layout.tensor_amax:
+        lines.append("tensor_amax = tl.load(amax)  # (1,) float32")
+    for source in kernels.sources:
+        read = _dequantize_source(source)
+        lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
+    return (*lines, "return values")
+
+
+def _dequantize_source(source: SourceKernel) -> Lines:
+    """From the planes of one source to `values`."""
+    q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
+    known = {"scale": "scale", "tensor_amax": "tensor_amax"}
+    factor = rule_text.expression(q.definition.decode, q, known, suffix, rule_text.TRITON)
+    lines = [_read_elements(source)]
+    coded = "" if q.scale.is_f32 else ".to(tl.int32)"
+    if source.amax_from == "tensor":
+        return (*lines, f"scale = tl.load({source.source.scale.name}){coded}", f"values = element * ({factor})")
+    at, sizes = ("at", *_TILE, "EVEN"), _blocks_of(source)
+    lines.append(f"scale = {call('lt.load_blocks', source.source.scale.name, *at, **sizes)}{coded}")
+    lines += [
+        f"factor = {factor}",
+        f"blocks = {call('lt.to_blocks', 'element', str(block.m or 'TILE_M'), str(block.k or 'TILE_K'))}",
+    ]
+    if source.source.zero is not None:
+        lines.append(f"zero = {call('lt.load_blocks', source.source.zero.name, *at, **sizes)}.to(tl.int32)")
+        lines.append(f"blocks -= decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]")
+    return (*lines, "values = lt.from_blocks(blocks * factor[:, None, :, None])")
+
+
+def _read_elements(source: SourceKernel) -> str:
+    data, q, decode = source.source.data, source.source.quantization, f"decode{source.suffix}"
+    if source.nibbles is None:
+        packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
+        return f"element = {decode}({call('lt.load_codes', data.name, 'at', *_TILE, **packing)}, HARDWARE)"
+    form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
+    given = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
+    return f"element = {call('lt.load_nibbles', *given, DECODE=decode, **form)}"
+
+
+# -------------------------------------------------------------------------------------------------------------- lay out
+def _lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
+    sizes, planes = Sizes(kernels.layout), {plane.name: plane for plane in kernels.layout.planes}
+    lines = [*_plane_lines((planes[name] for name in lay_out.planes), sizes), *_buffer_lines(lay_out.moves, sizes)]
+    lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if kernels.layout.swizzle else []
+    for move in lay_out.moves:
+        lines += [_comment(move), _moved(move)]
+    return tuple(lines)
+
+
+def _comment(move: Move) -> str:
+    """The field of the spec that a move comes from, and what it says."""
+    buffer = move.buffer
+    return f"# orientations.{buffer.orientation}.{buffer.kind}: {buffer_doc(buffer).partition(': ')[2]}"
+
+
+def _moved(move: Move) -> str:
+    plane = move.buffer.plane
+    if isinstance(move, ScaleMove):
+        return _scale_move("lt.move_scales", plane.name, move, _TILE)
+    form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
+    words: dict[str, str | int | bool] = {"WORDS": "WORDS"} if move.in_words else {}
+    given = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
+    return call("lt.move_codes", *given, **form, **words)
+
+
+def _scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ...]) -> str:
+    sizes = {"BLOCK": f"({move.block_m}, {move.block_k})", "PER": f"({move.per_m}, {move.per_k})"}
+    swizzled = {**({} if move.rowwise else {"FREE": '"k"'}), "PLACE": "PLACE"} if move.swizzled else {}
+    return call(function, entries, f"to_{move.buffer.name}", "at", *tile, **sizes, **_dims(move), **swizzled)
+
+
+def _dims(move: Move) -> dict[str, str]:
+    """Of a buffer, what its sizes are rounded up to, and the order of its dims."""
+    pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
+    return pads | ({"DIMS": '"km"'} if move.transposed else {})
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+def _bytes_text(layout: Layout) -> str:
+    """What quantizing writes, beside x that it reads."""
+    parts = [f"{float(bytes_of(source)):.6g} ({source.name})" for source in layout.sources]
+    return f"Bytes an element: {', '.join(parts)}."
+
+
+def bytes_of(source: Source) -> Fraction:
+    """Bytes of a source's planes for each element, where blocks are whole and the weight is large."""
+    whole = [plane for plane in source.planes if plane.per_m is not None and plane.per_k is not None]
+    return sum((Fraction(p.bits, 8) / ((p.per_m or 1) * (p.per_k or 1)) for p in whole), Fraction(0))

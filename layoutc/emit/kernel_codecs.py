@@ -1,0 +1,163 @@
+"""Text of a kernel's arithmetic: codecs, the scale rule, the errors of candidates, the GEMM's order of scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutc.emit import rule_text
+from layoutc.emit.code import Lines, converted
+from layoutc.layout.layout import Layout, Quantization
+from layoutc.plan import conversions
+from layoutc.plan.conversions import Codec
+from layoutc.plan.kernels import Kernels, RuleInputs, inputs_of
+from layoutc.spec.formats import Format
+
+
+@dataclass(frozen=True)
+class Function:
+    """A small function: its signature, what it does, and its body."""
+
+    signature: str
+    doc: str
+    body: Lines
+
+
+def functions(kernels: Kernels) -> tuple[Function, ...]:
+    """All that the kernels of a recipe compute with, in the order of use."""
+    kinds = {source.suffix: source.source.quantization for source in kernels.sources}
+    found: list[Function] = []
+    for suffix, quantization in kinds.items():
+        eights = all(source.nibbles is not None for source in kernels.sources if source.suffix == suffix)
+        found += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
+        found += _over_scale(quantization, suffix)
+        found.append(_scales(quantization, suffix))
+        found += _block_error(quantization, suffix)
+    return (*found, *_gemm_place(kernels.layout))
+
+
+def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> list[Function]:
+    """only_software: where a card converts, elements are not encoded by this function."""
+    prefix = rule_text.prefix_of(suffix)
+    element = _codec("", quantization.element, f"{prefix}ELEMENT", "nearest", suffix, only_software)
+    found = list(element)
+    if not quantization.scale.is_f32:
+        found += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
+    if quantization.zero is not None:
+        found += _codec("_zero", quantization.zero, f"{prefix}ZERO", "nearest", suffix)
+    return found
+
+
+def _codec(
+    what: str, fmt: Format, prefix: str, rounding: str, suffix: str, only_software: bool = False
+) -> tuple[Function, Function]:
+    encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
+    assert decoding is not None  # recipes that have none have no kernels
+    return (
+        Function(
+            f"encode{what}{suffix}(x, HARDWARE: tl.constexpr)",
+            f"fp32 -> {fmt.name} codes; rounded {rounding}, saturating.",
+            _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
+        ),
+        Function(
+            f"decode{what}{suffix}(codes, HARDWARE: tl.constexpr)",
+            f"{fmt.name} codes -> fp32, exact.",
+            _body(decoding, "codes", prefix),
+        ),
+    )
+
+
+def _body(codec: Codec, value: str, prefix: str) -> Lines:
+    software = f"return {converted(codec.software, value, prefix)}"
+    if codec.hardware is None:
+        return (software,)
+    has_it = "HARDWARE" if codec.level == 90 else f"HARDWARE >= {codec.level}"
+    return (f"if {has_it}:", f"    return {converted(codec.hardware, value, prefix)}", software)
+
+
+def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
+    """1 / a decoded scale, where that needs no division and the rule asks for it."""
+    program = quantization.definition.program(dict(quantization.parameters))
+    if not quantization.scale.is_exponent or not any("1 / from_scale" in expression for _, expression in program):
+        return []
+    conversion = conversions.Conversion("over_exponents", conversions.exponent_constants(quantization.scale))
+    return [
+        Function(
+            f"over_scale{suffix}(codes)",
+            "1 / a decoded scale, exact.",
+            (f"return {converted(conversion, 'codes', '')}",),
+        )
+    ]
+
+
+def results_of(quantization: Quantization) -> str:
+    """What a scale rule gives."""
+    return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
+
+
+def shared_inputs(inputs: RuleInputs) -> list[str]:
+    """What a scale rule reads beside what is measured of a block."""
+    return [*(["tensor_amax"] if inputs.tensor_amax else []), *(["input_max"] if inputs.input_max else [])]
+
+
+def _scales(quantization: Quantization, suffix: str) -> Function:
+    inputs = inputs_of(quantization)
+    measured = ["lowest", "highest"] if inputs.block_range else ["amax"]
+    arguments = [
+        *measured,
+        *(["tensor_amax"] if inputs.tensor_amax else []),
+        *(["input_max"] if inputs.input_max else []),
+    ]
+    arguments += [quantization.definition.candidate] if quantization.definition.candidates else []
+    results = results_of(quantization)
+    return Function(
+        f"scales{suffix}({', '.join(arguments)}, HARDWARE: tl.constexpr)",
+        f"{' and '.join(measured)} -> ({results}); the reference's operations, in its order.",
+        (*rule_text.steps(quantization, suffix, rule_text.TRITON), f"return {results}"),
+    )
+
+
+def _block_error(quantization: Quantization, suffix: str) -> list[Function]:
+    if not quantization.definition.candidates:
+        return []
+    given = "blocks, scale, multiplier" + (", tensor_amax" if quantization.definition.needs_tensor_amax else "")
+    encoded = f"encode{suffix}(blocks * multiplier[:, None, :, None], HARDWARE)"
+    return [
+        Function(
+            f"block_error{suffix}({given}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr)",
+            "What the elements of each block miss of its values under a candidate, summed: (m blocks, k blocks).",
+            (
+                "x = blocks",
+                f"element = decode{suffix}({encoded}, HARDWARE)",
+                "scale = scale[:, None, :, None]",
+                *rule_text.error_steps(quantization, suffix, rule_text.TRITON),
+                "return lt.block_sum(error, CONTRACTS_K)",
+            ),
+        )
+    ]
+
+
+def _gemm_place(layout: Layout) -> list[Function]:
+    """Where a GEMM reads a scale: positions along the axes of the swizzle's tiles, and the place that they make up."""
+    swizzle = layout.swizzle
+    if swizzle is None:
+        return []
+    sizes, lines, counts = dict(swizzle.sizes), list[str](), dict[str, str]()
+    for axis, group in zip(("free", "contracted"), swizzle.groups, strict=True):
+        below = 1
+        for name in reversed(group):
+            size = sizes.get(name)
+            at = f"{axis} // {below}" if below > 1 else axis
+            lines.append(f"at_{name} = {at} % {size}" if size else f"at_{name} = {at}")
+            counts[name] = str(size) if size else f"({axis}_count // {below})"
+            below *= size or 1
+    first, *rest = swizzle.order
+    place = f"at_{first}"
+    for index, name in enumerate(rest):
+        place = f"{f'({place})' if index else place} * {counts[name]} + at_{name}"
+    return [
+        Function(
+            "gemm_place(free, contracted, free_count, contracted_count)",
+            f"Where a GEMM reads the scale of (free, contracted): {swizzle.pattern}.",
+            (*lines, f"return {place}"),
+        )
+    ]

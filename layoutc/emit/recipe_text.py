@@ -1,0 +1,344 @@
+"""What templates print: every text and decision of a plan, worked out here so that templates only place it."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import textwrap
+from dataclasses import dataclass
+
+from layoutc.emit.hooks_text import GatherText, HooksText, gather_lines, gather_text, hooks_text
+from layoutc.emit.reference_text import ReferenceText, reference_text
+from layoutc.emit.size_text import Sizes, in_bytes, start_of
+from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
+from layoutc.plan.plan import Plan
+from layoutc.spec.schema import LANGUAGE
+
+RUNTIME_INTERFACE = 6
+EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
+
+
+@dataclass(frozen=True)
+class PlaneText:
+    """A stored plane: its shape, what it is, how it is cut and joined."""
+
+    name: str
+    shape_text: str
+    dtype: str
+    doc: str
+    per_m: int | None
+    per_k: float | None
+    cut: str
+    join: str
+
+
+@dataclass(frozen=True)
+class BufferText:
+    """A buffer: its shape, and what it is."""
+
+    name: str
+    shape_text: str
+    dtype: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class OrientationText:
+    """An orientation: the planes that its buffers are made from, and the lines that make them."""
+
+    name: str
+    planes: tuple[str, ...]
+    lay_out: list[str]
+
+
+@dataclass(frozen=True)
+class RecipeText:
+    """What the templates of one recipe place."""
+
+    name: str
+    summary: str
+    header: str
+    tensor_class: str
+    cast_class: str
+    class_names: str
+    exports: list[str]
+    interface: int
+    language: int
+    spec_sha256: str
+    layout_id: str
+    multiple_m: int
+    multiple_k: int
+    multiples_text: str
+    shard_rows: int
+    shard_reason: str
+    shard_lines: list[str]
+    column_multiple: int
+    row_text: str
+    column_text: str
+    blocks: dict[str, str]
+    bytes_per_element: float
+    planes: list[PlaneText]
+    attributes: list[PlaneText]
+    cut_body: list[str]
+    join_body: list[str]
+    buffers: list[BufferText]
+    as_stored: list[tuple[str, str]]
+    has_amax: bool
+    swizzled: tuple[str, ...]
+    orientations: list[OrientationText]
+    orientation_names: tuple[str, ...]
+    gathers: list[GatherText]
+    gather_lines: list[str]
+    derivations: list[str]
+    dispatch_rules: list[str]
+    shares_amax: bool
+    amax_columns: int | None
+    slots_differ: bool
+    extremes: bool
+    history: int
+    pick: str
+    has_kernels: bool
+    hooks: HooksText
+    reference: ReferenceText
+
+
+def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
+    """The texts of one recipe. `sha256` is that of the spec file."""
+    layout, sizes = plan.layout, Sizes(plan.layout)
+    planes = [_plane(plane, plan, sizes) for plane in layout.planes]
+    return RecipeText(
+        name=layout.name,
+        summary=layout.summary.rstrip("."),
+        header=header(layout.name, plan.layout_id),
+        tensor_class=class_name(layout.name),
+        cast_class=cast_name(layout.name),
+        class_names=", ".join(sorted((class_name(layout.name), cast_name(layout.name)))),
+        exports=_filled(["LAYOUT", *_exported_classes(layout.name), *EXPORTED_FUNCTIONS]),
+        interface=RUNTIME_INTERFACE,
+        language=LANGUAGE,
+        spec_sha256=sha256,
+        layout_id=plan.layout_id,
+        multiple_m=layout.multiple_m,
+        multiple_k=layout.multiple_k,
+        multiples_text=_multiples(layout),
+        shard_rows=plan.shard_rows,
+        shard_reason=plan.shard_reason,
+        shard_lines=_shard_lines(plan),
+        column_multiple=plan.column_multiple,
+        row_text="any" if plan.block_rows == 1 else f"multiples of {plan.block_rows}",
+        column_text="any" if plan.column_multiple == 1 else f"multiples of {plan.column_multiple}",
+        blocks={o: block_text(layout.source(o)) for o in layout.orientations},
+        bytes_per_element=float(plan.forward.bytes_per_element),
+        planes=planes,
+        attributes=[plane for plane in planes if plane.name != "amax"],  # Tensor.amax is a method
+        cut_body=_each_plane(plan, {plane.name: plane.cut for plane in planes}, "planes", "views"),
+        join_body=_each_plane(plan, {plane.name: plane.join for plane in planes}, "pieces[0]", "joined"),
+        buffers=[_buffer(buffer, sizes) for buffer in layout.buffers] + _amax_buffer(layout),
+        as_stored=_as_stored(layout),
+        has_amax=bool(_amax_buffer(layout)),
+        swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
+        orientations=[_orientation(name, layout, sizes) for name in layout.orientations],
+        orientation_names=tuple(layout.orientations),
+        gathers=[gather_text(gather) for gather in (plan.forward, plan.backward, plan.both)],
+        gather_lines=gather_lines(plan),
+        derivations=[f"{d.orientation}: {d.reason}." for d in plan.derivations],
+        dispatch_rules=[f"{rule.operators}: {rule.condition}." for rule in plan.dispatch],
+        shares_amax=plan.shares_amax,
+        amax_columns=plan.amax_columns,
+        slots_differ=plan.slots_differ,
+        extremes=plan.extremes,
+        history=layout.history,
+        pick=layout.pick,
+        has_kernels=has_kernels,
+        hooks=hooks_text(plan),
+        reference=reference_text(plan),
+    )
+
+
+def class_name(name: str) -> str:
+    """nvfp4 -> NVFP4Tensor, fp8_block -> FP8BlockTensor: words with a digit are acronyms."""
+    words = [word.upper() if re.search(r"\d", word) else word.capitalize() for word in name.split("_") if word]
+    joined = "".join(words) + "Tensor"
+    free = joined.isidentifier() and not keyword.iskeyword(joined) and joined != "CastTensor"
+    return joined if free else f"Recipe{joined}"
+
+
+def cast_name(name: str) -> str:
+    """nvfp4 -> NVFP4CastTensor."""
+    return class_name(name).removesuffix("Tensor") + "CastTensor"
+
+
+def _filled(names: list[str]) -> list[str]:
+    """Names in quotes, in lines as long as they may be."""
+    return textwrap.wrap(", ".join(f'"{name}"' for name in names) + ",", 116, break_long_words=False)
+
+
+def _exported_classes(name: str) -> list[str]:
+    return sorted(("Tensor", "CastTensor", class_name(name), cast_name(name)))
+
+
+def header(name: str, layout_id: str) -> str:
+    """Two lines, always: a kernel's start line is part of Triton's cache key."""
+    return (
+        f"# Generated by layoutc from {name}.yaml. Do not edit: change the spec and run `layoutc build`.\n"
+        f"# Layout id {layout_id}: changes when stored bytes or arithmetic change, and only then."
+    )
+
+
+def _shard_lines(plan: Plan) -> list[str]:
+    """Where shards may be cut, and what that costs."""
+    if plan.shard_rows == 1:
+        return [f"A cut between shards costs nothing at any row: {plan.shard_reason}."]
+    lines = [
+        f"Shards may be cut at any row. At multiples of {plan.shard_rows} rows that costs nothing: {plan.shard_reason}."
+    ]
+    where = "Where a cut falls elsewhere, the shards on both sides"
+    if plan.block_rows > 1:
+        where = "Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards"
+    return [*lines, f"{where} have no buffers by themselves."]
+
+
+# --------------------------------------------------------------------------------------------------- planes and buffers
+def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
+    history = plan.layout.history
+    if plane.name == "amax":
+        shape, doc = (
+            f"({history or 1},)",
+            f"the last {history} amaxes, latest first" if history else "amax of the whole weight",
+        )
+    else:
+        shape = sizes.plane(plane)
+        source = next(s for s in plan.layout.sources if plane in s.planes)
+        doc = _plane_doc(plane, source)
+    codes = 1 if plane.per_k is None else plane.per_k * 8 / min(plane.bits, 8)
+    return PlaneText(
+        name=plane.name,
+        shape_text=shape,
+        dtype=plane.dtype,
+        doc=doc,
+        per_m=plane.per_m,
+        per_k=None if plane.per_k is None else (int(codes) if codes == int(codes) else codes),
+        cut=f'planes["{plane.name}"]{_cut(plane, sizes)}',
+        join=f'pieces[0]["{plane.name}"]'
+        if plane.per_m is None
+        else f'torch.cat([piece["{plane.name}"] for piece in pieces])',
+    )
+
+
+def _plane_doc(plane: Plane, source: Source) -> str:
+    quantization = source.quantization
+    if plane.kind == "scale":
+        return (
+            f"{quantization.scale.name} scale of each {block_text(source)} block"
+            if not plane.is_scalar
+            else "the scale"
+        )
+    if plane.kind == "zero":
+        assert quantization.zero is not None
+        return f"{quantization.zero.name} zero point of each {block_text(source)} block"
+    group = codes_per_group(plane.bits)
+    if group == 1:
+        return f"{quantization.element.name} codes"
+    order = "low" if quantization.low_first else "high"
+    return f"{quantization.element.name} codes, {group} in {group * plane.bits // 8} bytes, {order} bits first".replace(
+        "1 bytes", "a byte"
+    )
+
+
+def _cut(plane: Plane, sizes: Sizes) -> str:
+    if plane.is_scalar:
+        return ""
+    rows = ":" if plane.per_m is None else f"{start_of('r0', plane.per_m)}:{sizes.count('m', plane.per_m, 'r1')}"
+    if plane.per_k is None:
+        return f"[{rows}]"
+    if plane.bits < 8:
+        return f"[{rows}, {in_bytes('c0', plane.bits)} : {in_bytes('c1', plane.bits)}]"
+    return f"[{rows}, {start_of('c0', plane.per_k)}:{sizes.count('k', plane.per_k, 'c1')}]"
+
+
+def _each_plane(plan: Plan, expressions: dict[str, str], given: str, result: str) -> list[str]:
+    """Lines that build a dict with an expression for each plane: one literal, or a branch for each source that a tensor
+    may hold without the others."""
+    by_name = dict(expressions)
+    if len(plan.layout.sources) == 1:
+        return ["return {", *(f'    "{name}": {value},' for name, value in by_name.items()), "}"]
+    shared = "".join(f'"{name}": {by_name.pop(name)}' for name in ("amax",) if name in by_name)
+    lines = [f"{result} = {{{shared}}}"]
+    for source in plan.layout.sources:
+        lines.append(f'if "{source.data.name}" in {given}:')
+        lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
+    return [*lines, f"return {result}"]
+
+
+def _buffer(buffer: Buffer, sizes: Sizes) -> BufferText:
+    return BufferText(buffer.name, sizes.buffer(buffer), buffer.dtype, buffer_doc(buffer))
+
+
+def buffer_doc(buffer: Buffer) -> str:
+    plane = buffer.plane.name
+    if buffer.is_plane:
+        return "as stored" if buffer.name == plane else f"the plane {plane}"
+    done = ["transposed"] if buffer.permutes else []
+    for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
+        done += [f"{times} times along {dim.axis}"] if times > 1 else []
+    if buffer.kind == "data" and codes_per_group(buffer.plane.bits) > 1:
+        done.append(f"packed along {buffer.axes[-1]}")
+    done += ["zero padded"] if buffer.pads else []
+    return f"{plane}: {', '.join(done)}"
+
+
+def _lay_out(buffer: Buffer, sizes: Sizes) -> str:
+    """The torch expression from planes to the buffer: the layout's chain, printed."""
+    plane, text = buffer.plane, f'planes["{buffer.plane.name}"]'
+    if buffer.is_plane:
+        return text if len(buffer.dims) != 1 else f"{text}.flatten()"
+    packed = buffer.kind == "data" and codes_per_group(plane.bits) > 1
+    options = f"{plane.bits}, low_first={buffer.low_first}"
+    if packed:
+        text = f"num.unpack({text}, {options})"
+    if len(buffer.dims) == 1:
+        text = f"{text}.flatten()"
+    if buffer.permutes:
+        text = f"{text}.t()"
+    for d, (dim, times) in enumerate(zip(buffer.dims, buffer.repeats, strict=True)):
+        if times > 1:
+            text = f"num.repeat({text}, {d}, {times}, {sizes.count(dim.axis, dim.per)})"
+    if buffer.pads:
+        text = f"num.pad_to({text}, {', '.join(sizes.padded(dim) for dim in buffer.dims)})"
+    if packed:
+        return f"num.pack({text}, {options})"
+    return text if buffer.pads else f"{text}.contiguous()"
+
+
+def _amax_buffer(layout: Layout) -> list[BufferText]:
+    if not (layout.tensor_amax or layout.history):
+        return []
+    doc = "latest first" if layout.history else "of the whole weight"
+    return [BufferText("amax", f"({layout.history or 1},)", "float32", doc)]
+
+
+def _as_stored(layout: Layout) -> list[tuple[str, str]]:
+    """Buffers that are planes, in order, and these; a buffer of no dims is one value, as its plane."""
+    kept = [(buffer.name, buffer.plane.name) for buffer in layout.buffers if buffer.is_plane or not buffer.dims]
+    return kept + [(buffer.name, buffer.name) for buffer in _amax_buffer(layout)]
+
+
+def _orientation(name: str, layout: Layout, sizes: Sizes) -> OrientationText:
+    planes = tuple(plane.name for plane in layout.source(name).planes) + (("amax",) if _amax_buffer(layout) else ())
+    lines: list[str] = []
+    for buffer in layout.buffers:
+        if buffer.orientation == name:
+            lines += [] if buffer.is_plane else [f"# {buffer_doc(buffer)}"]
+            lines.append(f'buffers["{buffer.name}"] = {_lay_out(buffer, sizes)}')
+    return OrientationText(name, planes, lines)
+
+
+def _multiples(layout: Layout) -> str:
+    if layout.multiple_m == layout.multiple_k == 1:
+        return ", in any numbers"
+    return f", multiples of {layout.multiple_m} and {layout.multiple_k}"
+
+
+def block_text(source: Source) -> str:
+    block = source.quantization.block
+    return f"{block.m or 'all'}x{block.k or 'all'}"

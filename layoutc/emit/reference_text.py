@@ -1,0 +1,378 @@
+"""What the templates print of the arithmetic: codecs, the scale rule, bodies of the references, the GEMM swizzle."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from layoutc.emit import rule_text
+from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.plan.kernels import suffixes_of
+from layoutc.plan.plan import Plan
+from layoutc.spec.formats import Format, thresholds
+from layoutc.spec.rule_constants import CONSTANTS, constant
+
+
+@dataclass(frozen=True)
+class CodecText:
+    """How codes of a format are made and read; f32 needs neither."""
+
+    name: str
+    max: str
+    rounding: str
+    nan_text: str = ""
+    encode: str = ""
+    decode: str = ""
+
+    @property
+    def coded(self) -> bool:
+        """True where values are stored as codes."""
+        return bool(self.encode)
+
+
+@dataclass(frozen=True)
+class CandidatesText:
+    """How the scales of a rule that tries several are chosen."""
+
+    name: str
+    tried: str
+    error: list[str]
+    arguments: str
+    passed: str
+
+
+@dataclass(frozen=True)
+class RuleText:
+    """A scale rule as a function."""
+
+    returns: str
+    results: str
+    made: str
+    measured: str
+    arguments: str
+    summary: str
+    steps: list[str]
+    candidates: CandidatesText | None
+
+
+@dataclass(frozen=True)
+class ArithmeticText:
+    """Codecs and the scale rule of one quantization; `suffix`: what names of its functions end with."""
+
+    suffix: str
+    element: CodecText
+    scale: CodecText
+    zero: CodecText | None
+    rule: RuleText
+
+
+@dataclass(frozen=True)
+class ConstantText:
+    """A constant: its value as text, and what it is."""
+
+    name: str
+    value: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """When, and how, the planes of one source are made."""
+
+    condition: str
+    quantize: list[str]
+
+
+@dataclass(frozen=True)
+class SwizzleText:
+    """A GEMM's order of scales, as reshapes and permutations."""
+
+    pattern: str
+    split: str
+    order: tuple[int, ...]
+    ordered: str
+    inverse: tuple[int, ...]
+    body: list[str]
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True)
+class ReferenceText:
+    """What the template of reference.py places, beside what all files of a recipe share."""
+
+    arithmetics: list[ArithmeticText]
+    decode_texts: list[str]
+    constants: list[ConstantText]
+    sources: list[SourceText]
+    prologue: list[str]
+    dequantize: list[str]
+    amax_doc: str
+    swizzle: SwizzleText | None
+
+
+def reference_text(plan: Plan) -> ReferenceText:
+    """Codecs, the scale rule and the bodies of the references.
+
+    Where orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
+    """
+    layout, suffixes = plan.layout, suffixes_of(plan.layout)
+    kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
+    return ReferenceText(
+        arithmetics=[_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()],
+        decode_texts=[
+            f"{'(element - zero)' if q.zero else 'element'} * ({q.definition.decode})" for q in kinds.values()
+        ],
+        constants=[constant for suffix, q in kinds.items() for constant in constants_of(q, suffix)],
+        sources=[_source(source, layout, suffixes[source.name]) for source in layout.sources],
+        prologue=_prologue(plan),
+        dequantize=_dequantize(layout, suffixes),
+        amax_doc=_amax_doc(plan),
+        swizzle=_swizzle(layout),
+    )
+
+
+def _prologue(plan: Plan) -> list[str]:
+    used = frozenset().union(*(rule_text.uses(source.quantization) for source in plan.layout.sources))
+    lines = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in plan.layout.sources) else []
+    lines += ["input_max = torch.finfo(x.dtype).max"] if "input_max" in used else []
+    lines += ["x = x.float().contiguous()"]
+    if plan.shares_amax:
+        found = f"num.column_amax(x, {plan.amax_columns})" if plan.amax_columns else "num.tensor_amax(x)"
+        lines += ["if amax is None:", f"    amax = {found}"]
+    return lines
+
+
+def _amax_doc(plan: Plan) -> str:
+    if not plan.shares_amax:
+        return "amax must be None: no scale depends on anything outside its block."
+    if plan.layout.history:
+        return "amax: (1,) fp32, the one that decides the scale; that of x when not given."
+    shape, what = "(1,)", "of the whole weight"
+    if plan.amax_columns:
+        each = "column" if plan.amax_columns == 1 else f"{plan.amax_columns} columns"
+        shape = "(1, k)" if plan.amax_columns == 1 else f"(1, k / {plan.amax_columns})"
+        what = f"of each {each}, over all rows"
+    return f"amax: {shape} fp32, the largest magnitude {what}; taken from x when not given."
+
+
+def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
+    """Codecs and the scale rule of one quantization."""
+    prefix, zero = rule_text.prefix_of(suffix), quantization.zero
+    return ArithmeticText(
+        suffix,
+        element=_codec(quantization.element, f"{prefix}ELEMENT", "nearest"),
+        scale=_codec(quantization.scale, f"{prefix}SCALE", quantization.rounding),
+        zero=_codec(zero, f"{prefix}ZERO", "nearest") if zero else None,
+        rule=_rule(quantization, suffix),
+    )
+
+
+def _rule(quantization: Quantization, suffix: str) -> RuleText:
+    used, rule, zero = rule_text.uses(quantization), quantization.definition, quantization.zero
+    arguments = "lowest: Tensor, highest: Tensor" if "lowest" in used else "amax: Tensor"
+    arguments += ", tensor_amax: Tensor" if "tensor_amax" in used else ""
+    arguments += ", input_max: float" if "input_max" in used else ""
+    arguments += f", {rule.candidate}: float" if rule.candidates else ""
+    made = "(scale as stored, zero point as stored, multiplier of the elements)"
+    return RuleText(
+        returns=", ".join(["Tensor"] * (3 if zero else 2)),
+        results="scale, zero, multiplier" if zero else "scale, multiplier",
+        made=made if zero else "(scale as stored, multiplier of the elements)",
+        measured="range" if "lowest" in used else "amax",
+        arguments=arguments,
+        summary=rule.summary[0].upper() + rule.summary[1:],
+        steps=rule_text.steps(quantization, suffix),
+        candidates=_candidates(quantization, suffix),
+    )
+
+
+def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | None:
+    rule = quantization.definition
+    if not rule.candidates:
+        return None
+    shared = ", tensor_amax" if rule.needs_tensor_amax else ""
+    return CandidatesText(
+        name=rule.candidate or "",
+        tried=", ".join(rule_text.candidates(quantization, suffix)),
+        error=rule_text.error_steps(quantization, suffix),
+        arguments=", tensor_amax: Tensor" if shared else "",
+        passed=shared,
+    )
+
+
+def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
+    """How codes of a format are made and read: through torch's dtype, or through tables of thresholds and values."""
+    text = CodecText(
+        fmt.name, f"{fmt.max:.17g}", f"rounded {rounding}" + (", ties to even" if rounding == "nearest" else "")
+    )
+    if fmt.is_f32:
+        return text
+    if fmt.integer:
+        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN)"
+        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"
+    elif fmt.torch and rounding == "nearest":
+        encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
+        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
+    else:
+        sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
+        encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
+        decode = f"num.from_codes(codes, {prefix}_VALUES)"
+    # A format without NaN saturates: the largest magnitude, positive, is as far from a silent number as it has.
+    return replace(text, nan_text=f"0x{nan_code(fmt):02x}", encode=encode, decode=decode)
+
+
+def nan_code(fmt: Format) -> int:
+    """What NaN is encoded as: the format's first NaN, or the largest magnitude where it has none."""
+    return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
+
+
+def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
+    """The constants of one quantization's codecs and rule."""
+    element, scale = quantization.element, quantization.scale
+    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
+    found: list[ConstantText] = []
+
+    def add(name: str, value: str, doc: str = "") -> None:
+        found.append(ConstantText(prefix + name, value, doc))
+
+    kinds = [(element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)]
+    kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero else []
+    for fmt, kind, rounding in kinds:
+        if fmt.is_f32:
+            continue
+        native = fmt.torch is not None and rounding == "nearest"
+        if native or f"{kind}_MAX" in used:
+            add(f"{kind}_MAX", repr(fmt.max))
+        doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
+        add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
+        if not native and not fmt.integer:
+            add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
+            add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
+    for name in CONSTANTS:
+        if name.upper() in used:
+            value, doc = constant(name, element, scale, dict(quantization.parameters))
+            add(name.upper(), repr(value), doc)
+    return found
+
+
+def _table(values: Iterable[float]) -> str:
+    """A tuple of fp32 values as text: a formula where one gives exactly these values, else the values themselves."""
+    items = list(values)
+    if len(items) > 32:
+        for formula in _formulas(items):
+            if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
+                return formula
+    special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
+    text = ", ".join(special.get(repr(value), repr(value)) for value in items) + ","
+    if len(text) <= 80:
+        return f"({text[:-1] if len(items) > 1 else text})"
+    lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)
+    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
+
+
+def _formulas(items: list[float]) -> Iterator[str]:
+    """Formulas for tables of powers of two: values, and thresholds rounding down, up and to nearest."""
+    first = round(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    yield f'({items[0]!r}, *(2.0**e for e in range({first}, {first + len(items) - 2})), float("nan"))'
+    yield f"({items[0]!r}, *(2.0**e for e in {exponents}))"
+    yield f"({items[0]!r}, *(2.0**e * (1 + 2**-23) for e in {exponents}))"
+    first = math.floor(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    for odd in (0, 1):
+        yield f"({items[0]!r}, *(2.0**e * (1.5 + (e % 2 == {odd}) * 2**-23) for e in {exponents}))"
+
+
+def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
+    """How the planes of one source are made."""
+    block, data, scale = source.quantization.block, source.data.name, source.scale.name
+    used = rule_text.uses(source.quantization)
+    extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
+    zero = source.zero.name if source.zero else None
+    results = "scale, zero, multiplier" if zero else "scale, multiplier"
+    values = "blocks * multiplier[:, None, :, None]"
+    values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
+    codes = f"encode{suffix}(num.from_blocks({values}, m, k))"
+    if source.scale.is_scalar:
+        lines = [f"scale, multiplier = scales{suffix}(amax{extra})"]
+        codes = f"encode{suffix}(x * multiplier)"
+    else:
+        amax = "amax" if source.scale.per_m is None else "num.block_amax(blocks)"
+        amax = "*num.block_range(blocks)" if "lowest" in used else amax
+        chosen = f"scales{suffix}({amax}{extra})"
+        if source.quantization.definition.candidates:
+            chosen = f'best_scales{suffix}(blocks{extra}, "{_contracted(source.name)}")'
+        lines = [f"blocks = num.to_blocks(x, {block.m}, {block.k})", f"{results} = {chosen}"]
+    if codes_per_group(source.data.bits) > 1:
+        codes = f"num.pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
+    served = [orientation for orientation, name in layout.source_of if name == source.name]
+    condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
+    lines += [f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']
+    return SourceText(condition, [*lines, *([f'planes["{zero}"] = zero'] if zero else [])])
+
+
+def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
+    lines: list[str] = []
+    for source in layout.sources:
+        served = [orientation for orientation, name in layout.source_of if name == source.name]
+        block, quantization, suffix = source.quantization.block, source.quantization, suffixes[source.name]
+        codes = f'planes["{source.data.name}"]'
+        if codes_per_group(source.data.bits) > 1:
+            codes = f"num.unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
+        factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]', suffix)
+        spread = f"{block.m}, {block.k}, m, k"
+        body = [f"factor = {factor}", f"return decode{suffix}({codes}) * num.per_element(factor, {spread})"]
+        if source.zero:
+            body[1:] = [
+                f'zero = decode_zero{suffix}(planes["{source.zero.name}"])',
+                f"element = decode{suffix}({codes}) - num.per_element(zero, {spread})",
+                f"return element * num.per_element(factor, {spread})",
+            ]
+        if len(layout.sources) == 1:
+            return body
+        test = f'orientation == "{served[0]}"' if len(served) == 1 else f"orientation in {tuple(served)}"
+        lines += [f"if {test}:", *(f"    {line}" for line in body)]
+    return [*lines, 'raise ValueError(f"no orientation {orientation}")']
+
+
+def _swizzle(layout: Layout) -> SwizzleText | None:
+    swizzle = layout.swizzle
+    if swizzle is None:
+        return None
+    sizes = dict(swizzle.sizes)
+    names = [name for group in swizzle.groups for name in group]
+    tiles = [swizzle.tile(0), swizzle.tile(1)]
+    open_sizes = {swizzle.groups[0][0]: f"rows // {tiles[0]}", swizzle.groups[1][0]: f"columns // {tiles[1]}"}
+    size = {name: str(sizes[name]) if name in sizes else open_sizes[name] for name in names}
+    order = tuple(names.index(name) for name in swizzle.order)
+    inverse = tuple(swizzle.order.index(name) for name in names)
+    turned = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
+    zeros = any(buffer.kind == "zero" for buffer in layout.buffers)
+    scale = 'buffers[f"{orientation}_{kind}"]' if zeros else 'buffers[f"{orientation}_scale"]'
+    body = [f"return swizzle({scale})"]
+    if turned:  # the buffer has the contraction axis first
+        tests = " or ".join(f'orientation == "{name}"' for name in turned)
+        body = [f"scale = {scale}", f"return swizzle(scale.t() if {tests} else scale)"]
+    return SwizzleText(
+        pattern=swizzle.pattern,
+        split=", ".join(size[name] for name in names),
+        order=order,
+        ordered=", ".join(size[name] for name in swizzle.order),
+        inverse=inverse,
+        body=body,
+        kind=', kind: str = "scale"' if zeros else "",
+        what="scale, or zero point," if zeros else "scale",
+    )
+
+
+def _contracted(orientation: str) -> str:
+    """The axis that a product with this operand sums over."""
+    return "k" if orientation == "rowwise" else "m"
+
+
+def _free(orientation: str) -> str:
+    """The axis that a product with this operand keeps."""
+    return "m" if orientation == "rowwise" else "k"

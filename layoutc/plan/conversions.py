@@ -1,0 +1,121 @@
+"""How a kernel makes codes of a format and reads them: which function, with which constants, and where a card converts.
+
+Functions are those of layoutc.runtime.triton, constants their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from layoutc.spec.formats import Format
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One of Triton's dtypes, by its name in triton.language."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NanCode:
+    """The code that a NaN becomes; generated code has a constant for it."""
+
+
+Constant = int | float | bool | str | Dtype | NanCode
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A function, and the constants that it is called with."""
+
+    function: str
+    constants: Mapping[str, Constant]
+    takes_hardware: bool = False
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How codes of one format are made or read.
+
+    software: in integer or fp32 arithmetic, on every card. hardware: by the card's own conversion, where it has one for
+    `level` of launch.hardware (90: to fp8; 100: to smaller formats as well).
+    """
+
+    software: Conversion
+    hardware: Conversion | None = None
+    level: int = 0
+
+
+# Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
+_CASTS = {"float8_e4m3fn": (Dtype("float8e4nv"), 0x7F), "float8_e5m2": (Dtype("float8e5"), 0x7F)}
+E2M1 = Format("", exponent=2, mantissa=1, bias=1)
+# Conversions of compute capability 10, by what the format is and how it is rounded.
+_INSTRUCTIONS = {
+    (E2M1, "nearest"): "convert_to_e2m1",
+    (Format("", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
+    (Format("", exponent=3, mantissa=2, bias=3), "nearest"): "convert_to_e3m2",
+    (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
+}
+_NONE: Mapping[str, Constant] = MappingProxyType({})
+
+
+def encoding(fmt: Format, rounding: str) -> Codec:
+    """fp32 values -> codes, saturating."""
+    last = len(fmt.magnitudes) - 1
+    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
+    nan = NanCode()
+    if fmt.integer:
+        constants: dict[str, Constant] = {
+            "BITS": fmt.integer,
+            "LOWEST": fmt.lowest,
+            "FRACTION": fmt.fraction,
+            "NAN": nan,
+        }
+        return Codec(Conversion("to_integer_codes", constants))
+    hardware, level = None, 0
+    if fmt.torch in _CASTS and rounding == "nearest":
+        dtype, canonical = _CASTS[fmt.torch]
+        hardware, level = Conversion("cast_to_codes", {"DTYPE": dtype, "NAN": nan, "CANONICAL": canonical}), 90
+    elif (fmt, rounding) in _INSTRUCTIONS:
+        hardware, level = Conversion(_INSTRUCTIONS[fmt, rounding], _NONE), 100
+    form: dict[str, Constant]
+    if is_small(fmt) and rounding == "nearest":
+        form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "MAX": fmt.max}
+        software = Conversion("to_small_codes", {**form, "LAST": last, "NAN": nan}, takes_hardware=True)
+    elif fmt.is_exponent:
+        software = Conversion("to_exponents", {"BIAS": fmt.bias, "LAST": last, "NAN": nan, "ROUNDING": rounding})
+    else:
+        form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SUBNORMALS": fmt.subnormals, "SIGN_BIT": sign_bit}
+        software = Conversion("to_codes", {**form, "LAST": last, "NAN": nan, "ROUNDING": rounding})
+    return Codec(software, hardware, level)
+
+
+def decoding(fmt: Format) -> Codec | None:
+    """Codes -> fp32 values, exact; None for formats that no function reads."""
+    if fmt.integer:
+        return Codec(Conversion("from_integer_codes", {"BITS": fmt.integer, "FRACTION": fmt.fraction}))
+    if not fmt.subnormals:
+        if not fmt.is_exponent:
+            return None
+        return Codec(Conversion("from_exponents", exponent_constants(fmt)))
+    inf_from, nan_from = len(fmt.magnitudes), len(fmt.magnitudes) + len(fmt.inf)
+    if abs(127 - fmt.bias) > 126 or list(fmt.inf) != list(range(inf_from, nan_from)):
+        return None
+    hardware = Conversion("cast_from_codes", {"DTYPE": _CASTS[fmt.torch][0]}) if fmt.torch in _CASTS else None
+    form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": fmt.exponent + fmt.mantissa}
+    software = Conversion("from_codes", {**form, "INF_FROM": inf_from, "NAN_FROM": nan_from})
+    return Codec(software, hardware, 90 if hardware else 0)
+
+
+def exponent_constants(fmt: Format) -> Mapping[str, Constant]:
+    """Of a format that has exponents alone."""
+    return {"BIAS": fmt.bias, "NAN_FROM": len(fmt.magnitudes)}
+
+
+def is_small(fmt: Format) -> bool:
+    """Well inside fp32's range, so that adding 1.5 * 2^(23 - mantissa bits) binades keeps inside it."""
+    lowest = 1 - fmt.bias
+    return bool(fmt.sign and fmt.subnormals and fmt.mantissa and fmt.max < 2.0**60 and lowest > -60)

@@ -1,0 +1,264 @@
+"""The kernels of a recipe: what each reads and writes, how codes are converted and stored, what is fused, and why not.
+
+Pure functions of a layout. Emission prints what stands here and decides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layoutc.layout.layout import ORIENTATIONS, Block, Layout, Quantization, Source
+from layoutc.plan import conversions
+from layoutc.plan.moves import (
+    CodeMove,
+    Move,
+    MoveTile,
+    Padding,
+    ScaleMove,
+    move_tile,
+    moves_of,
+    padding_of,
+    widest,
+    word_of,
+)
+from layoutc.plan.tiles import Tile, buffer_tile, dequantize_tile, quantize_tile
+from layoutc.spec.rules import names
+
+AmaxFrom = Literal["block", "columns", "rows", "tensor"]
+ITEMSIZES = (2, 4)  # bytes of a value of x
+_LARGEST_BLOCK = 16384  # elements that one program can hold
+_LARGEST_TILE = 65536  # the same where blocks of two sources must fit into one tile, which they share
+_WIDEST_MOVE = 256  # rows or columns of a tile that is laid out
+
+
+@dataclass(frozen=True)
+class RuleInputs:
+    """What a scale rule reads beside the amax of a block."""
+
+    block_range: bool  # the lowest and the highest value of the block, in place of its amax
+    tensor_amax: bool
+    input_max: bool  # the largest value of x's dtype
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """Codes of 4 bits, eight at a time, through the card's conversion to a format of 8 bits.
+
+    in_blocks: a program has the amax of its blocks and cuts magnitudes off in pairs. is_bounded: amax * multiplier
+    rounds to the format's maximum at most, so that none needs cutting. Newer cards convert to e2m1 itself.
+    """
+
+    in_blocks: bool
+    is_bounded: bool
+
+
+@dataclass(frozen=True)
+class SourceKernel:
+    """How kernels make and read the planes of one source."""
+
+    source: Source
+    suffix: str  # what names of its functions end with
+    serves: tuple[str, ...]  # orientations
+    amax_from: AmaxFrom
+    inputs: RuleInputs
+    nibbles: Nibbles | None  # None: codes are stored one at a time, or in groups that fill bytes
+    moves: tuple[Move, ...]  # what quantizing writes in the same launch, where it writes buffers
+
+    @property
+    def flag(self) -> str:
+        """The kernels' parameter that says whether the source is written, or read."""
+        return self.source.name.upper()
+
+    @property
+    def transposed_into(self) -> str | None:
+        """The buffer that its codes are transposed into while they are quantized."""
+        return next((move.buffer.name for move in self.moves if isinstance(move, CodeMove)), None)
+
+    @property
+    def scale_moves(self) -> tuple[ScaleMove, ...]:
+        """What becomes of its scales while they are quantized."""
+        return tuple(move for move in self.moves if isinstance(move, ScaleMove))
+
+
+@dataclass(frozen=True)
+class QuantizeKernel:
+    """The kernel from values to planes; where `fused`, to buffers as well."""
+
+    tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes of a value of x, which sources are written, tile)
+    buffer_tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]
+    not_fused: str | None  # why buffers take a second launch
+    not_batched: str | None  # why a launch quantizes one matrix
+
+    @property
+    def fused(self) -> bool:
+        """True where one launch writes the buffers of a GEMM."""
+        return self.not_fused is None
+
+    @property
+    def batched(self) -> bool:
+        """True where one launch quantizes many matrices."""
+        return self.not_batched is None
+
+
+@dataclass(frozen=True)
+class LayOutKernel:
+    """The kernel from planes to those buffers that are no planes."""
+
+    moves: tuple[Move, ...]
+    tile: MoveTile
+    word: int  # rows and columns whose codes are moved at a time
+    padding: tuple[Padding, Padding]
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Those that it reads."""
+        return tuple(dict.fromkeys(move.buffer.plane.name for move in self.moves))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All kernels of a recipe."""
+
+    layout: Layout
+    sources: tuple[SourceKernel, ...]
+    quantize: QuantizeKernel
+    dequantize_tiles: tuple[tuple[str, Tile], ...]  # by orientation
+    lay_out: LayOutKernel | None  # None: every buffer is a plane
+
+
+@dataclass(frozen=True)
+class NoKernels:
+    """The reference serves the recipe on every device."""
+
+    reason: str
+
+
+def plan_kernels(layout: Layout) -> Kernels | NoKernels:
+    """The kernels of a recipe, or why it has none."""
+    if reason := gap(layout):
+        return NoKernels(reason)
+    moves = moves_of(layout)
+    not_fused = _not_fused(layout, moves)
+    fused_moves = moves if not_fused is None else ()
+    sources = tuple(_source_kernel(source, layout, fused_moves) for source in layout.sources)
+    choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
+    chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
+    quantize = QuantizeKernel(
+        tiles=tuple((size, one, quantize_tile(written, size)) for size, one, written in chosen),
+        buffer_tiles=tuple(
+            (size, one, buffer_tile(written, size, moves)) for size, one, written in chosen if not_fused is None
+        ),
+        not_fused=not_fused,
+        not_batched=_not_batched(layout),
+    )
+    lay_out = LayOutKernel(moves, move_tile(moves), word_of(moves), padding_of(moves)) if moves else None
+    dequantize = tuple((name, dequantize_tile(layout.source(name))) for name in layout.orientations)
+    return Kernels(layout, sources, quantize, dequantize, lay_out)
+
+
+def suffixes_of(layout: Layout) -> dict[str, str]:
+    """What the functions of a source end with: nothing where all sources share them, else the source's name."""
+    same = {replace(source.quantization, block=Block(None, None), low_first=True) for source in layout.sources}
+    return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
+
+
+def inputs_of(quantization: Quantization) -> RuleInputs:
+    """What the active steps of a rule, and the decoding, read."""
+    parameters = dict(quantization.parameters)
+    read = frozenset().union(*(names(expression) for _, expression in quantization.definition.program(parameters)))
+    input_max = "input_max" in read or ("overflow" in read and parameters.get("overflow") == "input-max")
+    return RuleInputs("lowest" in read, "tensor_amax" in read, input_max)
+
+
+def gap(layout: Layout) -> str | None:
+    """Why a recipe has no kernels; None where it has."""
+    blocks = [source.quantization.block for source in layout.sources]
+    rows, columns = max(block.m or 1 for block in blocks), max(block.k or 1 for block in blocks)
+    if rows * columns > _LARGEST_TILE:
+        return f"a program holds blocks of all sources, which would take {rows} x {columns}"
+    if (span := widest(moves_of(layout))) > _WIDEST_MOVE:
+        return f"a program lays out {_WIDEST_MOVE} rows or columns, and a scale stands for {span}"
+    return next(filter(None, map(_source_gap, layout.sources)), None)
+
+
+def _source_gap(source: Source) -> str | None:
+    q = source.quantization
+    sizes = [size for size in (q.block.m, q.block.k) if size is not None]
+    if any(size & (size - 1) for size in sizes):
+        return f"a program holds blocks of powers of two, and {source.name} has {q.block.m} x {q.block.k}"
+    if len(sizes) == 2 and sizes[0] * sizes[1] > _LARGEST_BLOCK:
+        return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {q.block.m} x {q.block.k}"
+    contracted = q.block.k if source.name == ORIENTATIONS[0] else q.block.m
+    if q.definition.candidates and (contracted or 0) > 32:
+        return f"errors are added up along 32 elements at most, and blocks of {source.name} have {contracted}"
+    if q.definition.makes_zero and q.block.k is None:
+        return "the range of a block of whole rows would need a pass of its own"
+    for fmt in (q.element, q.scale):
+        if not fmt.is_f32 and conversions.decoding(fmt) is None:
+            return f"codes of {fmt.name} have no short decoding"
+    return None
+
+
+def _not_batched(layout: Layout) -> str | None:
+    if all(source.quantization.block.k or not source.quantization.block.m for source in layout.sources):
+        return None
+    return (
+        "a block of whole rows wants a pass over them first, whose amaxes lie elsewhere on every call, so that a table "
+        "of addresses would have to be made and copied each time"
+    )
+
+
+def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
+    """Why quantizing can't write the buffers of a GEMM at once; None where it can."""
+    if not moves:
+        return "every buffer is a plane"
+    for move in moves:
+        plane = move.buffer.plane
+        if isinstance(move, CodeMove) and not move.in_words:
+            return f"codes of {move.buffer.name} are not transposed in whole words"
+        if isinstance(move, ScaleMove) and not (plane.per_m and plane.per_k):
+            return f"{move.buffer.name} is made of {plane.name}, which has no entry for each block"
+    for source in layout.sources:
+        block = source.quantization.block
+        if source.zero is not None:
+            return f"{source.name} has zero points"
+        if source.quantization.definition.candidates:
+            return f"{source.name} tries several scales a block, which leaves no registers to transpose with"
+        if (block.m is None) != (block.k is None):
+            return f"a block of {source.name} spans a whole axis"
+    turned = [move.buffer.plane.name for move in moves if isinstance(move, CodeMove)]
+    return None if len(set(turned)) == len(turned) else "codes of one plane go into several buffers"
+
+
+def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> SourceKernel:
+    return SourceKernel(
+        source=source,
+        suffix=suffixes_of(layout)[source.name],
+        serves=tuple(orientation for orientation, name in layout.source_of if name == source.name),
+        amax_from=_amax_from(source.quantization.block),
+        inputs=inputs_of(source.quantization),
+        nibbles=_nibbles(source.quantization, layout),
+        moves=tuple(move for move in moves if move.buffer.plane in source.planes),
+    )
+
+
+def _amax_from(block: Block) -> AmaxFrom:
+    if block.m is None:
+        return "tensor" if block.k is None else "columns"
+    return "rows" if block.k is None else "block"
+
+
+def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
+    fmt, block = quantization.element, quantization.block
+    if fmt.bits != 4 or fmt.integer or not conversions.is_small(fmt) or fmt.nan or layout.multiple_k % 8:
+        return None
+    return Nibbles(bool(block.m and block.k), _is_bounded(quantization))
+
+
+def _is_bounded(quantization: Quantization) -> bool:
+    """True where a scale is never below amax / element_max by more than rounding of that, so that no element is cut."""
+    steps = quantization.definition.active_steps(dict(quantization.parameters))
+    divides = [step.expression for step in steps] == ["to_scale(amax * inverse_element_max)", "1 / from_scale(scale)"]
+    return divides and quantization.scale.is_exponent and quantization.rounding == "up"

@@ -1,0 +1,104 @@
+"""Tiles of programs: how many rows and columns one has, and why. Found on an H200 (tests/bench/RESULTS.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layoutc.layout.layout import Source
+from layoutc.plan.moves import CodeMove, Move, widest
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's rows and columns, 16-byte pieces of a row in one thread, warps, most registers of a thread."""
+
+    rows: int
+    columns: int
+    pieces: int
+    warps: int
+    registers: int | None
+    reason: str
+
+
+def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
+    """A program that quantizes: it holds whole blocks of all sources; x has `itemsize` bytes a value.
+
+    Found at 8192 x 8192. Blocks of several rows want all of them in one warp, since a reduction across warps goes
+    through shared memory, and as many elements in a thread as its registers hold. A cap on registers lets more programs
+    run beside each other, where that is worth more.
+    """
+    block_m = max(source.quantization.block.m or 1 for source in sources)
+    block_k = max(source.quantization.block.k or 1 for source in sources)
+    bits = min(source.data.bits for source in sources)
+    wide = itemsize == 4
+    if block_m == 1:
+        reason = "blocks lie along rows: long rows"
+        rows, columns, run, warps = 4, 1024, 1, 4
+        if bits <= 4 and not any(source.quantization.element.integer for source in sources):
+            reason = "blocks along rows, codes of 4 bits: two pieces fill a word"
+            rows, columns, run, warps = (4, 512, 2, 1) if wide else (1, 2048, 2, 1)
+        if block_k > columns:
+            return Tile(1, block_k, 1, max(4, block_k // 2048), None, "one block")
+        return Tile(rows, columns, run, warps, None, reason)
+    if block_m >= 64 or block_k >= 64:
+        columns = max(block_k, 64)
+        square = all(source.quantization.block.m == source.quantization.block.k for source in sources)
+        cap = None if square or wide or len(sources) > 1 else 168
+        return Tile(block_m, columns, 1, max(2, block_m * columns // 4096), cap, "one row of large blocks")
+    if any(source.quantization.definition.candidates for source in sources):
+        reason = "one row of blocks: every candidate's elements are held"
+        return Tile(block_m, max(block_k, 1024 // block_m), 1, 2 if wide else 1, None, reason)
+    rows_reason = "one row of blocks, all rows of a block in a warp"
+    if len(sources) > 1:
+        if bits == 8 and wide:
+            return Tile(block_m, max(block_k, 4096 // block_m), 1, 1, None, rows_reason)
+        if bits == 8:
+            return Tile(block_m, max(block_k, 8192 // block_m), 2, 2, 224, rows_reason)
+        if bits == 4 and not wide:
+            return Tile(block_m, 128, 1, max(1, block_m // 16), None, rows_reason)
+        return Tile(block_m, max(block_k, 2048 // block_m), 1, 2 if bits == 6 else 1, None, rows_reason)
+    if wide:
+        return Tile(block_m, max(block_k, (4096 if block_k == 1 else 2048) // block_m), 1, 2, None, rows_reason)
+    if bits == 4 and block_k == 1:
+        return Tile(block_m, max(block_k, 4096 // block_m), 1, 1, None, rows_reason)
+    if bits == 4:
+        return Tile(block_m, max(block_k, 8192 // block_m), 2, 4, None, rows_reason)
+    return Tile(block_m, max(block_k, (4096 if bits == 6 else 8192) // block_m), 1, 2, None, rows_reason)
+
+
+def dequantize_tile(source: Source) -> Tile:
+    """A program that dequantizes; found in the same way."""
+    block_m, block_k = source.quantization.block.m or 1, source.quantization.block.k or 1
+    if block_m == 1:
+        rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
+        if block_k > columns:
+            return Tile(1, block_k, 1, max(4, block_k // 2048), None, "one block")
+        return Tile(rows, columns, 1, warps, None, "blocks lie along rows: long rows")
+    if block_m >= 64 or block_k >= 64:
+        columns = max(block_k, 64)
+        return Tile(block_m, columns, 1, max(2, block_m * columns // 4096), None, "one row of large blocks")
+    return Tile(block_m, max(block_k, 4096 // block_m), 1, 2, None, "one row of blocks")
+
+
+def buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...]) -> Tile:
+    """As quantize_tile, of a program that writes buffers.
+
+    Where codes are transposed it has rows enough for whole sectors of the transposed codes; more of them, and more
+    warps, made for more traffic through shared memory than that was worth.
+    """
+    least = quantize_tile(sources, itemsize)
+    span = widest(moves)
+    width = max([span, *(source.quantization.block.k or 1 for source in sources)])
+    if not any(isinstance(move, CodeMove) for move in moves):
+        tall = max(least.rows, span)
+        columns = max(least.rows * least.columns // tall, width)
+        return Tile(tall, columns, least.pieces, least.warps, None, "as for planes, with whole entries of buffers")
+    reason = "codes are transposed: whole sectors of a column"
+    if min(source.data.bits for source in sources) == 4:
+        rows, columns, warps = (64, 64, itemsize // 2) if len(sources) == 1 else (32, 128, 2)
+        return Tile(max(rows, span), max(columns, width), 1, warps, None, reason)
+    rows, columns = max(128, least.rows, span), max(128, width)
+    if len(sources) > 1 or sources[0].quantization.block.m is None:
+        return Tile(rows, columns, 1, 8, None, reason)
+    return Tile(rows, columns, 1, 4, 168 if itemsize == 2 else None, reason)

@@ -1,0 +1,68 @@
+"""Which operator goes where: one table for the weights of every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layoutc.runtime.dispatch import collectives, cuts_and_joins, handlers
+
+aten = torch.ops.aten
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    # the same planes under the same or another outer shape
+    aten.detach.default: handlers.alias,
+    aten.alias.default: handlers.alias,
+    aten.view.default: handlers.view,
+    aten._unsafe_view.default: handlers.view,
+    aten._reshape_alias.default: handlers.view,
+    aten.unsqueeze.default: handlers.unsqueeze,
+    aten.squeeze.default: handlers.squeeze,
+    aten.squeeze.dim: handlers.squeeze,
+    aten.squeeze.dims: handlers.squeeze,
+    aten.t.default: handlers.transpose,
+    aten.transpose.int: handlers.transpose,
+    aten.permute.default: handlers.permute,
+    aten.as_strided.default: handlers.as_strided,
+    aten.expand.default: handlers.expand,
+    # cuts along rows and columns
+    aten.slice.Tensor: cuts_and_joins.slice_,
+    aten.select.int: cuts_and_joins.select,
+    aten.unbind.int: cuts_and_joins.unbind,
+    aten.split.Tensor: cuts_and_joins.split,
+    aten.split_with_sizes.default: cuts_and_joins.split_with_sizes,
+    aten.cat.default: cuts_and_joins.cat,
+    # new tensors of the recipe
+    aten.new_empty.default: cuts_and_joins.new_empty,
+    aten.new_zeros.default: cuts_and_joins.new_zeros,
+    aten.empty_like.default: cuts_and_joins.empty_like,
+    aten.clone.default: handlers.clone,
+    aten._to_copy.default: handlers.to_copy,
+    aten._pin_memory.default: handlers.pin_memory,
+    # state for optimizers: plain tensors
+    aten.zeros_like.default: handlers.like_plain,
+    aten.ones_like.default: handlers.like_plain,
+    aten.full_like.default: handlers.like_plain,
+    aten.rand_like.default: handlers.like_plain,
+    aten.randn_like.default: handlers.like_plain,
+    # bytes in place
+    aten.copy_.default: handlers.copy_,
+    aten.zero_.default: handlers.zero_,
+    aten.record_stream.default: handlers.record_stream,
+    aten.is_pinned.default: handlers.is_pinned,
+    aten.equal.default: handlers.equal,
+    aten.is_set_to.default: handlers.is_set_to,
+    # products: k contracted reads rowwise values, m contracted reads those for backward
+    aten.linear.default: handlers.linear,
+    aten.matmul.default: handlers.product,
+    aten.mm.default: handlers.product,
+    aten.bmm.default: handlers.product,
+    aten.mv.default: handlers.product,
+    aten.addmm.default: handlers.product,
+    aten.baddbmm.default: handlers.product,
+    aten.addmv.default: handlers.product,
+    # what DTensor does: bytes travel; values that are assigned to .data (torch.Tensor.data); all other operators (None)
+    **collectives.HANDLERS,
+}

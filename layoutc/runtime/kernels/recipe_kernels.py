@@ -1,0 +1,340 @@
+"""The kernels of a recipe, launched: one weight or a batch, into planes or into what a GEMM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.kernels import amaxes, batches, buffers, launch
+from layoutc.runtime.kernels.direct import Constants, run
+from layoutc.runtime.triton.batch import DTYPES
+from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
+
+Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
+Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes of a value of x, and which sources are written
+Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
+Planes = Mapping[str, Tensor]
+_NONE = (None,) * 6  # planes or buffers of a kernel
+
+
+class _Choice(NamedTuple):
+    """What launches for some orientations and a dtype of x have in common."""
+
+    rowwise: bool
+    columnwise: bool
+    input_max: float | None
+    tile: Tile
+    constants: dict[Any, Constants]  # by whatever else they depend on
+
+
+class _Entry(NamedTuple):
+    """A buffer of an orientation: the plane that it is, or None where it is made."""
+
+    name: str
+    plane: str | None
+    is_flat: bool
+    is_swizzled: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kernels:
+    """Kernels of one recipe: its tile functions, and what their launches go by. Tensors are on the current device."""
+
+    layout: Layout
+    quantize_tile: Any
+    dequantize_tile: Any
+    lay_out_tile: Any = None  # None: every buffer is a plane
+    serves: Mapping[str, tuple[str, ...]]  # a source -> the orientations it serves
+    quantize_sizes: Tiles
+    buffer_sizes: Tiles | None = None  # where one launch quantizes into buffers
+    dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
+    lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
+    moved: tuple[str, ...] = ()  # the planes that lay_out_tile takes
+    word: int = 1  # rows and columns whose codes are moved at a time
+    padding: tuple[Padding, Padding] = ((), ())  # of the buffers' m and k
+    batched: bool = True  # one launch quantizes many matrices
+    takes_input_max: bool = False  # a scale depends on the largest value of x's dtype
+    row_blocks: Mapping[str, int] = field(default_factory=dict)  # a source of whole rows -> the rows of its blocks
+    gemm_scale: Callable[..., Tensor] | None = None  # puts a scale that is a plane into the GEMM's order
+
+    # ------------------------------------------------------------------------------------------------------- quantize
+    def quantize(
+        self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Planes | None = None
+    ) -> dict[str, Tensor]:
+        """(m, k) values -> planes of the orientations, by name. amax: taken from x if not given; out: written into."""
+        m, k = x.shape
+        planes = launch.planes(self.layout, m, k, orientations, x.device, out)
+        if m and k:
+            choice = self._choice(self.quantize_sizes, orientations, x.dtype)
+            self._quantize(x, self._amax(x, amax), planes, {}, choice, m, k, False)
+        return planes
+
+    def quantize_buffers(
+        self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
+        """(m, k) values -> buffers of the orientations, by name; in one launch, where words of codes can be transposed.
+
+        swizzled: scales are flat, in the GEMM's order.
+        """
+        m, k = x.shape
+        amax = self._amax(x, amax)
+        shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
+        if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
+            return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
+        made = buffers.new(self.layout, m, k, orientations, x.device)
+        planes = buffers.kept_planes(self.layout, m, k, orientations, x.device)
+        choice = self._choice(self.buffer_sizes, orientations, x.dtype)
+        self._quantize(x, amax, planes, made, choice, *_cover(self.padding, m, k), swizzled)
+        return self._buffers(planes | shared, made, orientations, swizzled)
+
+    def quantize_batch(
+        self,
+        xs: Sequence[Tensor],
+        given: Sequence[Tensor] | None,
+        orientations: tuple[str, ...],
+        outs: Sequence[Planes],
+    ) -> None:
+        """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
+
+        given: their amaxes, fp32; taken from xs if not given.
+        """
+        if not xs:
+            return
+        if given is None and self.layout.shares_amax:
+            given = batches.batch_amaxes(xs, self.layout.amax_columns)
+        rowwise, columnwise, input_max, tile, _ = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
+        tile_m, tile_k, pieces, warps, registers = tile
+        tables, alone = batches.split(self.layout, self._written, xs, given, orientations, outs, (tile_m, tile_k))
+        for table in tables:
+            args = (
+                *(table.entries, None, None, None, None, None, None),
+                *(None if given is None else given[0], input_max, None, None),
+                *_NONE,
+                *_NONE,
+                *(self.quantize_tile, rowwise, columnwise, False, *self._masks),
+                *(DTYPES[xs[0].dtype], table.rows, table.aligned),
+                *(tile_m, tile_k, pieces, table.even, launch.hardware(xs[0].device)),
+            )
+            run(quantize_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
+        for index in alone:
+            self.quantize(xs[index], None if given is None else given[index], orientations, outs[index])
+
+    def _quantize(
+        self,
+        x: Tensor,
+        amax: Tensor | None,
+        planes: Planes,
+        made: Planes,
+        choice: _Choice,
+        cover_m: int,
+        cover_k: int,
+        swizzled: bool,
+    ) -> None:
+        """Quantizes x into planes and buffers; the others are None."""
+        m, k = x.shape
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), known = choice
+        even = m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k
+        device = x.device
+        kind = swizzled, even, launch.hardware(device)
+        constants = known.get(kind)
+        if constants is None:
+            fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
+            constants = known[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:]))
+        stride_m, stride_k = x.stride()
+        p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
+        b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
+        amax_m, amax_k = self._row_amaxes(x, rowwise, columnwise) if self.row_blocks else (None, None)
+        shared = amax, input_max, amax_m, amax_k
+        args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
+        grid = launch.programs(cover_m, cover_k, tile_m, tile_k)
+        run(quantize_kernel, grid, args, warps, launch.registers(device, registers), constants)
+
+    def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Of each block of whole rows, for the sources that are written and have such."""
+        rowwise, columnwise = (
+            amaxes.row_amax(x, self.row_blocks[name]) if wanted and name in self.row_blocks else None
+            for name, wanted in zip(("rowwise", "columnwise"), written, strict=True)
+        )
+        return rowwise, columnwise
+
+    def _amax(self, x: Tensor, amax: Tensor | None) -> Tensor | None:
+        if amax is None and self.layout.shares_amax:
+            return amaxes.matrix_amax(x, self.layout.amax_columns)
+        return amax
+
+    def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> _Choice:
+        key = tiles is self.quantize_sizes, orientations, dtype
+        found = self._choices.get(key)
+        if found is None:
+            written = {name: any(one in orientations for one in served) for name, served in self.serves.items()}
+            input_max = torch.finfo(dtype).max if self.takes_input_max else None
+            tile = tiles[dtype.itemsize, *written.values()]
+            found = _Choice(written.get("rowwise", False), written.get("columnwise", False), input_max, tile, {})
+            self._choices[key] = found
+        return found
+
+    @cached_property
+    def _choices(self) -> dict[Any, _Choice]:
+        return {}
+
+    @cached_property
+    def _written(self) -> tuple[str, ...]:
+        """The planes that kernels write and read, in order."""
+        return tuple(name for name in self.layout.stored if name != "amax")
+
+    @cached_property
+    def _planes(self) -> tuple[str, ...]:
+        """The same as kernels take them: six."""
+        return _six(self._written)
+
+    @cached_property
+    def _made(self) -> tuple[str, ...]:
+        """Buffers that are no planes, in order, as kernels take them: six."""
+        facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
+        return _six(tuple(name for name in facts if name not in self.layout.as_stored))
+
+    @cached_property
+    def _moved(self) -> tuple[str, ...]:
+        """The planes that are moved, as kernels take them: six."""
+        return _six(self.moved)
+
+    @cached_property
+    def _masks(self) -> tuple[int, int, int]:
+        """How many planes there are; a bit for each that is fp32, and for each of one value."""
+        facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
+        floats = sum((facts[name].dtype == torch.float32) << index for index, name in enumerate(self._written))
+        scalars = sum((self.layout.stored[name] == (None, None)) << index for index, name in enumerate(self._written))
+        return len(self._written), floats, scalars
+
+    # ----------------------------------------------------------------------------------------------------- dequantize
+    def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
+        """Planes -> (m, k) values of an orientation in a dtype."""
+        planes = launch.readable(planes)
+        out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
+        if m and k:
+            tile_m, tile_k, warps = self.dequantize_sizes[orientation]
+            kind = orientation, m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
+            constants = self._reading.get(kind)
+            if constants is None:
+                sources = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
+                constants = Constants((self.dequantize_tile, *sources, tile_m, tile_k, *kind[1:]))
+                self._reading[kind] = constants
+            args = (out, m, k, planes.get("amax"), *map(planes.get, self._planes))
+            run(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
+        return out
+
+    @cached_property
+    def _reading(self) -> dict[Any, Constants]:
+        return {}
+
+    # -------------------------------------------------------------------------------------------------------- lay out
+    def lay_out(
+        self, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
+    ) -> dict[str, Tensor]:
+        """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+
+        swizzled: scales are flat, in the GEMM's order.
+        """
+        planes, made = launch.readable(planes), {}
+        if self.lay_out_tile is not None:
+            made = buffers.new(self.layout, m, k, orientations, next(iter(planes.values())).device)
+            self._lay_out(planes, made, m, k, swizzled, None)
+        return self._buffers(planes, made, orientations, swizzled)
+
+    def lay_out_batch(
+        self,
+        weights: Sequence[Planes],
+        shapes: Sequence[tuple[int, int]],
+        orientations: tuple[str, ...],
+        swizzled: bool = False,
+    ) -> list[dict[str, Tensor]]:
+        """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
+        weights = [launch.readable(planes) for planes in weights]
+        made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
+        covers = [_cover(self.padding, *shape) for shape in shapes]
+        launches = buffers.split(
+            self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size, self.word
+        )
+        for index, table in launches:
+            self._lay_out(weights[index], made[index], *shapes[index], swizzled, table)
+        return [self._buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]
+
+    def _lay_out(
+        self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
+    ) -> None:
+        """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
+        cover_m, cover_k = _cover(self.padding, m, k)
+        tile_m, tile_k, warps = self.lay_out_size
+        if table is None:
+            programs = cdiv(cover_m, tile_m) * cdiv(cover_k, tile_k)
+            table = batches.Table(None, 0, programs, False, m % self.word == 0 and k % self.word == 0)
+        if not made or not table.programs:
+            return
+        moved, tiled = len(self.moved), (tile_m, tile_k, launch.hardware(next(iter(made.values())).device))
+        kind = swizzled, table.rows, table.aligned, table.even, tiled[2]
+        constants = self._moving.get(kind)
+        if constants is None:
+            constants = self._moving[kind] = Constants((self.lay_out_tile, moved, *kind[:4], *tiled))
+        args = (table.entries, m, k, cover_k, *map(planes.get, self._moved), *map(made.get, self._made))
+        run(lay_out_kernel, (table.programs,), args, warps, None, constants)
+
+    @cached_property
+    def _moving(self) -> dict[Any, Constants]:
+        return {}
+
+    def _buffers(
+        self, planes: Planes, made: Planes, orientations: tuple[str, ...], swizzled: bool
+    ) -> dict[str, Tensor]:
+        """All buffers of the orientations, in order: those that are planes, and those that were made."""
+        found: dict[str, Tensor] = {}
+        for name, plane, is_flat, is_swizzled in self._entries(orientations):
+            buffer = made[name] if plane is None else planes[plane]
+            if is_swizzled and swizzled:
+                buffer = buffer.flatten() if plane is None else self._in_order(name, buffer)
+            found[name] = buffer.flatten() if is_flat else buffer
+        return found
+
+    def _in_order(self, name: str, scale: Tensor) -> Tensor:
+        """A scale that is a plane, in the GEMM's order."""
+        assert self.gemm_scale is not None
+        orientation, _, kind = name.rpartition("_")
+        return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
+
+    def _entries(self, orientations: tuple[str, ...]) -> list[_Entry]:
+        found = self._listed.get(orientations)
+        if found is None:
+            as_stored, swizzled = self.layout.as_stored, self.layout.swizzled
+            facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
+            found = self._listed[orientations] = [
+                _Entry(name, as_stored.get(name), name in as_stored and len(shape) == 1, name in swizzled)
+                for name, (shape, _) in facts.items()
+                if name == "amax" or name.split("_")[0] in orientations
+            ]
+        return found
+
+    @cached_property
+    def _listed(self) -> dict[tuple[str, ...], list[_Entry]]:
+        return {}
+
+
+def _six(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of planes or buffers, and empty ones."""
+    return (*names, *("",) * (6 - len(names)))
+
+
+@lru_cache(maxsize=4096)
+def _cover(padding: tuple[Padding, Padding], m: int, k: int) -> tuple[int, int]:
+    """Rows and columns that tiles cover: those of the weight and of all padding of its buffers."""
+    sizes = (
+        max([size, *(up(cdiv(size, per), multiple) * per for per, multiple in axis)])
+        for size, axis in zip((m, k), padding, strict=True)
+    )
+    rows, columns = sizes
+    return rows, columns

@@ -1,0 +1,137 @@
+"""The kernels that a recipe's tile functions run in: which tile of which matrix a program works for.
+
+A recipe has up to six planes (p0 to p5, in the layout's order) and makes up to six buffers (b0 to b5); those that it
+has not, or that nobody asked for, are None and cost nothing. at: row, column, m, k: where a tile begins, and the sizes
+of its matrix. Tile functions are generated (kernels.py of each recipe).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
+from layoutc.runtime.triton.tiles import load_runs, store, tile_of, to_dtype
+
+
+@triton.jit
+def quantize_kernel(
+    table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, as what follows says
+    x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16, each value read once
+    cover_k,  # k with the padding of all buffers that are written, which tiles cover
+    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: what scales share; the largest value of x's dtype; of rows
+    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
+    QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # what is written, and in which order
+    PLANES: tl.constexpr, FLOATS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: how many, which are fp32, (1,)
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # x's dtype; rows and alignment of the table
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program reads one tile of x and writes its part of every plane and buffer asked for."""
+    if ROWS:
+        fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
+        stride_m = k
+        stride_k = 1
+        if amax is not None:
+            amax = amax_at(amax, fields, ROWS)
+        if PLANES > 0:
+            p0 = _plane_of(fields, 0, FLOATS, SCALARS, ROWS, ALIGNED)
+        if PLANES > 1:
+            p1 = _plane_of(fields, 1, FLOATS, SCALARS, ROWS, ALIGNED)
+        if PLANES > 2:
+            p2 = _plane_of(fields, 2, FLOATS, SCALARS, ROWS, ALIGNED)
+        if PLANES > 3:
+            p3 = _plane_of(fields, 3, FLOATS, SCALARS, ROWS, ALIGNED)
+        if PLANES > 4:
+            p4 = _plane_of(fields, 4, FLOATS, SCALARS, ROWS, ALIGNED)
+        if PLANES > 5:
+            p5 = _plane_of(fields, 5, FLOATS, SCALARS, ROWS, ALIGNED)
+    else:
+        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+    source = (x, stride_m, stride_k)
+    shared = (amax, input_max, rowwise_amax, columnwise_amax)
+    planes = (p0, p1, p2, p3, p4, p5)
+    buffers = (b0, b1, b2, b3, b4, b5)
+    at = (row, column, m, k)
+    QUANTIZE(tile, source, shared, planes, buffers, at, ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE)
+
+
+@triton.jit
+def _plane_of(
+    fields,
+    NUMBER: tl.constexpr,
+    FLOATS: tl.constexpr,
+    SCALARS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A plane of a batch's matrix. FLOATS, SCALARS: a bit for each plane that is fp32, and that has one value."""
+    WIDE: tl.constexpr = ALIGNED and (SCALARS >> NUMBER) & 1 == 0
+    if (FLOATS >> NUMBER) & 1:
+        return plane_at(fields, NUMBER, tl.float32, ROWS, WIDE)
+    else:
+        return plane_at(fields, NUMBER, tl.uint8, ROWS, WIDE)
+
+
+@triton.jit
+def dequantize_kernel(
+    out, m, k,  # (m, k) values to write
+    amax,  # (1,) fp32, of the whole weight
+    p0, p1, p2, p3, p4, p5,
+    DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program reads one tile of codes and its scales once, and writes their values."""
+    row, column = tile_of(m, k, TILE_M, TILE_K)
+    planes = (p0, p1, p2, p3, p4, p5)
+    at = (row, column, m, k)
+    values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)
+    store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+
+
+@triton.jit
+def lay_out_kernel(
+    table,  # of a batch, of which one weight is given here; None: that weight alone
+    m, k, cover_k,  # cover_k: k with the padding of all buffers, which tiles cover
+    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # the planes that are moved, and the buffers
+    LAY_OUT: tl.constexpr,  # the recipe's lay_out_tile
+    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are moved; scales lie in the GEMM's order
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # codes can be moved in words of 32 bits
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program moves one tile of codes, and the scales of its blocks, into every buffer asked for."""
+    if ROWS:
+        fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        if p0 is not None:
+            p0 = plane_like(p0, fields, 0, ROWS, ALIGNED)
+        if p1 is not None:
+            p1 = plane_like(p1, fields, 1, ROWS, ALIGNED)
+        if p2 is not None:
+            p2 = plane_like(p2, fields, 2, ROWS, ALIGNED)
+        if p3 is not None:
+            p3 = plane_like(p3, fields, 3, ROWS, ALIGNED)
+        if p4 is not None:
+            p4 = plane_like(p4, fields, 4, ROWS, ALIGNED)
+        if p5 is not None:
+            p5 = plane_like(p5, fields, 5, ROWS, ALIGNED)
+        if b0 is not None:
+            b0 = plane_like(b0, fields, PLANES, ROWS, ALIGNED)
+        if b1 is not None:
+            b1 = plane_like(b1, fields, PLANES + 1, ROWS, ALIGNED)
+        if b2 is not None:
+            b2 = plane_like(b2, fields, PLANES + 2, ROWS, ALIGNED)
+        if b3 is not None:
+            b3 = plane_like(b3, fields, PLANES + 3, ROWS, ALIGNED)
+        if b4 is not None:
+            b4 = plane_like(b4, fields, PLANES + 4, ROWS, ALIGNED)
+        if b5 is not None:
+            b5 = plane_like(b5, fields, PLANES + 5, ROWS, ALIGNED)
+    else:
+        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
+    planes = (p0, p1, p2, p3, p4, p5)
+    buffers = (b0, b1, b2, b3, b4, b5)
+    at = (row, column, m, k)
+    LAY_OUT(planes, buffers, at, SWIZZLED, WORDS, TILE_M, TILE_K, HARDWARE)
