@@ -39,6 +39,7 @@ MAP_BYTES = 2**20  # the largest index map that --json writes
 )
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
+@click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",
@@ -55,6 +56,7 @@ def show(
     shape: tuple[int, int] | None,
     world: int,
     picture: str | None,
+    kernels: bool,
     as_json: bool,
     checkpoint: Path | None,
     thorough: bool,
@@ -69,11 +71,12 @@ def show(
     layoutc show mine/my_format.yaml --shape 4096x14336       a spec, and a weight
     layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
+    layoutc show nvfp4 --kernels                              tiles, conversions, what one launch does, and why
     layoutc show mxfp8 --json | jq .passes                    for a machine
     layoutc show --checkpoint runs/step-1000                  a saved model
     """
     if checkpoint is not None:
-        spec_options = [name for name in ("folder", "shape", "world", "picture") if _is_given(ctx, name)]
+        spec_options = [name for name in ("folder", "shape", "world", "picture", "kernels") if _is_given(ctx, name)]
         if recipe is not None or spec_options:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
         if not checkpoint.is_dir():
@@ -86,6 +89,11 @@ def show(
 
     path = spec_of(recipe, folder)
     plan = _plan(path)
+    if kernels:
+        if as_json or picture or shape:
+            raise click.UsageError("--kernels goes with no other option: kernels are the same for every shape")
+        _show_kernels(plan)
+        return
     names = [buffer.name for buffer in plan.layout.buffers]
     if picture is not None and picture not in names:
         meant = nearest(picture, names)
@@ -101,6 +109,12 @@ def show(
         _show_json(plan, facts, picture)
     else:
         _show_text(plan, facts, picture)
+
+
+def _show_kernels(plan: Plan) -> None:
+    from layoutc.report import kernels
+
+    _print(kernels.kernel_tables(plan))
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:

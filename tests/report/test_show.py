@@ -32,6 +32,30 @@ def run(*args: object) -> Result:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_kernels(name: str, golden: Callable[[Path, str], None]) -> None:
+    result = run(name, "--kernels")
+    assert (result.exit_code, result.stderr) == (0, "")
+    golden(GOLDEN.parent / "kernels" / f"{name}.txt", result.stdout)
+
+
+def test_kernels_of_a_recipe_that_has_none(tmp_path: Path) -> None:
+    spec = yaml.safe_load((SPECS / "fp8_block.yaml").read_text(encoding="utf-8"))
+    text = yaml.safe_dump(spec, sort_keys=False).replace("128", "96")
+    (tmp_path / "fp8_block.yaml").write_text(text, encoding="utf-8")
+    result = run(tmp_path / "fp8_block.yaml", "--kernels")
+    assert result.exit_code == 0, result.output
+    assert "none: a program holds blocks of powers of two, and rowwise has 96 x 96" in result.stdout
+    assert "the reference, on every device" in result.stdout
+
+
+@pytest.mark.parametrize("option", [("--json",), ("--shape", "64x64"), ("--picture", "rowwise_scale")])
+def test_kernels_go_with_no_other_option(option: tuple[str, ...]) -> None:
+    result = run("nvfp4", "--kernels", *option)
+    assert result.exit_code == 2
+    assert "--kernels goes with no other option" in result.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_text(name: str, golden: Callable[[Path, str], None]) -> None:
     result = run(name, "--shape", "384x512", "--world", "3", "--picture", "rowwise_scale")
     assert (result.exit_code, result.stderr) == (0, "")
