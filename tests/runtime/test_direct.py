@@ -244,6 +244,21 @@ def test_a_second_launch_is_direct(launches: Any) -> None:
     assert third[9:] != second[9:]
 
 
+def test_constants_can_be_given_apart(launches: Any) -> None:
+    """It is the same launch, and finds what the other way has compiled."""
+    kernel, calls, ordinary = launches
+    args = arguments()
+    split = sum(not parameter.is_constexpr for parameter in kernel.params)
+    constants = direct.Constants(args[split:])
+    assert hash(constants) == hash(args[split:])
+    direct.run(kernel, (4,), args[:split], 8, None, constants)
+    direct.run(kernel, (4,), args[:split], 8, None, constants)
+    direct.run(kernel, (4,), args, 8)
+    assert len(ordinary) == 1
+    assert calls[1] == calls[2]
+    assert list(calls[1][1][9:]) == [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+
+
 def test_what_triton_compiles_anew_is_launched_anew(launches: Any) -> None:
     """Another alignment, another size's class, another tile, other options: as many kernels as Triton makes."""
     kernel, calls, ordinary = launches
