@@ -63,9 +63,9 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, to_columnwise_data, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(128, 128))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 1 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(1, 4))
-        # orientations.columnwise.scale: transposed, zero padded
+        # orientations.columnwise.scale: transposed, zeros up to multiples of 1 x 4
         lt.spread_scales(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1), DIMS="km")
 
 
@@ -96,13 +96,13 @@ def lay_out_tile(
     to_rowwise_scale = buffers[0]  # (cdiv(m, 128), up(cdiv(k, 128), 4)) float32
     to_columnwise_data = buffers[1]  # (k, m) uint8
     to_columnwise_scale = buffers[2]  # (cdiv(k, 128), up(cdiv(m, 128), 4)) float32
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 1 x 4
     lt.move_scales(rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(128, 128), PER=(128, 128), PAD=(1, 4))
     # orientations.columnwise.data: transposed
     lt.move_codes(
         rowwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km", WORDS=WORDS
     )
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 1 x 4
     lt.move_scales(
         rowwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1), DIMS="km"
     )

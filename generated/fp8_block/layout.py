@@ -12,7 +12,7 @@ themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
 
 rowwise: quantized for itself.
-columnwise: same codes and scales as rowwise; data transposed; scale transposed, padded.
+columnwise: same codes and scales as rowwise; data transposed; scale transposed, zeros up to multiples of 1 x 4.
 """
 
 import torch
@@ -35,11 +35,10 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),  # rowwise_scale: zero padded
-        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
-        "columnwise_scale": Facts(
-            (cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32
-        ),  # rowwise_scale: transposed, zero padded
+        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),  # zeros up to multiples of 1 x 4
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
+        # rowwise_scale transposed, zeros up to multiples of 1 x 4
+        "columnwise_scale": Facts((cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32),
     }
 
 

@@ -70,11 +70,11 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: zero padded
+        # zeros up to multiples of 1 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], cdiv(m, 128), up(cdiv(k, 128), 4))
     if "columnwise" in orientations:
-        # rowwise_data: transposed
+        # rowwise_data transposed
         buffers["columnwise_data"] = planes["rowwise_data"].t().contiguous()
-        # rowwise_scale: transposed, zero padded
+        # rowwise_scale transposed, zeros up to multiples of 1 x 4
         buffers["columnwise_scale"] = num.pad_to(planes["rowwise_scale"].t(), cdiv(k, 128), up(cdiv(m, 128), 4))
     return buffers

@@ -65,7 +65,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 128))
-        # orientations.rowwise.scale: transposed, zero padded
+        # orientations.rowwise.scale: transposed, zeros up to multiples of 1 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 128), PER=(1, 128), PAD=(4, 1), DIMS="km")
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 128, 1)
@@ -74,7 +74,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), columnwise_data, to_columnwise_data, at, EVEN, HARDWARE)
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(128, 1))
-        # orientations.columnwise.scale: zero padded
+        # orientations.columnwise.scale: zeros up to multiples of 1 x 4
         lt.spread_scales(scale, to_columnwise_scale, at, BLOCK=(128, 1), PER=(128, 1), PAD=(1, 4))
 
 
@@ -115,7 +115,7 @@ def lay_out_tile(
     to_rowwise_scale = buffers[0]  # (cdiv(k, 128), up(m, 4)) float32
     to_columnwise_data = buffers[1]  # (k, m) uint8
     to_columnwise_scale = buffers[2]  # (cdiv(m, 128), up(k, 4)) float32
-    # orientations.rowwise.scale: transposed, zero padded
+    # orientations.rowwise.scale: transposed, zeros up to multiples of 1 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 128), PER=(1, 128), PAD=(4, 1), DIMS="km"
     )
@@ -124,7 +124,7 @@ def lay_out_tile(
         columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km",
         WORDS=WORDS,
     )  # fmt: skip
-    # orientations.columnwise.scale: zero padded
+    # orientations.columnwise.scale: zeros up to multiples of 1 x 4
     lt.move_scales(columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(128, 1), PER=(128, 1), PAD=(1, 4))
 
 

@@ -39,9 +39,9 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),  # rowwise_scale: transposed, zero padded
-        "columnwise_data": Facts((k, m), torch.uint8),  # columnwise_data: transposed
-        "columnwise_scale": Facts((cdiv(m, 128), up(k, 4)), torch.float32),  # columnwise_scale: zero padded
+        "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),  # transposed, zeros up to multiples of 1 x 4
+        "columnwise_data": Facts((k, m), torch.uint8),  # transposed
+        "columnwise_scale": Facts((cdiv(m, 128), up(k, 4)), torch.float32),  # zeros up to multiples of 1 x 4
     }
 
 

@@ -35,7 +35,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((1,), torch.float32),  # as stored
-        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
         "columnwise_scale": Facts((1,), torch.float32),  # the plane rowwise_scale
         "amax": Facts((1024,), torch.float32),  # latest first
     }

@@ -69,7 +69,7 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
         buffers["rowwise_data"] = planes["rowwise_data"]
         buffers["rowwise_scale"] = planes["rowwise_scale"]
     if "columnwise" in orientations:
-        # rowwise_data: transposed
+        # rowwise_data transposed
         buffers["columnwise_data"] = planes["rowwise_data"].t().contiguous()
         buffers["columnwise_scale"] = planes["rowwise_scale"]
     buffers["amax"] = planes["amax"]

@@ -39,7 +39,7 @@ class FP8DelayedTensor(QuantizedTensor):
         Both passes send the same planes. rowwise_scale, amax, equal on all shards, go along as metadata.
         """
         gathering = hooks.begin(self, mesh)
-        data = wire.wire(self, gathering, "rowwise_data")
+        data = wire.outgoing(self, gathering, "rowwise_data")
         return wire.send((data,), gathering)
 
     def fsdp_post_all_gather(

@@ -39,7 +39,7 @@ class FP8E5M2CurrentTensor(QuantizedTensor):
         Both passes send the same planes. rowwise_scale, equal on all shards, goes along as metadata.
         """
         gathering = hooks.begin(self, mesh)
-        data = wire.wire(self, gathering, "rowwise_data")
+        data = wire.outgoing(self, gathering, "rowwise_data")
         return wire.send((data,), gathering)
 
     def fsdp_post_all_gather(

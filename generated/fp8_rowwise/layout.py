@@ -37,7 +37,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((m,), torch.float32),  # as stored
-        "columnwise_data": Facts((k, m), torch.uint8),  # columnwise_data: transposed
+        "columnwise_data": Facts((k, m), torch.uint8),  # transposed
         "columnwise_scale": Facts((k,), torch.float32),  # as stored
     }
 

@@ -81,7 +81,7 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
         buffers["rowwise_data"] = planes["rowwise_data"]
         buffers["rowwise_scale"] = planes["rowwise_scale"].flatten()
     if "columnwise" in orientations:
-        # columnwise_data: transposed
+        # transposed
         buffers["columnwise_data"] = planes["columnwise_data"].t().contiguous()
         buffers["columnwise_scale"] = planes["columnwise_scale"].flatten()
     return buffers

@@ -112,7 +112,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode_rowwise(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 128, 128)
@@ -121,7 +121,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode_columnwise(scaled, HARDWARE), columnwise_data, to_columnwise_data, at, EVEN, HARDWARE)
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(128, 128))
-        # orientations.columnwise.scale: transposed, zero padded
+        # orientations.columnwise.scale: transposed, zeros up to multiples of 1 x 4
         lt.spread_scales(scale, to_columnwise_scale, at, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1), DIMS="km")
 
 
@@ -162,14 +162,14 @@ def lay_out_tile(
     to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
     to_columnwise_data = buffers[1]  # (k, m) uint8
     to_columnwise_scale = buffers[2]  # (cdiv(k, 128), up(cdiv(m, 128), 4)) float32
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     # orientations.columnwise.data: transposed
     lt.move_codes(
         columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km",
         WORDS=WORDS,
     )  # fmt: skip
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 1 x 4
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(128, 128), PER=(128, 128), PAD=(4, 1),
         DIMS="km",

@@ -43,9 +43,9 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((m, k // 32), torch.float32),  # as stored
         "rowwise_zero": Facts((m, k // 32), torch.uint8),  # as stored
-        "columnwise_data": Facts((k, m // 2), torch.uint8),  # columnwise_data: transposed, packed along m
-        "columnwise_scale": Facts((k, m // 32), torch.float32),  # columnwise_scale: transposed
-        "columnwise_zero": Facts((k, m // 32), torch.uint8),  # columnwise_zero: transposed
+        "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
+        "columnwise_scale": Facts((k, m // 32), torch.float32),  # transposed
+        "columnwise_zero": Facts((k, m // 32), torch.uint8),  # transposed
     }
 
 

@@ -107,12 +107,12 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
         buffers["rowwise_scale"] = planes["rowwise_scale"]
         buffers["rowwise_zero"] = planes["rowwise_zero"]
     if "columnwise" in orientations:
-        # columnwise_data: transposed, packed along m
+        # transposed, packed along m
         buffers["columnwise_data"] = num.pack(
             num.unpack(planes["columnwise_data"], 4, low_first=True).t(), 4, low_first=True
         )
-        # columnwise_scale: transposed
+        # transposed
         buffers["columnwise_scale"] = planes["columnwise_scale"].t().contiguous()
-        # columnwise_zero: transposed
+        # transposed
         buffers["columnwise_zero"] = planes["columnwise_zero"].t().contiguous()
     return buffers

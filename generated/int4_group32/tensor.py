@@ -47,10 +47,11 @@ class INT4GROUP32Tensor(QuantizedTensor):
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [wire.wire(self, gathering, name) for name in ("rowwise_data", "rowwise_scale", "rowwise_zero")]
+            sent += [wire.outgoing(self, gathering, name) for name in ("rowwise_data", "rowwise_scale", "rowwise_zero")]
         if gathering.which != "forward":
             sent += [
-                wire.wire(self, gathering, name) for name in ("columnwise_data", "columnwise_scale", "columnwise_zero")
+                wire.outgoing(self, gathering, name)
+                for name in ("columnwise_data", "columnwise_scale", "columnwise_zero")
             ]
         return wire.send(tuple(sent), gathering)
 

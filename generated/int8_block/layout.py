@@ -36,8 +36,8 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # as stored
-        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data: transposed
-        "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),  # rowwise_scale: transposed
+        "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
+        "columnwise_scale": Facts((cdiv(k, 128), cdiv(m, 128)), torch.float32),  # rowwise_scale transposed
     }
 
 

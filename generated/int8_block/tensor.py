@@ -39,8 +39,8 @@ class INT8BlockTensor(QuantizedTensor):
         Both passes send the same planes.
         """
         gathering = hooks.begin(self, mesh)
-        data = wire.wire(self, gathering, "rowwise_data")
-        scale = wire.wire(self, gathering, "rowwise_scale")
+        data = wire.outgoing(self, gathering, "rowwise_data")
+        scale = wire.outgoing(self, gathering, "rowwise_scale")
         return wire.send((data, scale), gathering)
 
     def fsdp_post_all_gather(

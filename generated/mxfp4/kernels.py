@@ -93,7 +93,7 @@ def quantize_tile(
             BLOCK=(1, 32), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=True,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE)
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
@@ -105,7 +105,7 @@ def quantize_tile(
             ENCODE=encode, BLOCK=(32, 1), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=True,
         )  # fmt: skip
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
-        # orientations.columnwise.scale: transposed, zero padded
+        # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
         lt.spread_scales(
             scale, to_columnwise_scale, at, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km", FREE="k", PLACE=PLACE
         )
@@ -153,7 +153,7 @@ def lay_out_tile(
     to_columnwise_data = buffers[1]  # (k, m // 2) uint8
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE
     )
@@ -162,7 +162,7 @@ def lay_out_tile(
         columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=4, LOW_FIRST=True, DIMS="km",
         WORDS=WORDS,
     )  # fmt: skip
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km",
         FREE="k", PLACE=PLACE,

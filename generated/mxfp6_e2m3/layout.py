@@ -39,11 +39,10 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
         "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # as stored
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # rowwise_scale: zero padded
-        "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),  # columnwise_data: transposed, packed along m
-        "columnwise_scale": Facts(
-            (up(k, 128), up(m // 32, 4)), torch.uint8
-        ),  # columnwise_scale: transposed, zero padded
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zeros up to multiples of 128 x 4
+        "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),  # transposed, packed along m
+        # transposed, zeros up to multiples of 128 x 4
+        "columnwise_scale": Facts((up(k, 128), up(m // 32, 4)), torch.uint8),
     }
 
 

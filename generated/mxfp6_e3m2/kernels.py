@@ -135,13 +135,13 @@ def lay_out_tile(
     to_columnwise_data = buffers[1]  # (k, m // 4 * 3) uint8
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE
     )
     # orientations.columnwise.data: transposed, packed along m
     lt.move_codes(columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=6, LOW_FIRST=True, DIMS="km")
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km",
         FREE="k", PLACE=PLACE,

@@ -93,7 +93,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE)
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
@@ -102,7 +102,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), columnwise_data, None, at, EVEN, HARDWARE)
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
-        # orientations.columnwise.scale: zero padded
+        # orientations.columnwise.scale: zeros up to multiples of 4 x 128
         lt.spread_scales(
             scale, to_columnwise_scale, at, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), FREE="k", PLACE=PLACE
         )
@@ -144,11 +144,11 @@ def lay_out_tile(
     to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
     to_columnwise_scale = buffers[1]  # (up(m // 32, 4), up(k, 128)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4), PLACE=PLACE
     )
-    # orientations.columnwise.scale: zero padded
+    # orientations.columnwise.scale: zeros up to multiples of 4 x 128
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), FREE="k",
         PLACE=PLACE,

@@ -93,11 +93,11 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: zero padded
+        # zeros up to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         buffers["columnwise_data"] = planes["columnwise_data"]
-        # columnwise_scale: zero padded
+        # zeros up to multiples of 4 x 128
         buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"], up(m // 32, 4), up(k, 128))
     return buffers
 

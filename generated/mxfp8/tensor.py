@@ -44,9 +44,9 @@ class MXFP8Tensor(QuantizedTensor):
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [wire.wire(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
+            sent += [wire.outgoing(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
         if gathering.which != "forward":
-            sent += [wire.wire(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
+            sent += [wire.outgoing(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
         return wire.send(tuple(sent), gathering)
 
     def fsdp_post_all_gather(

@@ -12,7 +12,7 @@ themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 
 rowwise: quantized for itself.
-columnwise: same codes and scales as rowwise; data as it is; scale stored 32 times along k, padded.
+columnwise: same codes and scales as rowwise; data as it is; scale 32 times along k, zeros up to multiples of 4 x 128.
 """
 
 import torch
@@ -35,13 +35,11 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts(
-            (up(m, 128), up(k // 32, 4)), torch.uint8
-        ),  # rowwise_scale: 32 times along m, zero padded
+        # 32 times along m, zeros up to multiples of 128 x 4
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
         "columnwise_data": Facts((m, k), torch.uint8),  # the plane rowwise_data
-        "columnwise_scale": Facts(
-            (up(m // 32, 4), up(k, 128)), torch.uint8
-        ),  # rowwise_scale: 32 times along k, zero padded
+        # rowwise_scale 32 times along k, zeros up to multiples of 4 x 128
+        "columnwise_scale": Facts((up(m // 32, 4), up(k, 128)), torch.uint8),
     }
 
 

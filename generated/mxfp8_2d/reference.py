@@ -83,11 +83,11 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: 32 times along m, zero padded
+        # 32 times along m, zeros up to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(num.repeat(planes["rowwise_scale"], 0, 32, m), up(m, 128), up(k // 32, 4))
     if "columnwise" in orientations:
         buffers["columnwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: 32 times along k, zero padded
+        # rowwise_scale 32 times along k, zeros up to multiples of 4 x 128
         buffers["columnwise_scale"] = num.pad_to(
             num.repeat(planes["rowwise_scale"], 1, 32, k), up(m // 32, 4), up(k, 128)
         )

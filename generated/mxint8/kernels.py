@@ -76,7 +76,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), rowwise_data, None, at, EVEN, HARDWARE)
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 32, 1)
@@ -85,7 +85,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_codes(encode(scaled, HARDWARE), columnwise_data, to_columnwise_data, at, EVEN, HARDWARE)
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
-        # orientations.columnwise.scale: transposed, zero padded
+        # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_columnwise_scale, at, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km")
 
 
@@ -126,14 +126,14 @@ def lay_out_tile(
     to_rowwise_scale = buffers[0]  # (up(m, 128), up(k // 32, 4)) uint8
     to_columnwise_data = buffers[1]  # (k, m) uint8
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 32, 4)) uint8
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 32), PER=(1, 32), PAD=(128, 4))
     # orientations.columnwise.data: transposed
     lt.move_codes(
         columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=8, LOW_FIRST=True, DIMS="km",
         WORDS=WORDS,
     )  # fmt: skip
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(32, 1), PER=(32, 1), PAD=(4, 128), DIMS="km"
     )

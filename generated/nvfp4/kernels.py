@@ -93,9 +93,9 @@ def quantize_tile(
             ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(16, 16))
-        # orientations.rowwise.scale: 16 times along m, zero padded
+        # orientations.rowwise.scale: 16 times along m, zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(16, 16), PER=(1, 16), PAD=(128, 4), PLACE=PLACE)
-        # orientations.columnwise.scale: transposed, 16 times along k, zero padded
+        # orientations.columnwise.scale: transposed, 16 times along k, zeros up to multiples of 128 x 4
         lt.spread_scales(
             scale, to_columnwise_scale, at, BLOCK=(16, 16), PER=(16, 1), PAD=(4, 128), DIMS="km", FREE="k", PLACE=PLACE
         )
@@ -132,7 +132,7 @@ def lay_out_tile(
     to_columnwise_data = buffers[1]  # (k, m // 2) uint8
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    # orientations.rowwise.scale: 16 times along m, zero padded
+    # orientations.rowwise.scale: 16 times along m, zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(16, 16), PER=(1, 16), PAD=(128, 4), PLACE=PLACE
     )
@@ -140,7 +140,7 @@ def lay_out_tile(
     lt.move_codes(
         rowwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=4, LOW_FIRST=True, DIMS="km", WORDS=WORDS
     )
-    # orientations.columnwise.scale: transposed, 16 times along k, zero padded
+    # orientations.columnwise.scale: transposed, 16 times along k, zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(16, 16), PER=(16, 1), PAD=(4, 128), DIMS="km",
         FREE="k", PLACE=PLACE,

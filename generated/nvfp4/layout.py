@@ -12,8 +12,8 @@ themselves.
 Each pass gathers rowwise_data and rowwise_scale: 0.503906 B/element.
 
 rowwise: quantized for itself.
-columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed, stored 16 times along
-k, padded.
+columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed, 16 times along k, zeros
+up to multiples of 128 x 4.
 """
 
 import torch
@@ -37,13 +37,11 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
     """What a GEMM reads of it, padding included."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts(
-            (up(m, 128), up(k // 16, 4)), torch.uint8
-        ),  # rowwise_scale: 16 times along m, zero padded
-        "columnwise_data": Facts((k, m // 2), torch.uint8),  # rowwise_data: transposed, packed along m
-        "columnwise_scale": Facts(
-            (up(k, 128), up(m // 16, 4)), torch.uint8
-        ),  # rowwise_scale: transposed, 16 times along k, zero padded
+        # 16 times along m, zeros up to multiples of 128 x 4
+        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),
+        "columnwise_data": Facts((k, m // 2), torch.uint8),  # rowwise_data transposed, packed along m
+        # rowwise_scale transposed, 16 times along k, zeros up to multiples of 128 x 4
+        "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
         "amax": Facts((1,), torch.float32),  # of the whole weight
     }
 

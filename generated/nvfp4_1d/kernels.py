@@ -95,7 +95,7 @@ def quantize_tile(
             BLOCK=(1, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 16))
-        # orientations.rowwise.scale: zero padded
+        # orientations.rowwise.scale: zeros up to multiples of 128 x 4
         lt.spread_scales(scale, to_rowwise_scale, at, BLOCK=(1, 16), PER=(1, 16), PAD=(128, 4), PLACE=PLACE)
     if COLUMNWISE:
         blocks = lt.to_blocks(lt.to_float(tile), 16, 1)
@@ -107,7 +107,7 @@ def quantize_tile(
             ENCODE=encode, BLOCK=(16, 1), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
         )  # fmt: skip
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(16, 1))
-        # orientations.columnwise.scale: transposed, zero padded
+        # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
         lt.spread_scales(
             scale, to_columnwise_scale, at, BLOCK=(16, 1), PER=(16, 1), PAD=(4, 128), DIMS="km", FREE="k", PLACE=PLACE
         )
@@ -156,7 +156,7 @@ def lay_out_tile(
     to_columnwise_data = buffers[1]  # (k, m // 2) uint8
     to_columnwise_scale = buffers[2]  # (up(k, 128), up(m // 16, 4)) uint8
     PLACE: tl.constexpr = gemm_place if SWIZZLED else None
-    # orientations.rowwise.scale: zero padded
+    # orientations.rowwise.scale: zeros up to multiples of 128 x 4
     lt.move_scales(
         rowwise_scale, to_rowwise_scale, at, TILE_M, TILE_K, BLOCK=(1, 16), PER=(1, 16), PAD=(128, 4), PLACE=PLACE
     )
@@ -165,7 +165,7 @@ def lay_out_tile(
         columnwise_data, to_columnwise_data, at, TILE_M, TILE_K, HARDWARE, BITS=4, LOW_FIRST=True, DIMS="km",
         WORDS=WORDS,
     )  # fmt: skip
-    # orientations.columnwise.scale: transposed, zero padded
+    # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4
     lt.move_scales(
         columnwise_scale, to_columnwise_scale, at, TILE_M, TILE_K, BLOCK=(16, 1), PER=(16, 1), PAD=(4, 128), DIMS="km",
         FREE="k", PLACE=PLACE,

@@ -104,14 +104,14 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: zero padded
+        # zeros up to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(planes["rowwise_scale"], up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
-        # columnwise_data: transposed, packed along m
+        # transposed, packed along m
         buffers["columnwise_data"] = num.pack(
             num.unpack(planes["columnwise_data"], 4, low_first=True).t(), 4, low_first=True
         )
-        # columnwise_scale: transposed, zero padded
+        # transposed, zeros up to multiples of 128 x 4
         buffers["columnwise_scale"] = num.pad_to(planes["columnwise_scale"].t(), up(k, 128), up(m // 16, 4))
     buffers["amax"] = planes["amax"]
     return buffers

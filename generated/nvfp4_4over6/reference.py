@@ -116,14 +116,14 @@ def lay_out(planes: Mapping[str, Tensor], m: int, k: int, orientations: tuple[st
     buffers = {}
     if "rowwise" in orientations:
         buffers["rowwise_data"] = planes["rowwise_data"]
-        # rowwise_scale: 16 times along m, zero padded
+        # 16 times along m, zeros up to multiples of 128 x 4
         buffers["rowwise_scale"] = num.pad_to(num.repeat(planes["rowwise_scale"], 0, 16, m), up(m, 128), up(k // 16, 4))
     if "columnwise" in orientations:
-        # rowwise_data: transposed, packed along m
+        # rowwise_data transposed, packed along m
         buffers["columnwise_data"] = num.pack(
             num.unpack(planes["rowwise_data"], 4, low_first=True).t(), 4, low_first=True
         )
-        # rowwise_scale: transposed, 16 times along k, zero padded
+        # rowwise_scale transposed, 16 times along k, zeros up to multiples of 128 x 4
         buffers["columnwise_scale"] = num.pad_to(
             num.repeat(planes["rowwise_scale"].t(), 0, 16, k), up(k, 128), up(m // 16, 4)
         )

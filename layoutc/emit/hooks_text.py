@@ -68,7 +68,7 @@ def hooks_text(plan: Plan) -> HooksText:
         names = ", ".join(f'"{plane.name}"' for plane in gather.planes)
         pre.append(f'if gathering.which != "{other}":')
         pre.append(
-            f"    sent += [wire.wire(self, gathering, name) for name in ({names}{',' * (len(gather.planes) == 1)})]"
+            f"    sent += [wire.outgoing(self, gathering, name) for name in ({names}{',' * (len(gather.planes) == 1)})]"
         )
         post += [f'if metadata.which != "{other}":']
         post += [f"    gathered[{_receive(p, i, 'slot')}" for i, p in enumerate(gather.planes)]
@@ -84,7 +84,7 @@ def hooks_text(plan: Plan) -> HooksText:
 
 
 def _wire(plane: Plane) -> str:
-    return f'wire.wire(self, gathering, "{plane.name}")'
+    return f'wire.outgoing(self, gathering, "{plane.name}")'
 
 
 def _receive(plane: Plane, index: int, base: str = "") -> str:

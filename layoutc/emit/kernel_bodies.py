@@ -9,7 +9,6 @@ from fractions import Fraction
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, constants, indented
 from layoutc.emit.kernel_codecs import results_of, shared_inputs
-from layoutc.emit.recipe_text import buffer_doc
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Plane, Source
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
@@ -247,7 +246,7 @@ def _lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
 def _comment(move: Move) -> str:
     """The field of the spec that a move comes from, and what it says."""
     buffer = move.buffer
-    return f"# orientations.{buffer.orientation}.{buffer.kind}: {buffer_doc(buffer).partition(': ')[2]}"
+    return f"# orientations.{buffer.orientation}.{buffer.kind}: {', '.join(buffer.made_by)}"
 
 
 def _moved(move: Move) -> str:

@@ -41,6 +41,12 @@ class BufferText:
     dtype: str
     doc: str
 
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Its line in the table of buffers, and what it is: behind it, or above where that is too long."""
+        line = f'"{self.name}": Facts({self.shape_text}, torch.{self.dtype}),'
+        return (f"{line}  # {self.doc}",) if len(line) + len(self.doc) <= 106 else (f"# {self.doc}", line)
+
 
 @dataclass(frozen=True)
 class OrientationText:
@@ -278,13 +284,8 @@ def buffer_doc(buffer: Buffer) -> str:
     plane = buffer.plane.name
     if buffer.is_plane:
         return "as stored" if buffer.name == plane else f"the plane {plane}"
-    done = ["transposed"] if buffer.permutes else []
-    for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
-        done += [f"{times} times along {dim.axis}"] if times > 1 else []
-    if buffer.kind == "data" and codes_per_group(buffer.plane.bits) > 1:
-        done.append(f"packed along {buffer.axes[-1]}")
-    done += ["zero padded"] if buffer.pads else []
-    return f"{plane}: {', '.join(done)}"
+    made = ", ".join(buffer.made_by)
+    return made if buffer.name == plane else f"{plane} {made}"
 
 
 def _lay_out(buffer: Buffer, sizes: Sizes) -> str:

@@ -174,6 +174,18 @@ class Buffer:
             steps.append(Pad(tuple(dim.multiple for dim in self.dims)))
         return tuple(steps)
 
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """The steps from the plane to the buffer, in words; () where the buffer is the plane."""
+        words = ["transposed"] if self.permutes else []
+        for dim, times in zip(self.dims, self.repeats, strict=True):
+            words += [f"{times} times along {dim.axis}"] if times > 1 else []
+        if codes_per_group(self.plane.bits) > 1 and self.permutes:
+            words.append(f"packed along {self.axes[-1]}")
+        if self.pads:
+            words.append(f"zeros up to multiples of {' x '.join(str(dim.multiple) for dim in self.dims)}")
+        return tuple(words)
+
     def chain(self, m: int, k: int) -> Chain:
         """The chain from the plane's values to bytes."""
         if not self.dims:

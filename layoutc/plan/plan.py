@@ -208,17 +208,7 @@ def _difference(a: Source, b: Source) -> str:
 
 
 def _how(buffer: Buffer) -> str:
-    done = ["transposed"] if buffer.permutes else []
-    done += [
-        f"stored {times} times along {dim.axis}"
-        for times, dim in zip(buffer.repeats, buffer.dims, strict=True)
-        if times > 1
-    ]
-    if buffer.kind == "data" and codes_per_group(buffer.plane.bits) > 1:
-        done.append(f"packed along {buffer.axes[-1]}")
-    if buffer.pads:
-        done.append("padded")
-    return f"{buffer.kind} {', '.join(done) or 'as it is'}"
+    return f"{buffer.kind} {', '.join(buffer.made_by) or 'as it is'}"
 
 
 def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:

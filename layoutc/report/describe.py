@@ -16,7 +16,7 @@ from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
-from layoutc.layout.layout import Buffer, Layout, Plane, codes_per_group
+from layoutc.layout.layout import Buffer, Layout, Plane
 from layoutc.plan.kernels import gap
 from layoutc.plan.plan import Gather, Plan
 
@@ -257,7 +257,7 @@ def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
         padding_bytes=padding_bytes(buffer, m, k),
         carries_m=buffer.m_dim,
         plane=buffer.plane.name,
-        made_by=made_by(buffer),
+        made_by=buffer.made_by,
     )
 
 
@@ -274,19 +274,6 @@ def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
     """The bytes of a buffer that are padding."""
     filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
     return buffer.chain(m, k).nbytes - filled * buffer.plane.bits // 8
-
-
-def made_by(buffer: Buffer) -> tuple[str, ...]:
-    """The steps from a plane to a buffer, in words; () if the buffer is the plane."""
-    words = ["transposed"] if buffer.permutes else []
-    for dim, times in zip(buffer.dims, buffer.repeats, strict=True):
-        if times > 1:
-            words.append(f"each value {times} times along {dim.axis}")
-    if codes_per_group(buffer.plane.bits) > 1 and buffer.permutes:
-        words.append(f"packed along {buffer.axes[-1]}")
-    if buffer.pads:
-        words.append(f"zeros up to multiples of {' x '.join(str(dim.multiple) for dim in buffer.dims)}")
-    return tuple(words)
 
 
 def _swizzle(layout: Layout) -> str | None:
@@ -307,9 +294,9 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
     per_element = Fraction(per_rank * world, m * k)
     derived = [
-        f"{buffer.name}: {', '.join(made_by(buffer))}"
+        f"{buffer.name}: {', '.join(buffer.made_by)}"
         for buffer in layout.buffers
-        if buffer.orientation in gather.serves and made_by(buffer)
+        if buffer.orientation in gather.serves and buffer.made_by
     ]
     return PassFacts(
         name=gather.name,

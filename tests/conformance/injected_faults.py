@@ -139,14 +139,14 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "backward sends its codes in reverse": (
         "mxfp8",
         "tensor.py",
-        r'(wire\.wire\(self, gathering, name\))( for name in \("columnwise_data")',
+        r'(wire\.outgoing\(self, gathering, name\))( for name in \("columnwise_data")',
         r"\1.flip(0)\2",
         ("gather",),
     ),
     "short shards are not filled up": (
         "fp8_block",
         "tensor.py",
-        r'wire\.wire\(self, gathering, "rowwise_data"\)',
+        r'wire\.outgoing\(self, gathering, "rowwise_data"\)',
         'self._planes["rowwise_data"]',
         ("gather-sizes",),
     ),

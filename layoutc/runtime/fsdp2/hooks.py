@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, route_for, to_be_freed, wire
+from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, outgoing, route_for, to_be_freed
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
 from layoutc.runtime.weight import initial_values
@@ -194,7 +194,8 @@ def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str
         if name in quantized.LAYOUT.shared:
             planes[name] = quantized._planes[name].to(device)
         else:
-            planes[name] = arrived(gathering, name, gather_bytes(wire(quantized, gathering, name).to(device), group))
+            sent = outgoing(quantized, gathering, name).to(device)
+            planes[name] = arrived(gathering, name, gather_bytes(sent, group))
     return planes
 
 

@@ -87,7 +87,7 @@ class Gathering:
         return self.route.which
 
 
-def wire(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
+def outgoing(shard: QuantizedTensor, gathering: Gathering, name: str) -> Tensor:
     """A plane of a shard as it is sent: uint8 (rows, bytes of a row), padded with zeros to the same size on all ranks.
 
     If a cut falls inside a block, the ranks on both sides send the block's scale. A view unless rows had to be padded.
