@@ -291,6 +291,12 @@ def test_a_spec_is_at_most_60_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by name alone."""
+    names = [path.name for path in TESTS if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     names = {path.stem for path in SPECS}
     for file in ("formats.yaml", "rules.yaml"):
