@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, constants, indented
-from layoutc.emit.kernel_codecs import results_of, shared_inputs
+from layoutc.emit.kernel_codecs import shared_inputs
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Plane, Source
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
@@ -127,7 +127,7 @@ def _quantize_source(source: SourceKernel) -> Lines:
 def _find_scales(source: SourceKernel) -> Lines:
     """Lines that give `scale`, `multiplier` and the `scaled` tile."""
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
-    results, inputs = results_of(q), source.inputs
+    results, inputs = rule_text.results(q), source.inputs
     extra = shared_inputs(inputs)
     if source.amax_from == "tensor":
         rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")

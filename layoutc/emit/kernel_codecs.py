@@ -89,11 +89,6 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
     ]
 
 
-def results_of(quantization: Quantization) -> str:
-    """What a scale rule gives."""
-    return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
-
-
 def shared_inputs(inputs: RuleInputs) -> list[str]:
     """What a scale rule reads beside what is measured of a block."""
     return [*(["tensor_amax"] if inputs.tensor_amax else []), *(["input_max"] if inputs.input_max else [])]
@@ -102,13 +97,9 @@ def shared_inputs(inputs: RuleInputs) -> list[str]:
 def _scales(quantization: Quantization, suffix: str) -> Function:
     inputs = inputs_of(quantization)
     measured = ["lowest", "highest"] if inputs.block_range else ["amax"]
-    arguments = [
-        *measured,
-        *(["tensor_amax"] if inputs.tensor_amax else []),
-        *(["input_max"] if inputs.input_max else []),
-    ]
+    arguments = [*measured, *shared_inputs(inputs)]
     arguments += [quantization.definition.candidate] if quantization.definition.candidates else []
-    results = results_of(quantization)
+    results = rule_text.results(quantization)
     return Function(
         f"scales{suffix}({', '.join(arguments)}, HARDWARE: tl.constexpr)",
         f"{' and '.join(measured)} -> ({results}); the reference's operations, in its order.",

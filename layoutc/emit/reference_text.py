@@ -179,7 +179,7 @@ def _rule(quantization: Quantization, suffix: str) -> RuleText:
     made = "(scale as stored, zero point as stored, multiplier of the elements)"
     return RuleText(
         returns=", ".join(["Tensor"] * (3 if zero else 2)),
-        results="scale, zero, multiplier" if zero else "scale, multiplier",
+        results=rule_text.results(quantization),
         made=made if zero else "(scale as stored, multiplier of the elements)",
         measured="range" if "lowest" in used else "amax",
         arguments=arguments,
@@ -292,7 +292,7 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     used = rule_text.uses(source.quantization)
     extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
     zero = source.zero.name if source.zero else None
-    results = "scale, zero, multiplier" if zero else "scale, multiplier"
+    results = rule_text.results(source.quantization)
     values = "blocks * multiplier[:, None, :, None]"
     values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
     codes = f"encode{suffix}(num.from_blocks({values}, m, k))"

@@ -42,6 +42,11 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     return spelled
 
 
+def results(quantization: Quantization) -> str:
+    """The names of what a scale rule gives, in order."""
+    return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
+
+
 def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
     """The rule's active steps as assignments, in order; in torch where no dialect is given."""
     active = quantization.definition.active_steps(dict(quantization.parameters))

@@ -97,25 +97,25 @@ class Kernels:
     def quantize_batch(
         self,
         xs: Sequence[Tensor],
-        given: Sequence[Tensor] | None,
+        shared: Sequence[Tensor] | None,
         orientations: tuple[str, ...],
         outs: Sequence[Planes],
     ) -> None:
         """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
 
-        given: their amaxes, fp32; taken from xs if not given.
+        shared: their amaxes, fp32; taken from xs if not given.
         """
         if not xs:
             return
-        if given is None and self.layout.shares_amax:
-            given = batches.batch_amaxes(xs, self.layout.amax_columns)
+        if shared is None and self.layout.shares_amax:
+            shared = batches.batch_amaxes(xs, self.layout.amax_columns)
         rowwise, columnwise, input_max, tile, _ = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
         tile_m, tile_k, pieces, warps, registers = tile
-        tables, alone = batches.split(self.layout, self._written, xs, given, orientations, outs, (tile_m, tile_k))
+        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, (tile_m, tile_k))
         for table in tables:
             args = (
                 *(table.entries, None, None, None, None, None, None),
-                *(None if given is None else given[0], input_max, None, None),
+                *(None if shared is None else shared[0], input_max, None, None),
                 *_NONE,
                 *_NONE,
                 *(self.quantize_tile, rowwise, columnwise, False, *self._masks),
@@ -124,7 +124,7 @@ class Kernels:
             )
             run(quantize_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
         for index in alone:
-            self.quantize(xs[index], None if given is None else given[index], orientations, outs[index])
+            self.quantize(xs[index], None if shared is None else shared[index], orientations, outs[index])
 
     def _quantize(
         self,
