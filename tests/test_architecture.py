@@ -52,18 +52,18 @@ RUNTIME = {
         "torch",
     ),
     "runtime.train": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.dispatch runtime.cast",
+        "runtime runtime.sharding runtime.weight runtime.quantize runtime.dispatch runtime.cast",
         "torch",
     ),
 }
 ABOVE = {
     "checkpoint.untrusted": ("runtime", "torch"),
     "checkpoint.common": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train",
+        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast",
         "torch",
     ),
     "checkpoint.safetensors": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train checkpoint.common "
+        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast checkpoint.common "
         "checkpoint.untrusted",
         "torch safetensors",
     ),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.quantize.block_edges import check_place
+from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
 from layoutc.runtime.weight.padding import NOT_PADDED
@@ -148,7 +148,7 @@ def _check_takes_values(live: QuantizedTensor) -> None:
     gathered_in_graphs.refuse_write(live)
     if live._transposed:
         raise LayoutError(f"{live._label()} is transposed: load into the weight itself")
-    check_place(live, shards.place(live))
+    check_whole_blocks(live, shards.row_sharding(live))
     weights.check_out(live.LAYOUT, live, live, None, alone=not shards.amax_groups(live)[0])
 
 

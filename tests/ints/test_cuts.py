@@ -19,8 +19,8 @@ from layoutc.ints.cuts import NO_HALO, Cuts, Halo, picks, sent_blocks
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Facts, Layout, PassName
-from layoutc.runtime.quantize.block_edges import _edges, _with_halo, check_place
-from layoutc.runtime.sharding.shards import Place
+from layoutc.runtime.quantize.block_edges import _edges, _with_halo, check_whole_blocks
+from layoutc.runtime.sharding.shards import RowSharding
 
 PASSES: tuple[PassName, ...] = ("forward", "backward", "both")
 
@@ -139,16 +139,18 @@ def test_a_shard_among_its_halo_has_the_codes_and_scales_of_the_whole(
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) * torch.exp2(torch.arange(rows) % 7).view(
         -1, 1
     )
-    places: list[Any] = [SimpleNamespace(rank=rank, cuts=cuts) for rank in range(world)]
+    row_shardings: list[Any] = [SimpleNamespace(rank=rank, cuts=cuts) for rank in range(world)]
     shards = [x[slice(*cuts.bounds(rank))] for rank in range(world)]
-    heard = torch.stack([_edges(layout, shard, place) for shard, place in zip(shards, places, strict=True)])
+    heard = torch.stack(
+        [_edges(layout, shard, row_sharding) for shard, row_sharding in zip(shards, row_shardings, strict=True)]
+    )
     amax = of.Tensor._shared_amax(x) if layout.shares_amax else None
     whole = of.quantize(x, amax=amax)
-    for place, shard in zip(places, shards, strict=True):
+    for row_sharding, shard in zip(row_shardings, shards, strict=True):
         if not len(shard):
             continue
-        halo, (first, last) = cuts.halo(place.rank, layout.block_rows), cuts.bounds(place.rank)
-        among = _with_halo(layout, shard, place, heard)
+        halo, (first, last) = cuts.halo(row_sharding.rank, layout.block_rows), cuts.bounds(row_sharding.rank)
+        among = _with_halo(layout, shard, row_sharding, heard)
         planes = of.reference.quantize_reference(among, amax=amax)
         for plane, stored in planes.items():
             per = layout.stored[plane].rows_per_value
@@ -265,20 +267,20 @@ def test_per_tensor_recipes_shard_anywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
-def test_plain_values_are_written_where_the_shard_is_cut_as_its_place_says(name: str) -> None:
+def test_plain_values_are_written_where_the_shard_is_cut_as_its_row_sharding_says(name: str) -> None:
     """Not where it holds other rows around its own, nor where those are another tensor's."""
     whole = import_module(f"layoutc.recipes.{name}").quantize(torch.randn(256, 256))
     cuts = Cuts(256, 100, 3)
-    place = Place(None, 1, cuts)  # type: ignore[arg-type]
+    row_sharding = RowSharding(None, 1, cuts)  # type: ignore[arg-type]
     shard = whole[100:200].clone()
     expected = cuts.halo(1, shard.LAYOUT.block_rows)
     others = Halo(expected.before + 1, expected.after), Halo(expected.before, 0), expected._replace(tied_after=True)
     for halo in others:
         shard._halo = halo
         with pytest.raises(LayoutError, match="rank 1 should hold"):
-            check_place(shard, place)
+            check_whole_blocks(shard, row_sharding)
     shard._halo = expected
-    check_place(shard, place)
+    check_whole_blocks(shard, row_sharding)
     with pytest.raises(UnsupportedOperator, match="cut inside a block"):
-        check_place(shard, None)
-    check_place(whole[:128].clone(), None)
+        check_whole_blocks(shard, None)
+    check_whole_blocks(whole[:128].clone(), None)

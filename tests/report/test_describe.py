@@ -106,8 +106,8 @@ def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int,
     cuts = Cuts(m, -(-m // world), world)
     bounds = [cuts.bounds(rank) for rank in range(world)]
     assert (at.rows_per_rank, at.ranks_with_rows) == (cuts.per_rank, sum(last > first for first, last in bounds))
-    places = [block_edges.Place(None, rank, cuts) for rank in {0, world - 1}]  # type: ignore[arg-type]
-    assert (at.cut_blocks is not None) == places[0].joins(layout)
+    row_shardings = [block_edges.RowSharding(None, rank, cuts) for rank in {0, world - 1}]  # type: ignore[arg-type]
+    assert (at.cut_blocks is not None) == row_shardings[0].splits_blocks(layout)
     if at.cut_blocks is None:
         return
     inside = {last for _, last in bounds if last < m and last % layout.block_rows}
@@ -115,9 +115,9 @@ def test_any_cut_costs_what_the_runtime_says(name: str, rows: int, columns: int,
     assert (at.cut_blocks.rows, at.cut_blocks.cuts) == (layout.block_rows, len(inside))
     assert at.cut_blocks.ranks == len(parts)
     assert at.cut_blocks.exchanged == ("extremes" if layout.extremes else "values")
-    for place in places:
-        first, last = bounds[place.rank]
-        told = block_edges._edges(layout, torch.zeros(last - first, k), place)
+    for row_sharding in row_shardings:
+        first, last = bounds[row_sharding.rank]
+        told = block_edges._edges(layout, torch.zeros(last - first, k), row_sharding)
         assert at.cut_blocks.exchange_bytes_per_rank == told.nbytes
 
 

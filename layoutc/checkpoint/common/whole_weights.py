@@ -15,8 +15,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.block_edges import gather_bytes
-from layoutc.runtime.sharding import meshes
-from layoutc.runtime.train.master_weights import place_of
+from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -33,12 +32,12 @@ def gathered_whole(value: Tensor) -> Tensor:
         on_device: Any = local.to(mesh.device_type)
         cuts = [(mesh_dim, dim) for mesh_dim, dim in meshes.cuts(value) if mesh.size(mesh_dim) > 1]
         between = [cut for cut in cuts if 0 < cut[1] < value.dim() - 1]
-        shard_place = place_of(value, local)
-        if shard_place is not None and shard_place.joins(local.LAYOUT):
-            of_place = dist.get_process_group_ranks(shard_place.group)
-            rest = [cut for cut in cuts if dist.get_process_group_ranks(mesh.get_group(cut[0])) != of_place]
-            entries = shard_place.cuts.rows // prod(local.shape[1:-1])
-            return _rejoined(value, _joined(on_device, 0, entries, shard_place.group), rest)
+        row_sharding = shards.row_sharding_of(value, local)
+        if row_sharding is not None and row_sharding.splits_blocks(local.LAYOUT):
+            row_ranks = dist.get_process_group_ranks(row_sharding.group)
+            rest = [cut for cut in cuts if dist.get_process_group_ranks(mesh.get_group(cut[0])) != row_ranks]
+            entries = row_sharding.cuts.rows // prod(local.shape[1:-1])
+            return _rejoined(value, _joined(on_device, 0, entries, row_sharding.group), rest)
         if between:
             mesh_dim, dim = between[0]
             rest = [cut for cut in cuts if cut != between[0]]

@@ -20,9 +20,8 @@ from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.quantize.block_edges import check_place
+from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
-from layoutc.runtime.train.master_weights import place_of
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
 
@@ -196,8 +195,8 @@ def _check(step: Step, convert: bool) -> None:
     elif not _converts(source.dtype, local):
         raise LayoutError(f"{name}: {_unfit(source, local)}")
     if isinstance(local, QuantizedTensor):
-        groups, shard_place = _sharing(name, param, local)
-        check_place(local, shard_place)
+        groups, row_sharding = _sharing(name, param, local)
+        check_whole_blocks(local, row_sharding)
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
@@ -268,10 +267,10 @@ def _verify(contents: Contents, group: dist.ProcessGroup | None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dist.ProcessGroup], Any]:
-    """The groups that this rank shares amaxes with, and its shard's Place among those that it may share blocks with."""
+    """The groups whose ranks share amaxes with this one, and how rows are sharded over those that may share blocks."""
     if isinstance(param, DTensor):
-        return meshes.amax_groups(local.LAYOUT, param, name), place_of(param, local)
-    return shards.amax_groups(local)[0], shards.place(local)
+        return meshes.amax_groups(local.LAYOUT, param, name), shards.row_sharding_of(param, local)
+    return shards.amax_groups(local)[0], shards.row_sharding(local)
 
 
 def _write(step: Step, slices: Slices) -> None:
@@ -290,10 +289,12 @@ def _write(step: Step, slices: Slices) -> None:
         values = slices.read(source, box_of(param).slices)
     if isinstance(local, QuantizedTensor):
         # As copy_, but also for shards that were not made by fully_shard.
-        groups, shard_place = _sharing(name, param, local)
+        groups, row_sharding = _sharing(name, param, local)
         tag = shards.tag(local) if groups else None
         values = values.to(local.device).contiguous()
-        weights.quantize(type(local), values, out=local, restart=True, group=groups or None, tag=tag, place=shard_place)
+        weights.quantize(
+            type(local), values, out=local, restart=True, group=groups or None, tag=tag, row_sharding=row_sharding
+        )
     elif isinstance(local, CastOnGather):
         local.plain.copy_(values)
         local._agreed.forget()  # the history of amaxes is unrelated to these values

@@ -146,13 +146,15 @@ class CastOnGather(torch.Tensor):
 
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Quantizes values, with the amax that the weight's shards share."""
-        cls, shape, shard_place = self.QUANTIZED, tuple(values.shape), shards.place(self)
+        cls, shape, row_sharding = self.QUANTIZED, tuple(values.shape), shards.row_sharding(self)
         matrix = self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
-        (matrix,) = extended([self.LAYOUT], [matrix], [shard_place])
+        (matrix,) = extended([self.LAYOUT], [matrix], [row_sharding])
         m, k = matrix.shape
         planes = operators.quantize(cls, matrix, amax, orientations) | extra
-        halo = shard_place.cuts.halo(shard_place.rank, self.LAYOUT.block_rows) if shard_place is not None else NO_HALO
+        halo = NO_HALO
+        if row_sharding is not None:
+            halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
         quantized = cls(planes, shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
         quantized._name = self._name
         return quantized

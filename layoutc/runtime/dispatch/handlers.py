@@ -199,8 +199,9 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
     before = initial_values.held(tensor)
-    shard_place = None if tensor.is_meta else shards.place(tensor)
-    if (shard_place is not None and shard_place.joins(tensor.LAYOUT)) or (tensor._halo.rows and not tensor.is_meta):
+    row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
+    is_cut = row_sharding is not None and row_sharding.splits_blocks(tensor.LAYOUT)
+    if is_cut or (tensor._halo.rows and not tensor.is_meta):
         weights.requantize_(tensor, torch.zeros(tensor.shape, device=tensor.device))
     elif not tensor._common and not tensor._transposed and not tensor.is_meta:
         zeros = torch.zeros(tensor.shape, device=tensor.device)
@@ -281,8 +282,8 @@ def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
     The source's bytes don't fit. Requantizing would be collective, and ranks whose shards end with blocks would not
     join.
     """
-    shard_place = shards.place(target)
-    if shard_place is not None and shard_place.joins(target.LAYOUT):
+    row_sharding = shards.row_sharding(target)
+    if row_sharding is not None and row_sharding.splits_blocks(target.LAYOUT):
         raise LayoutError(
             f"{func}: {target._label()} is a shard whose cuts fall inside blocks, and the source has other cuts; "
             "copy the same rows of the whole quantized weight, or plain values on all ranks"

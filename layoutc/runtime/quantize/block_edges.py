@@ -16,29 +16,31 @@ from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.sharding.shards import Place
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
-def check_place(target: QuantizedTensor, place: Place | None) -> None:
+def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None) -> None:
     """Raises where plain values can't be written: a part of a block, with nobody to ask for the rest.
 
-    UnsupportedOperator for such a part, LayoutError for a shard that is not cut as `place` says.
+    UnsupportedOperator for such a part, LayoutError for a shard that is not cut as `row_sharding` says.
     """
     halo, layout = target._halo, target.LAYOUT
-    if place is None or not place.joins(layout):
+    if row_sharding is None or not row_sharding.splits_blocks(layout):
         if halo.rows:
             raise UnsupportedOperator(
                 f"{target._label()} is cut inside a block of {layout.block_rows} rows: quantizing it by itself would "
                 "give the block two scales; quantize the whole weight"
             )
         return
-    expected = place.cuts.halo(place.rank, layout.block_rows)
+    expected = row_sharding.cuts.halo(row_sharding.rank, layout.block_rows)
     if halo[:2] != expected[:2] or halo.tied:
-        raise LayoutError(f"{target._label()}: rank {place.rank} should hold {expected}, but holds {halo}")
+        raise LayoutError(f"{target._label()}: rank {row_sharding.rank} should hold {expected}, but holds {halo}")
 
 
-def extended(layouts: Sequence[Layout], values: Sequence[Tensor], places: Sequence[Place | None]) -> list[Tensor]:
+def extended(
+    layouts: Sequence[Layout], values: Sequence[Tensor], row_shardings: Sequence[RowSharding | None]
+) -> list[Tensor]:
     """The values of whole blocks: (rows, k) of each shard -> (m, k) of its planes, halo included, in the same dtype.
 
     The rows of the halo have the extremes, or the values, of the rows that other ranks hold there. Collective over each
@@ -46,16 +48,16 @@ def extended(layouts: Sequence[Layout], values: Sequence[Tensor], places: Sequen
     """
     found = list(values)
     batches: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
-    for position, (layout, place) in enumerate(zip(layouts, places, strict=True)):
-        if place is not None and place.joins(layout):
-            batches[place.group].append(position)
+    for position, (layout, row_sharding) in enumerate(zip(layouts, row_shardings, strict=True)):
+        if row_sharding is not None and row_sharding.splits_blocks(layout):
+            batches[row_sharding.group].append(position)
     for group, members in batches.items():
-        told = [_edges(layouts[i], values[i], places[i]) for i in members]
+        told = [_edges(layouts[i], values[i], row_shardings[i]) for i in members]
         everywhere = _all_gather(torch.cat([edges.flatten() for edges in told]), group)
         pieces = torch.split(everywhere, [edges.numel() for edges in told], dim=1)
         for i, edges, piece in zip(members, told, pieces, strict=True):
             heard = piece.view(group.size(), *edges.shape).to(values[i].device)
-            found[i] = _with_halo(layouts[i], values[i], places[i], heard)
+            found[i] = _with_halo(layouts[i], values[i], row_shardings[i], heard)
     return found
 
 
@@ -74,14 +76,14 @@ def gather_bytes(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return everywhere
 
 
-def _edges(layout: Layout, values: Tensor, place: Place | None) -> Tensor:
+def _edges(layout: Layout, values: Tensor, row_sharding: RowSharding | None) -> Tensor:
     """What a rank tells of the first and the last block that it has rows of: (2, rows told, k), fp32.
 
     Least and greatest values, or all values where they stand in the block, zeros elsewhere.
     """
-    assert place is not None
+    assert row_sharding is not None
     block, (n, k) = layout.block_rows, values.shape
-    first, last = place.cuts.bounds(place.rank)
+    first, last = row_sharding.cuts.bounds(row_sharding.rank)
     told = values.new_zeros(2, 2 if layout.extremes else block, k, dtype=torch.float32)
     if not n:
         return told
@@ -95,20 +97,20 @@ def _edges(layout: Layout, values: Tensor, place: Place | None) -> Tensor:
     return told
 
 
-def _with_halo(layout: Layout, values: Tensor, place: Place | None, heard: Tensor) -> Tensor:
+def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None, heard: Tensor) -> Tensor:
     """Values with the halo's rows around them. heard: (ranks, 2, rows told, k)."""
-    assert place is not None
-    block, cuts = layout.block_rows, place.cuts
-    halo = cuts.halo(place.rank, block)
+    assert row_sharding is not None
+    block, cuts = layout.block_rows, row_sharding.cuts
+    halo = cuts.halo(row_sharding.rank, block)
     if not halo.rows:
         return values
-    first, last = cuts.bounds(place.rank)
+    first, last = cuts.bounds(row_sharding.rank)
     whole = values.new_empty(len(values) + halo.rows, values.shape[1])
     whole[halo.before : len(whole) - halo.after] = values
     origin = first - halo.before  # the weight's row at which `whole` begins
     sides = (
-        (range(place.rank), 1, origin, first),
-        (range(place.rank + 1, cuts.world), 0, last, last + halo.after),
+        (range(row_sharding.rank), 1, origin, first),
+        (range(row_sharding.rank + 1, cuts.world), 0, last, last + halo.after),
     )
     for ranks, edge, start, stop in sides:
         inside = [(rank, cuts.bounds(rank)) for rank in ranks]

@@ -16,9 +16,9 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.quantize.amax import Groups, agreed, check_same, with_histories, with_history
-from layoutc.runtime.quantize.block_edges import check_place, extended
+from layoutc.runtime.quantize.block_edges import check_whole_blocks, extended
 from layoutc.runtime.sharding import shards
-from layoutc.runtime.sharding.shards import Place
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators
 from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
@@ -37,15 +37,17 @@ def quantize(
     out: QuantizedTensor | None = None,
     restart: bool = False,
     tag: int | None = None,
-    place: Place | None = None,
+    row_sharding: RowSharding | None = None,
 ) -> QuantizedTensor:
     """High precision to quantized; the body of every generated `quantize`.
 
-    x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32, when it is known; else it is taken from x and, with
-    `group`, reduced over the shards. out: a tensor of the same shape, whose planes are overwritten; one that trains
-    keeps x for its master. restart: forget its history of amaxes. tag: see reduce_max. place: where `out` lies among
-    the shards of a weight; then all ranks call.
-    Raises ValueError, TypeError.
+    x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32; by default that of x and, with `group`, the maximum
+    over the shards. out: a tensor of the same shape to overwrite; if it trains, it stores x for its master. restart:
+    forget its history of amaxes. tag: see reduce_max. row_sharding: how the weight that `out` is a shard of is cut; the
+    call is then collective.
+
+    Raises ValueError for shapes that the recipe does not take and for an amax that it does not; TypeError for other
+    dtypes; and, if there is an `out`, what check_out and check_whole_blocks raise.
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
@@ -53,10 +55,10 @@ def quantize(
     if out is not None:
         asked = None if orientations is None else chosen
         check_out(layout, x, out, asked, alone=amax is None and group is None)
-        check_place(out, place)
+        check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
         current, before = agreed(cls, matrix, amax, group, tag), initial_values.held(out)
-        _overwrite_(cls, [out], extended([layout], [matrix], [place]), [current], restart)
+        _overwrite_(cls, [out], extended([layout], [matrix], [row_sharding]), [current], restart)
         initial_values.keep(out, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
@@ -106,24 +108,24 @@ def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
 def requantize_many_(
     weights: Sequence[tuple[QuantizedTensor, Tensor]],
     amaxes: Sequence[Tensor | None],
-    places: Sequence[Place | None] | None = None,
+    row_shardings: Sequence[RowSharding | None] | None = None,
 ) -> None:
     """Each (target, values) as `quantize` with out=target and its amax: checked all first, then in few launches.
 
     amaxes: fp32, what the shards of each weight have agreed on, in the shape that its recipe shares; None for recipes
-    that share none. places: as for `quantize`. Raises as `quantize` does, before anything is written.
+    that share none. row_shardings: as for `quantize`. Raises as `quantize` does, before anything is written.
     """
-    places = places or [None] * len(weights)
-    for (target, x), amax, place in zip(weights, amaxes, places, strict=True):
+    row_shardings = row_shardings or [None] * len(weights)
+    for (target, x), amax, row_sharding in zip(weights, amaxes, row_shardings, strict=True):
         _check_in(target.LAYOUT, x, amax)
         check_out(target.LAYOUT, x, target, None, alone=amax is None)
-        check_place(target, place)
+        check_whole_blocks(target, row_sharding)
     with torch.no_grad():
         kinds: dict[Any, list[Requantized]] = defaultdict(list)
         targets = [target for target, _ in weights]
         own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
         for target, matrix, amax in zip(
-            targets, extended([target.LAYOUT for target in targets], own, places), amaxes, strict=True
+            targets, extended([target.LAYOUT for target in targets], own, row_shardings), amaxes, strict=True
         ):
             usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
             kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
@@ -185,10 +187,10 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     if ddp_replicas.receive(target):
         return
     like = target if like is None else like
-    (groups, tag), place = shards.amax_groups(like), shards.place(like)
-    if place is not None and place.joins(like.LAYOUT) and not groups:
-        check_same(shards.tag(like), place.group, x.device)
-    known = {"group": groups or None, "tag": tag if groups else None, "place": place}
+    (groups, tag), row_sharding = shards.amax_groups(like), shards.row_sharding(like)
+    if row_sharding is not None and row_sharding.splits_blocks(like.LAYOUT) and not groups:
+        check_same(shards.tag(like), row_sharding.group, x.device)
+    known = {"group": groups or None, "tag": tag if groups else None, "row_sharding": row_sharding}
     quantize(type(target), x, out=target, restart=True, **known)  # type: ignore[arg-type]
 
 
@@ -213,7 +215,7 @@ def _holds(target: QuantizedTensor, x: Tensor) -> bool:
         return False
     if target._home is not None or target._writes.waiting or not target.orientations:
         return False
-    if shards.amax_groups(target)[0] or shards.place(target) is not None:
+    if shards.amax_groups(target)[0] or shards.row_sharding(target) is not None:
         return False
     return torch.equal(target.dequantize(x.dtype), x)
 

@@ -1,4 +1,4 @@
-"""Where a shard lies among those of its weight: how the rows are cut, and with whom it shares an amax."""
+"""How a weight is sharded, seen from one of its shards: where rows are cut, and which ranks share an amax."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.sharding import meshes
@@ -16,15 +19,15 @@ from layoutc.runtime.sharding.registry import Shard, find, parameter_name
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a shard lies among the others: their process group, its rank in that, and how the rows are cut."""
+class RowSharding:
+    """A weight's rows, cut over a process group: the group, this rank in it, and where the cuts are."""
 
     group: dist.ProcessGroup
     rank: int
     cuts: Cuts
 
-    def joins(self, layout: Layout) -> bool:
-        """True if some cut falls inside a block, so that all ranks must exchange scales."""
+    def splits_blocks(self, layout: Layout) -> bool:
+        """True if some cut falls inside a block, so that all ranks must exchange what decides its scale."""
         return not self.cuts.aligned(layout.block_rows)
 
 
@@ -46,13 +49,28 @@ def tag(shard: Shard) -> int:
     return zlib.crc32(f"{parameter_name(shard)} {shape}".encode()) & 0x7FFFFFFF
 
 
-def place(shard: Shard) -> Place | None:
-    """Where this tensor lies among the shards of a weight that FSDP2 shards on dim 0; None for any other tensor."""
+def row_sharding(shard: Shard) -> RowSharding | None:
+    """How FSDP2 shards the rows of this tensor's weight; None unless it is a shard, cut on dim 0."""
     sharding = find(shard)
     if sharding is None or sharding.is_gone or sharding.dim != 0 or (group := sharding.process_group) is None:
         return None
     cuts = Cuts(prod(sharding.shape[:-1]), prod(sharding.padded_shape[:-1]), group.size())
-    return Place(group, group.rank(), cuts)
+    return RowSharding(group, group.rank(), cuts)
+
+
+def row_sharding_of(param: Tensor, shard: Shard) -> RowSharding | None:
+    """How a parameter's rows are sharded, by FSDP2 or as a DTensor; None if they are not, or if no block has two rows.
+
+    shard: its local tensor.
+    """
+    if shard.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
+        return None
+    by_fsdp, cut = row_sharding(shard), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
+    if by_fsdp is not None or len(cut) != 1:
+        return by_fsdp
+    group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])
+    cuts = Cuts(param.shape[0] * inner, cdiv(param.shape[0], group.size()) * inner, group.size())
+    return RowSharding(group, group.rank(), cuts)
 
 
 def check_other_dim(shard: Shard) -> None:

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize.block_edges import gather_bytes
-from layoutc.runtime.sharding import meshes, registry
-from layoutc.runtime.train.master_weights import place_of
+from layoutc.runtime.sharding import meshes, registry, shards
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 SHOWN = 8  # disagreements that a message spells out
@@ -120,11 +119,11 @@ def _shared(name: str, param: DTensor, local: QuantizedTensor | CastOnGather) ->
 
 def _halved(name: str, param: DTensor, local: QuantizedTensor) -> Iterator[tuple[str, Claim]]:
     """Claims of the scales of blocks that a cut splits, which several ranks hold."""
-    shard_place = place_of(param, local)
-    if shard_place is None or not shard_place.joins(local.LAYOUT) or not local._rows:
+    row_sharding = shards.row_sharding_of(param, local)
+    if row_sharding is None or not row_sharding.splits_blocks(local.LAYOUT) or not local._rows:
         return
-    (first, last), cuts = shard_place.cuts.bounds(shard_place.rank), shard_place.cuts
-    group = dist.get_process_group_ranks(shard_place.group)
+    (first, last), cuts = row_sharding.cuts.bounds(row_sharding.rank), row_sharding.cuts
+    group = dist.get_process_group_ranks(row_sharding.group)
     for plane, tensor in local.planes().items():
         rows = local.LAYOUT.stored[plane].rows_per_value or 1
         for block in sorted({first // rows, (last - 1) // rows} if rows > 1 else ()):

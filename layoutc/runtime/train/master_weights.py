@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.ints.cuts import Cuts
-from layoutc.ints.sizes import cdiv
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import amax, weights
 from layoutc.runtime.quantize.amax import shared_amaxes
 from layoutc.runtime.sharding import meshes, registry, shards
-from layoutc.runtime.sharding.shards import Place
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -262,7 +260,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _write_back(self) -> None:
         """Rewrites parameters from masters, with one amax reduction for all parameters of a process group."""
-        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, Place | None]]] = defaultdict(list)
+        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, RowSharding | None]]] = defaultdict(list)
         groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         groups_that_move = [group["params"] for group in self.param_groups if bool(group.get("lr", 1))]
         moved = [p for params in groups_that_move for p in params if p.grad is not None]
@@ -278,10 +276,10 @@ class MasterWeights(torch.optim.Optimizer):
             own_groups = meshes.amax_groups(target.LAYOUT, param)
             key = tuple(id(group) for group in own_groups)
             groups[key] = own_groups
-            batches[key].append((target, values, place_of(param, target)))
+            batches[key].append((target, values, shards.row_sharding_of(param, target)))
         for key, batch in batches.items():
-            *pairs, places = zip(*batch, strict=True)
-            requantize_batch_(list(zip(*pairs, strict=True)), groups[key], places)
+            *pairs, row_shardings = zip(*batch, strict=True)
+            requantize_batch_(list(zip(*pairs, strict=True)), groups[key], row_shardings)
         self._written = {param: _stamp(param) for param in self._masters}
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
@@ -338,12 +336,12 @@ def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
 def requantize_batch_(
     batch: list[tuple[QuantizedTensor, Tensor]],
     groups: list[dist.ProcessGroup],
-    places: Sequence[Place | None] | None = None,
+    row_shardings: Sequence[RowSharding | None] | None = None,
 ) -> None:
     """Overwrites quantized tensors with new values, with one MAX all-reduce of all their amaxes for each group.
 
-    batch: (target, values of its shape). places: where each shard lies, for shards that are cut inside a block, which
-    take one more all-gather for each group; default: looked up.
+    batch: (target, values of its shape). row_shardings: how the weight of each target is cut; weights whose blocks are
+    cut take one more all-gather for each group. By default nothing is cut.
     """
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
@@ -356,19 +354,7 @@ def requantize_batch_(
         pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
         for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
             shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
-    weights.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], places)
-
-
-def place_of(param: Tensor, target: QuantizedTensor) -> Place | None:
-    """Where a parameter's local tensor lies among its shards; None if that can't matter, as blocks have one row."""
-    if target.LAYOUT.block_rows == 1 or not isinstance(param, DTensor):
-        return None
-    shard_place, cut = shards.place(target), [mesh_dim for mesh_dim, dim in meshes.cuts(param) if dim == 0]
-    if shard_place is not None or len(cut) != 1:
-        return shard_place
-    group, inner = param.device_mesh.get_group(cut[0]), prod(param.shape[1:-1])
-    cuts = Cuts(param.shape[0] * inner, cdiv(param.shape[0], group.size()) * inner, group.size())
-    return Place(group, group.rank(), cuts)
+    weights.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
 
 
 def _local(tensor: Tensor) -> Tensor:
