@@ -170,7 +170,7 @@ def verify_gather(model: nn.Module, optimizer: layoutc.MasterWeights) -> int:
     """
     checked = 0
     masters = {name: optimizer.state[param]["master"] for name, param in model.named_parameters()}
-    deciding = {name: amax.deciding(param._local_tensor) for name, param in _quantized(model)}
+    deciding = {name: amax.amax_of_scales(param._local_tensor) for name, param in _quantized(model)}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

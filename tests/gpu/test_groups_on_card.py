@@ -180,14 +180,14 @@ def test_steps_of_an_optimizer(names: list[str]) -> None:
             one_by_one(other, each)
         expect_same(targets, others)
     assert misses[0] > 0
-    assert misses[1] == misses[0] == misses[2] or misses[0] > batches.KEPT
+    assert misses[1] == misses[0] == misses[2] or misses[0] > batches.CACHED
 
 
 def test_tables_follow_streams_and_survive_eviction() -> None:
     """A table is used on the stream that its copy is on; more groups than are kept, launched without waiting."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     results = []
-    for index in range(batches.KEPT // 2 + 16):
+    for index in range(batches.CACHED // 2 + 16):
         xs = [torch.full((32, 64), float(index * 10 + one + 1), device="cuda") for one in range(3)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())

@@ -238,7 +238,7 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tupl
     elif dtype is not None:
         tensors = {item.name: whole.dequantize(dtype)}
     else:
-        gathered_in_graphs.check_held(whole)
+        gathered_in_graphs.check_not_resharded(whole)
         tensors = {f"{item.name}.{plane}": whole._entries(plane) for plane in whole.planes()}
     for name, facts in item.tensors.items():
         tensor = tensors[name]

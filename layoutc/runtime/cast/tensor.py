@@ -20,7 +20,7 @@ from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.quantize.block_edges import extended
+from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import no_torch_function
@@ -149,7 +149,7 @@ class CastOnGather(torch.Tensor):
         cls, shape, row_sharding = self.QUANTIZED, tuple(values.shape), shards.row_sharding(self)
         matrix = self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
-        (matrix,) = extended([self.LAYOUT], [matrix], [row_sharding])
+        (matrix,) = with_halos([self.LAYOUT], [matrix], [row_sharding])
         m, k = matrix.shape
         planes = operators.quantize(cls, matrix, amax, orientations) | extra
         halo = NO_HALO

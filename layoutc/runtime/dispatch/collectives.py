@@ -143,7 +143,8 @@ def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into], [sent] if pieces else pieces, *rest, **kwargs)[1]
 
-    values = _initial_values(output, [initial_values.own(piece) for piece in pieces[0]] if pieces else [], send, waits)
+    sent = [initial_values.complete_matrix(piece) for piece in pieces[0]] if pieces else []
+    values = _initial_values(output, sent, send, waits)
     return _done(output, [rejoining.scatter_(func, output, pieces, rest, kwargs, waits)], waits, values)
 
 
@@ -162,7 +163,7 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
 
-    values = _initial_values(tensor, [initial_values.own(tensor)], send, waits)
+    values = _initial_values(tensor, [initial_values.complete_matrix(tensor)], send, waits)
     works = [func([_bytes(plane, into=True)], *rest, **kwargs)[1] for plane in tensor._planes.values()]
     return _done(tensor, works, waits, values)
 
@@ -208,7 +209,7 @@ def _done(
     written([tensor])
     if values is not None:
         tensor._writes.trains = True
-        initial_values.keep(tensor, values[: tensor._rows])
+        initial_values.store(tensor, values[: tensor._rows])
     return [tensor], works[-1]
 
 

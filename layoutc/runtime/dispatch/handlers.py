@@ -198,7 +198,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor: QuantizedTensor = args[0]
     check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
-    before = initial_values.held(tensor)
+    before = initial_values.lookup(tensor)
     row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
     is_cut = row_sharding is not None and row_sharding.splits_blocks(tensor.LAYOUT)
     if is_cut or (tensor._halo.rows and not tensor.is_meta):
@@ -313,7 +313,7 @@ def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedT
 
 
 def _write_planes(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    before = initial_values.held(target)
+    before = initial_values.lookup(target)
     for name in target._planes:
         target._entries(name).copy_(source._entries(name))
     written([target])

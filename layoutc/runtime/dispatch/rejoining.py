@@ -90,8 +90,8 @@ def with_zeros(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor
                 planes[name][: plane.shape[0], : plane.shape[1]] = plane
     full = tensor._with_planes(planes, shape, matrix=matrix)
     full._padding = NOT_PADDED
-    if (values := initial_values.own(tensor)) is not None:
-        initial_values.keep(full, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
+    if (values := initial_values.complete_matrix(tensor)) is not None:
+        initial_values.store(full, pad(values, (0, matrix[1] - values.shape[1], 0, matrix[0] - values.shape[0])))
     return full
 
 

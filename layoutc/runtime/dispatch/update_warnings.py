@@ -38,7 +38,7 @@ def note(func: Any, targets: Sequence[QuantizedTensor], others: Sequence[Any]) -
     name = func._schema.name
     if not name.endswith("_") or name.endswith("copy_"):
         return
-    shapes = {tuple(target.shape): target for target in targets if initial_values.held(target) is None}
+    shapes = {tuple(target.shape): target for target in targets if initial_values.lookup(target) is None}
     for other in others:
         if not isinstance(other, Tensor) or not other.is_floating_point() or any(other is one for one in targets):
             continue

@@ -23,7 +23,7 @@ from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import amaxes, launch
 
 ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
-KEPT = 512  # batches whose tables are kept, the latest ones
+CACHED = 512  # the batches used last, whose tables are cached
 AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
 _MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
 
@@ -61,9 +61,9 @@ def split(
     if len(outs) != len(xs) or (shared is not None and len(shared) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
     where = xs[0].get_device()
-    if not _alike(xs, xs[0].dtype, where):
+    if not _same_dtype_and_device(xs, xs[0].dtype, where):
         raise ValueError(f"{layout.name}: the matrices of a batch have one dtype and lie on one device")
-    if shared and not _alike(shared, torch.float32, where):
+    if shared and not _same_dtype_and_device(shared, torch.float32, where):
         raise ValueError(f"{layout.name}: amaxes of a batch are float32, on the device of its matrices")
     shapes = [x.shape for x in xs]
     columns, wide = [_addresses(xs)], [True]
@@ -75,7 +75,7 @@ def split(
     return _matrices(xs, shapes, places, columns, wide, tile)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _written(
     layout: Layout, names: tuple[str, ...], orientations: tuple[str, ...], *shapes: tuple[int, ...]
 ) -> list[list[Facts]]:
@@ -91,9 +91,10 @@ def _plane_addresses(
     planes = [out[name] for out in outs]
     found = _addresses(planes)
     same = [plane.shape for plane in planes] == [shape for shape, _ in expected]
-    if not (same and _alike(planes, expected[0].dtype, where) and _whole(planes) and reduce(or_, found) % 4 == 0):
+    same = same and _same_dtype_and_device(planes, expected[0].dtype, where)
+    if not (same and _all_contiguous(planes) and reduce(or_, found) % 4 == 0):
         for out, plane, facts in zip(outs, planes, expected, strict=True):
-            launch.given_planes(layout, {name: facts}, out)
+            launch.checked_planes(layout, {name: facts}, out)
             if plane.get_device() != where:
                 raise ValueError(f"{layout.name}: {name} lies on {plane.device}, the matrices elsewhere")
     return found
@@ -171,12 +172,12 @@ def _matrices(
     shapes: the rows and columns that kernels take a matrix for. places: of the amaxes. addresses: what begins where,
     the matrices and each plane; wide: which of them are moved 16 bytes at a time.
     """
-    strided = () if _whole(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
+    strided = () if _all_contiguous(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
     fields = [*zip(*shapes, strict=True), tuple(places), *addresses]
-    return listed(xs[0].device, shapes, fields, [False, True, False, *wide], tile, tile, strided)
+    return tables_of(xs[0].device, shapes, fields, [False, True, False, *wide], tile, tile, strided)
 
 
-def listed(
+def tables_of(
     device: torch.device,
     covers: Sequence[tuple[int, ...]],
     fields: Sequence[tuple[int, ...]],
@@ -194,11 +195,11 @@ def listed(
     return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
-def _whole(tensors: Sequence[Tensor]) -> bool:
+def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
     return all(map(Tensor.is_contiguous, tensors))
 
 
-def _alike(tensors: Sequence[Tensor], dtype: torch.dtype, where: int) -> bool:
+def _same_dtype_and_device(tensors: Sequence[Tensor], dtype: torch.dtype, where: int) -> bool:
     """True where all are of one dtype, on one device."""
     count = len(tensors)
     return [one.dtype for one in tensors].count(dtype) == [one.get_device() for one in tensors].count(where) == count
@@ -208,7 +209,7 @@ def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def _tables(
     device: torch.device,
     stream: int,

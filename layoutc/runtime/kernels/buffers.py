@@ -19,16 +19,16 @@ def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: t
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
 
-def kept_planes(
+def planes_as_buffers(
     layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
 ) -> dict[str, Tensor]:
     """New planes to write into, of those that are buffers of the orientations as they are."""
-    facts = _kept_facts(layout, m, k, orientations)
+    facts = _plane_facts(layout, m, k, orientations)
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
 
 @lru_cache(maxsize=4096)
-def _kept_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
+def _plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
     read = {plane for buffer, plane in layout.as_stored.items() if buffer.split("_")[0] in orientations}
     return {name: fact for name, fact in layout.written(m, k, orientations).items() if name in read}
 
@@ -54,15 +54,15 @@ def new_for_batch(
         raise ValueError(
             f"{layout.name}: the weights of a batch lie on one device, not on {', '.join(map(str, places))}"
         )
-    for name, (shape, dtype), members in _alike_buffers(layout, orientations, *shapes) if weights else ():
+    for name, (shape, dtype), members in _stackable_buffers(layout, orientations, *shapes) if weights else ():
         new = torch.empty((len(members), *shape), dtype=dtype, device=next(iter(places))).unbind()
         for index, buffer in zip(members, new, strict=True):
             made[index][name] = buffer
     return made
 
 
-@lru_cache(maxsize=batches.KEPT)
-def _alike_buffers(
+@lru_cache(maxsize=batches.CACHED)
+def _stackable_buffers(
     layout: Layout, orientations: tuple[str, ...], *shapes: tuple[int, int]
 ) -> list[tuple[str, Facts, list[int]]]:
     """Name and facts of buffers, and of which weights they are; alone where the next would begin between 16 bytes."""
@@ -95,5 +95,5 @@ def split(
     ms, ks = zip(*shapes, strict=True)
     fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
     some = next(iter(made[0].values()))
-    tables, single = batches.listed(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))
+    tables, single = batches.tables_of(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))
     return [*((0, table) for table in tables), *((index, None) for index in single)]

@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 __all__ = [
-    "given_planes",
+    "checked_planes",
     "hardware",
     "level_of",
     "plane_facts",
@@ -123,7 +123,7 @@ def planes(
     facts = plane_facts(layout, m, k, tuple(orientations))
     if out is None:
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
-    return given_planes(layout, facts, out)
+    return checked_planes(layout, facts, out)
 
 
 @lru_cache(maxsize=4096)
@@ -132,7 +132,7 @@ def plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -
     return layout.written(m, k, orientations)
 
 
-def given_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The planes of `out` that a kernel writes. Raises ValueError where they are not what it writes into."""
     found = {name: out[name] for name in facts}
     for name, given in found.items():

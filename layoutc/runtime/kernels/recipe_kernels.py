@@ -89,7 +89,7 @@ class Kernels:
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
         made = buffers.new(self.layout, m, k, orientations, x.device)
-        planes = buffers.kept_planes(self.layout, m, k, orientations, x.device)
+        planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
         choice = self._choice(self.buffer_sizes, orientations, x.dtype)
         self._quantize(x, amax, planes, made, choice, *_cover(self.padding, m, k), swizzled)
         return self._buffers(planes | shared, made, orientations, swizzled)

@@ -49,7 +49,7 @@ def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None
     reduce_max(torch.zeros(1, device=device), [group], tag)
 
 
-def agreed(
+def agree_on_amax(
     cls: type[QuantizedTensor],
     matrix: Tensor,
     amax: Tensor | None,
@@ -61,10 +61,10 @@ def agreed(
         return None
     if amax is None:
         return reduce_max(operators.shared_amax(cls, matrix), group, tag)
-    return _given(cls.LAYOUT, amax, matrix)
+    return _checked(cls.LAYOUT, amax, matrix)
 
 
-def _given(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
+def _checked(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
     """A caller's amax, in the shape that the recipe shares. Raises ValueError."""
     shape = layout.amax_shape(matrix.shape[1])
     if amax.numel() != prod(shape) or not amax.is_floating_point():
@@ -89,7 +89,7 @@ def with_history(
         return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
     if before is None:
         before = current.new_zeros(layout.history)
-    return _picked(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
+    return _pick(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
 
 
 def with_histories(
@@ -108,19 +108,19 @@ def with_histories(
     return [one for one, _ in found], [extra for _, extra in found]
 
 
-def _picked(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
+def _pick(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
     """Which amax decides, of the current one (..., 1) and those before it (..., history), latest first."""
     earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
     return torch.where(earlier == 0, current, earlier)
 
 
-def deciding(tensor: QuantizedTensor) -> Tensor | None:
+def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
     """The shared amax that its scales were made from, (1,) fp32, from what the tensor stores; None where it stores
     none."""
     stored = tensor._planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
-    return _picked(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
+    return _pick(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))
 
 
 def shared_amaxes(

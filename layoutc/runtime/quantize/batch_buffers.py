@@ -29,7 +29,7 @@ def buffers_of(
         if not isinstance(tensor, QuantizedTensor):
             raise TypeError(f"buffers_of takes quantized tensors, not {type(tensor).__name__}")
         tensor.LAYOUT.check_swizzled(swizzled)
-        gathered_in_graphs.check_held(tensor)
+        gathered_in_graphs.check_not_resharded(tensor)
         empty = 0 in tensor._matrix
         kinds[type(tensor), tensor.device, empty, _asked(tensor, orientations)].append(index)
     found: list[dict[str, Tensor]] = [{} for _ in tensors]

@@ -38,7 +38,7 @@ def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None
         raise LayoutError(f"{target._label()}: rank {row_sharding.rank} should hold {expected}, but holds {halo}")
 
 
-def extended(
+def with_halos(
     layouts: Sequence[Layout], values: Sequence[Tensor], row_shardings: Sequence[RowSharding | None]
 ) -> list[Tensor]:
     """The values of whole blocks: (rows, k) of each shard -> (m, k) of its planes, halo included, in the same dtype.

@@ -30,7 +30,7 @@ def receive(target: QuantizedTensor) -> bool:
     if frame is None:
         return False
     group, src = frame.f_locals["process_group"], frame.f_locals["src"]
-    kept = initial_values.held(target)
+    kept = initial_values.lookup(target)
     values = None if kept is None else initial_values.values(target, kept.values.dtype)
     keeps = _check_alike(target, values, group)
     held = [*target.planes().values(), *([values] if keeps and values is not None else [])]
@@ -48,7 +48,7 @@ def receive(target: QuantizedTensor) -> bool:
         plane.copy_(sent)
     written([target])
     if keeps:
-        initial_values.keep(target, new[-1])
+        initial_values.store(target, new[-1])
     return True
 
 

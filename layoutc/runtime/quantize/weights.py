@@ -15,8 +15,8 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedO
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import ddp_replicas
-from layoutc.runtime.quantize.amax import Groups, agreed, check_same, with_histories, with_history
-from layoutc.runtime.quantize.block_edges import check_whole_blocks, extended
+from layoutc.runtime.quantize.amax import Groups, agree_on_amax, check_same, with_histories, with_history
+from layoutc.runtime.quantize.block_edges import check_whole_blocks, with_halos
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
@@ -57,13 +57,13 @@ def quantize(
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
-        current, before = agreed(cls, matrix, amax, group, tag), initial_values.held(out)
-        _overwrite_(cls, [out], extended([layout], [matrix], [row_sharding]), [current], restart)
-        initial_values.keep(out, matrix, before)
+        current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out)
+        _overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart)
+        initial_values.store(out, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agreed(cls, matrix, amax, group, tag), None)
+    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, tag), None)
     planes = operators.quantize(cls, matrix, shared, chosen) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
@@ -87,7 +87,7 @@ def quantize_buffers(
     m, k = layout.check_shape(x.shape)
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
-    shared, extra = with_history(layout, agreed(cls, matrix, amax, group, None), None)
+    shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None), None)
     made: dict[str, Tensor] | None = None
     if not operators.traced(matrix):
         made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
@@ -125,19 +125,19 @@ def requantize_many_(
         targets = [target for target, _ in weights]
         own = [as_matrix(x, (target._rows, target._matrix[1])) for target, x in weights]
         for target, matrix, amax in zip(
-            targets, extended([target.LAYOUT for target in targets], own, row_shardings), amaxes, strict=True
+            targets, with_halos([target.LAYOUT for target in targets], own, row_shardings), amaxes, strict=True
         ):
             usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
             kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
                 (target, matrix, amax)
             )
         for alike in kinds.values():
-            for members in _together(alike):
+            for members in _by_launch(alike):
                 outs, matrices, currents = zip(*members, strict=True)
                 _overwrite_(type(outs[0]), outs, matrices, currents)
 
 
-def _together(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
+def _by_launch(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
     """Weights that hold the same planes, of one dtype and device: in as few parts as they can be quantized in."""
     device = members[0][1].device
     if not launch.usable(members[0][1]):
@@ -200,7 +200,7 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     An alias where they are what the target dequantizes to: to quantize them again could move scales. Ranks that share
     scales or blocks would have to agree on that, so a shard of such is always quantized.
     """
-    if _holds(target, x):
+    if _dequantizes_to(target, x):
         return target._alias(dtype=x.dtype)
     new = target._with_planes(
         {name: torch.empty_like(plane, device=x.device) for name, plane in target._planes.items()}, dtype=x.dtype
@@ -209,7 +209,7 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
     return new
 
 
-def _holds(target: QuantizedTensor, x: Tensor) -> bool:
+def _dequantizes_to(target: QuantizedTensor, x: Tensor) -> bool:
     """True for the values that a whole weight dequantizes to."""
     if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
         return False

@@ -169,7 +169,7 @@ def _quantized(cls: type[QuantizedTensor], keep_values: bool, weight: Tensor, na
     else:
         tensor = quantize(cls, local, group=groups or None)
     tensor._name, tensor._writes.trains = name, keep_values and weight.requires_grad
-    initial_values.keep(tensor, local)
+    initial_values.store(tensor, local)
     if not isinstance(weight, DTensor):
         return tensor
     tensor._peers = tuple(group.group_name for group in groups) or None

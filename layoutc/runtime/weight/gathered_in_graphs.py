@@ -31,7 +31,7 @@ def handle(planes: Mapping[str, Tensor]) -> Tensor | None:
     return own if own is not None and operators.traced(own) else None
 
 
-def check_held(tensor: QuantizedTensor) -> None:
+def check_not_resharded(tensor: QuantizedTensor) -> None:
     """Raises LayoutError if FSDP2 has freed a gathered weight's planes: reading freed memory would crash the
     process."""
     if tensor._home is None:

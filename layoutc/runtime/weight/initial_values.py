@@ -1,10 +1,10 @@
-"""Initial values: what a weight was quantized from, kept until the optimizer has made its master of them.
+"""Initial values: what a weight was quantized from, stored until the optimizer has made its master of them.
 
 A master that starts as the dequantized weight starts on the grid of the codes, and at a small learning rate needs many
-steps before the first code changes. So plain values that are written into a weight that trains are kept beside its
-bytes, unchanged, in their own dtype, on its device. A shard keeps those of its own rows. They belong to the bytes that
+steps before the first code changes. So plain values that are written into a weight that trains are stored beside its
+bytes, unchanged, in their own dtype, on its device. A shard stores those of its own rows. They belong to the bytes that
 they were quantized to: writing other bytes drops them, and a copy of the bytes gets a copy of them. `MasterWeights`
-takes them and frees them. They appear in no file, no graph and not in `planes()`.
+takes them and frees them. They are in no file, no graph and not in `planes()`.
 
 This module also tells bytes apart: `mark` stays equal for as long as a weight holds the same bytes.
 """
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Seal(NamedTuple):
-    """Planes and the version counters that they had when the values were kept: writes since then change those."""
+    """Planes and the version counters that they had when the values were stored: writes since then change those."""
 
     planes: Mapping[str, Tensor]
     versions: tuple[int, ...]
 
 
-class Initial(NamedTuple):
+class InitialValues(NamedTuple):
     """The values that a tensor was quantized from: a plain tensor of (its own rows, k) in memory of its own."""
 
     values: Tensor
@@ -67,23 +67,23 @@ def _versions(planes: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ what it was made from
-def held(tensor: QuantizedTensor) -> Initial | None:
-    """The values kept for this tensor, or for the tensor that it was cut from; None if its bytes were written since."""
-    kept, own = tensor._writes.initial, _base(tensor)
-    if kept is None:
+def lookup(tensor: QuantizedTensor) -> InitialValues | None:
+    """What is stored for this tensor, or for the one that it was cut from; None if its bytes were written since."""
+    stored, own = tensor._writes.initial, _base(tensor)
+    if stored is None:
         return None
     # Views made below autograd have version counters of their own, which start at 0.
-    is_other = all(own is not seal.planes for seal in kept.seals) and any(_versions(own))
-    if is_other or any(_versions(seal.planes) != seal.versions for seal in kept.seals):
+    is_other = all(own is not seal.planes for seal in stored.seals) and any(_versions(own))
+    if is_other or any(_versions(seal.planes) != seal.versions for seal in stored.seals):
         tensor._writes.initial = None
     return tensor._writes.initial
 
 
-def keep(tensor: QuantizedTensor, values: Tensor, before: Initial | None = None, is_whole: bool = True) -> None:
-    """Keeps a copy of the values that a tensor has just been quantized from, if it trains.
+def store(tensor: QuantizedTensor, values: Tensor, before: InitialValues | None = None, is_whole: bool = True) -> None:
+    """Stores a copy of the values that a tensor has just been quantized from, if it trains.
 
-    values: as many elements as the tensor has. before: for a piece, what was `held` before the write, which is kept for
-    the rest of the tensor; without it the rest has no initial values.
+    values: as many elements as the tensor has. before: for a piece, what `lookup` returned before the write, which
+    stays for the rest of the tensor; without it the rest has no initial values.
     """
     writes = tensor._writes
     if not writes.trains or values.is_meta or torch.is_inference_mode_enabled() or operators.traced(values):
@@ -91,46 +91,46 @@ def keep(tensor: QuantizedTensor, values: Tensor, before: Initial | None = None,
     matrix = values.detach().reshape(tensor._rows, tensor._matrix[1])
     if _is_all(tensor):
         seals = tuple(Seal(planes, _versions(planes)) for planes in (writes.planes, tensor._planes))
-        writes.initial = Initial(matrix.clone(memory_format=torch.contiguous_format), is_whole, seals)
+        writes.initial = InitialValues(matrix.clone(memory_format=torch.contiguous_format), is_whole, seals)
     else:
         writes.initial = _with_part(tensor, matrix, before, is_whole)
 
 
-def _with_part(tensor: QuantizedTensor, matrix: Tensor, before: Initial | None, is_whole: bool) -> Initial:
+def _with_part(tensor: QuantizedTensor, matrix: Tensor, before: InitialValues | None, is_whole: bool) -> InitialValues:
     assert tensor._part is not None
     if before is None:
         size = tensor._part.last - tensor._part.first, tensor._part.columns
         whole = tensor._writes.planes
         rest = torch.full(size, nan, dtype=matrix.dtype, device=matrix.device)
-        before = Initial(rest, False, (Seal(whole, _versions(whole)),))
+        before = InitialValues(rest, False, (Seal(whole, _versions(whole)),))
     values = before.values.to(torch.promote_types(before.values.dtype, matrix.dtype))
     window = _window(tensor, values)
     assert window is not None
     window.copy_(matrix)
-    return Initial(values, before.is_whole and is_whole, before.seals)
+    return InitialValues(values, before.is_whole and is_whole, before.seals)
 
 
-def zeroed(tensor: QuantizedTensor, before: Initial | None) -> None:
-    """Records that a tensor has just been zeroed. No values are kept, since it dequantizes to exact zeros."""
+def zeroed(tensor: QuantizedTensor, before: InitialValues | None) -> None:
+    """Records that a tensor has just been zeroed. No values are stored, since it dequantizes to exact zeros."""
     free(tensor)
     if before is not None and not _is_all(tensor):
-        keep(tensor, before.values.new_zeros(tensor._rows, tensor._matrix[1]), before)
+        store(tensor, before.values.new_zeros(tensor._rows, tensor._matrix[1]), before)
 
 
-def carry(copy: QuantizedTensor, source: QuantizedTensor, before: Initial | None = None) -> None:
+def carry(copy: QuantizedTensor, source: QuantizedTensor, before: InitialValues | None = None) -> None:
     """Records that a tensor has just been given another one's bytes, and so has the same mark and initial values.
 
-    before: as for `keep`. Copies made for checkpoints get no initial values.
+    before: as for `store`. Copies made for checkpoints get no initial values.
     """
     part = _own(source)
     if _is_all(copy) and _is_all(source):
         copy._writes.content = source._writes.content
     if part is not None and not staging.copies_state():
-        keep(copy, part.values.to(copy.device), before, part.is_whole)
+        store(copy, part.values.to(copy.device), before, part.is_whole)
 
 
 def values(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
-    """The initial values as a new plain tensor of the tensor's shape, in a dtype; None if none are kept."""
+    """The initial values as a new plain tensor of the tensor's shape, in a dtype; None if none are stored."""
     if (part := _own(tensor)) is None:
         return None
     shape = tuple(tensor.shape)
@@ -140,8 +140,8 @@ def values(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
     return result if part.is_whole else torch.where(result.isnan(), tensor.dequantize(dtype), result)
 
 
-def own(tensor: QuantizedTensor) -> Tensor | None:
-    """The initial values of all of a tensor's own rows, (rows, k), in the dtype they are kept in; None if any lack."""
+def complete_matrix(tensor: QuantizedTensor) -> Tensor | None:
+    """The initial values of a tensor's own rows, (rows, k), in the dtype they are stored in; None if any is missing."""
     part = _own(tensor)
     return part.values if part is not None and part.is_whole else None
 
@@ -151,17 +151,17 @@ def free(tensor: QuantizedTensor) -> None:
     tensor._writes.initial = None
 
 
-def _own(tensor: QuantizedTensor) -> Initial | None:
+def _own(tensor: QuantizedTensor) -> InitialValues | None:
     """The initial values of this tensor's own rows, (rows, k): a view if the rows are adjacent."""
-    if (kept := held(tensor)) is None:
+    if (stored := lookup(tensor)) is None:
         return None
     planes = tensor._planes
     pieces: Any = planes.runs() if isinstance(planes, ScatteredPlanes) else [tensor]
-    windows = [_window(piece, kept.values) for piece in pieces]
+    windows = [_window(piece, stored.values) for piece in pieces]
     present = [window for window in windows if window is not None]
     if len(present) < len(windows):
         return None
-    return kept._replace(values=present[0] if len(present) == 1 else torch.cat(present))
+    return stored._replace(values=present[0] if len(present) == 1 else torch.cat(present))
 
 
 def _window(tensor: QuantizedTensor, whole: Tensor) -> Tensor | None:

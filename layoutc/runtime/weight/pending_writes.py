@@ -24,7 +24,7 @@ from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.padding import NOT_PADDED
 
 if TYPE_CHECKING:
-    from layoutc.runtime.weight.initial_values import Initial
+    from layoutc.runtime.weight.initial_values import InitialValues
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -65,7 +65,7 @@ class Writes:
     planes: Mapping[str, Tensor] = field(default_factory=dict)  # of the tensor that the others are views of
     content: object = field(default_factory=object)  # an identity of the bytes: copies share it, other bytes don't
     trains: bool = False  # plain values that are written are kept, for a master to start from
-    initial: Initial | None = None
+    initial: InitialValues | None = None
     sent: QuantizedTensor | None = None  # the tensor, where a rank has broadcast its values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Writes:
@@ -228,6 +228,6 @@ def chunk_protocol(tensor: QuantizedTensor, name: str) -> Any:
 
 def check_readable(tensor: QuantizedTensor) -> None:
     """Raises LayoutError for a tensor that can't be read: FSDP2 has freed it, or only a part of it was loaded."""
-    gathered_in_graphs.check_held(tensor)
+    gathered_in_graphs.check_not_resharded(tensor)
     if tensor._writes.waiting:
         check_whole(tensor)

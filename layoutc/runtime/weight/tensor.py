@@ -174,7 +174,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
 
     def _entries(self, name: str) -> Tensor:
         """The entries of a plane that cover the tensor's own rows, as a view."""
-        gathered_in_graphs.check_held(self)
+        gathered_in_graphs.check_not_resharded(self)
         rows, plane = self.LAYOUT.stored[name].rows_per_value, self._planes[name]
         if rows is None or not self._halo.rows:
             return plane
