@@ -90,7 +90,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_nibbles_of(
             scaled, source, tile, found, multiplier, rowwise_data, None, at, EVEN, HARDWARE, ENCODE=encode,
-            BLOCK=(1, 32), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=True,
+            BLOCK=(1, 32), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True, BOUNDED=True,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(1, 32))
         # orientations.rowwise.scale: zeros up to multiples of 128 x 4
@@ -102,7 +102,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_nibbles_of(
             scaled, source, tile, found, multiplier, columnwise_data, to_columnwise_data, at, EVEN, HARDWARE,
-            ENCODE=encode, BLOCK=(32, 1), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=True,
+            ENCODE=encode, BLOCK=(32, 1), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True, BOUNDED=True,
         )  # fmt: skip
         lt.store_blocks(columnwise_scale, scale, at, EVEN, BLOCK=(32, 1))
         # orientations.columnwise.scale: transposed, zeros up to multiples of 128 x 4

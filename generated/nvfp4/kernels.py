@@ -90,7 +90,8 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_nibbles_of(
             scaled, source, tile, found, multiplier, rowwise_data, to_columnwise_data, at, EVEN, HARDWARE,
-            ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
+            ENCODE=encode, BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True,
+            BOUNDED=False,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(16, 16))
         # orientations.rowwise.scale: 16 times along m, zeros up to multiples of 128 x 4

@@ -103,7 +103,7 @@ def quantize_tile(
         scaled = lt.from_blocks(blocks * multiplier[:, None, :, None])
         lt.put_nibbles_of(
             scaled, source, tile, found, multiplier, rowwise_data, None, at, EVEN, HARDWARE, ENCODE=encode,
-            BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, BOUNDED=False,
+            BLOCK=(16, 16), MANTISSA=1, BIAS=1, MAX=6.0, LOW_FIRST=True, CARD_CONVERTS=True, BOUNDED=False,
         )  # fmt: skip
         lt.store_blocks(rowwise_scale, scale, at, EVEN, BLOCK=(16, 16))
 

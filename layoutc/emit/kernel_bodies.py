@@ -183,6 +183,7 @@ def _put_elements(source: SourceKernel) -> Lines:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
         return (call("lt.put_codes", f"{encode}(scaled, HARDWARE)", *into, **packing),)
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "MAX": q.element.max, "LOW_FIRST": q.low_first}
+    form["CARD_CONVERTS"] = source.nibbles.card_converts
     if not source.nibbles.in_blocks:
         return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
     given = ("scaled", "source", "tile", "found", "multiplier", *into)

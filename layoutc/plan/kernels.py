@@ -44,14 +44,16 @@ class RuleInputs:
 
 @dataclass(frozen=True)
 class Nibbles:
-    """Codes of 4 bits, eight at a time, through the card's conversion to a format of 8 bits.
+    """Codes of 4 bits, converted eight at a time, by way of the card's conversion to a format of 8 bits.
 
-    in_blocks: a program has the amax of its blocks and cuts magnitudes off in pairs. is_bounded: amax * multiplier
-    rounds to the format's maximum at most, so that none needs cutting. Newer cards convert to e2m1 itself.
+    in_blocks: a program has the amax of each of its blocks, so it can clamp magnitudes in pairs. is_bounded: amax *
+    multiplier rounds to at most the format's maximum, so nothing needs clamping. card_converts: cards of compute
+    capability 10 convert to the format itself.
     """
 
     in_blocks: bool
     is_bounded: bool
+    card_converts: bool
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
     fmt, block = quantization.element, quantization.block
     if fmt.bits != 4 or fmt.integer or not conversions.is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
-    return Nibbles(bool(block.m and block.k), _is_bounded(quantization))
+    converts = conversions.encoding(fmt, "nearest").hardware is not None
+    return Nibbles(bool(block.m and block.k), _is_bounded(quantization), converts)
 
 
 def _is_bounded(quantization: Quantization) -> bool:

@@ -92,6 +92,7 @@ def test_codes_of_four_bits_go_eight_at_a_time_where_a_card_converts() -> None:
     assert found["int4_group32"] is None is found["mxfp8"]
     assert found["nvfp4"] is not None is not found["mxfp4"]
     assert (found["nvfp4"].is_bounded, found["mxfp4"].is_bounded) == (False, True)
+    assert found["nvfp4"].card_converts is found["mxfp4"].card_converts is True
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -31,9 +31,13 @@ def put_nibbles(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     LOW_FIRST: tl.constexpr,
+    CARD_CONVERTS: tl.constexpr,
 ):
-    """As put_codes of ENCODE(scaled), a tile of fp32 values: eight codes at a time, where the card has conversions."""
-    if HARDWARE >= 100 and MANTISSA == 1 and BIAS == 1 and MAX == 6.0:
+    """As put_codes of ENCODE(scaled), a tile of fp32 values: eight codes at a time, if the card has conversions.
+
+    CARD_CONVERTS: the format is e2m1, which cards of level 100 convert to.
+    """
+    if HARDWARE >= 100 and CARD_CONVERTS:
         put_words(to_e2m1_words(scaled, LOW_FIRST), plane, turned_out, at, 4, EVEN, HARDWARE)
     elif HARDWARE:
         words = to_nibbles(scaled, MANTISSA, BIAS, MAX, LOW_FIRST)
@@ -60,13 +64,14 @@ def put_nibbles_of(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
     LOW_FIRST: tl.constexpr,
+    CARD_CONVERTS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     """As put_nibbles, where the amaxes of blocks are known: scaled is a tile of x, as it was loaded, times multipliers.
 
     source: x, stride_m, stride_k. amax, multiplier: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most.
     """
-    if HARDWARE and not (HARDWARE >= 100 and MANTISSA == 1 and BIAS == 1 and MAX == 6.0):
+    if HARDWARE and not (HARDWARE >= 100 and CARD_CONVERTS):
         x, stride_m, stride_k = source
         store_nibbles(
             plane,
@@ -87,7 +92,9 @@ def put_nibbles_of(
             BOUNDED,
         )
     else:
-        put_nibbles(scaled, plane, turned_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST)
+        put_nibbles(
+            scaled, plane, turned_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST, CARD_CONVERTS
+        )
 
 
 @triton.jit
