@@ -8,7 +8,6 @@ from fractions import Fraction
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, constants, indented
-from layoutc.emit.kernel_codecs import shared_inputs
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Plane, Source
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
@@ -128,7 +127,7 @@ def _find_scales(source: SourceKernel) -> Lines:
     """Lines that give `scale`, `multiplier` and the `scaled` tile."""
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
     results, inputs = rule_text.results(q), source.inputs
-    extra = shared_inputs(inputs)
+    extra = [one.name for one in rule_text.shared_arguments(q)]
     if source.amax_from == "tensor":
         rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
         return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")

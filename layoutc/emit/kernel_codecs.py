@@ -9,7 +9,7 @@ from layoutc.emit.code import Lines, converted
 from layoutc.layout.layout import Layout, Quantization
 from layoutc.plan import conversions
 from layoutc.plan.conversions import Codec
-from layoutc.plan.kernels import Kernels, RuleInputs, inputs_of
+from layoutc.plan.kernels import Kernels, inputs_of
 from layoutc.spec.formats import Format
 
 
@@ -89,20 +89,13 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
     ]
 
 
-def shared_inputs(inputs: RuleInputs) -> list[str]:
-    """What a scale rule reads beside what is measured of a block."""
-    return [*(["tensor_amax"] if inputs.tensor_amax else []), *(["input_max"] if inputs.input_max else [])]
-
-
 def _scales(quantization: Quantization, suffix: str) -> Function:
-    inputs = inputs_of(quantization)
-    measured = ["lowest", "highest"] if inputs.block_range else ["amax"]
-    arguments = [*measured, *shared_inputs(inputs)]
-    arguments += [quantization.definition.candidate] if quantization.definition.candidates else []
+    arguments = ", ".join(one.name for one in rule_text.scale_arguments(quantization))
+    measured = "lowest and highest" if inputs_of(quantization).block_range else "amax"
     results = rule_text.results(quantization)
     return Function(
-        f"scales{suffix}({', '.join(arguments)}, HARDWARE: tl.constexpr)",
-        f"{' and '.join(measured)} -> ({results}); the reference's operations, in its order.",
+        f"scales{suffix}({arguments}, HARDWARE: tl.constexpr)",
+        f"{measured} -> ({results}); the reference's operations, in its order.",
         (*rule_text.steps(quantization, suffix, rule_text.TRITON), f"return {results}"),
     )
 
@@ -110,11 +103,11 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
 def _block_error(quantization: Quantization, suffix: str) -> list[Function]:
     if not quantization.definition.candidates:
         return []
-    given = "blocks, scale, multiplier" + (", tensor_amax" if quantization.definition.needs_tensor_amax else "")
+    arguments = ["blocks", "scale", "multiplier", *(one.name for one in rule_text.shared_arguments(quantization))]
     encoded = f"encode{suffix}(blocks * multiplier[:, None, :, None], HARDWARE)"
     return [
         Function(
-            f"block_error{suffix}({given}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr)",
+            f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr)",
             "What the elements of each block miss of its values under a candidate, summed: (m blocks, k blocks).",
             (
                 "x = blocks",

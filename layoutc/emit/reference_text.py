@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from layoutc.emit import rule_text
 from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group
-from layoutc.plan.kernels import suffixes_of
+from layoutc.plan.kernels import inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
 from layoutc.spec.formats import Format, thresholds
 from layoutc.spec.rule_constants import CONSTANTS, constant
@@ -135,9 +135,9 @@ def reference_text(plan: Plan) -> ReferenceText:
 
 
 def _prologue(plan: Plan) -> list[str]:
-    used = frozenset().union(*(rule_text.uses(source.quantization) for source in plan.layout.sources))
     lines = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in plan.layout.sources) else []
-    lines += ["input_max = torch.finfo(x.dtype).max"] if "input_max" in used else []
+    reads_input_max = any(inputs_of(source.quantization).input_max for source in plan.layout.sources)
+    lines += ["input_max = torch.finfo(x.dtype).max"] if reads_input_max else []
     lines += ["x = x.float().contiguous()"]
     if plan.shares_amax:
         found = f"num.column_amax(x, {plan.amax_columns})" if plan.amax_columns else "num.tensor_amax(x)"
@@ -171,18 +171,14 @@ def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
 
 
 def _rule(quantization: Quantization, suffix: str) -> RuleText:
-    used, rule, zero = rule_text.uses(quantization), quantization.definition, quantization.zero
-    arguments = "lowest: Tensor, highest: Tensor" if "lowest" in used else "amax: Tensor"
-    arguments += ", tensor_amax: Tensor" if "tensor_amax" in used else ""
-    arguments += ", input_max: float" if "input_max" in used else ""
-    arguments += f", {rule.candidate}: float" if rule.candidates else ""
+    rule, zero = quantization.definition, quantization.zero
     made = "(scale as stored, zero point as stored, multiplier of the elements)"
     return RuleText(
         returns=", ".join(["Tensor"] * (3 if zero else 2)),
         results=rule_text.results(quantization),
         made=made if zero else "(scale as stored, multiplier of the elements)",
-        measured="range" if "lowest" in used else "amax",
-        arguments=arguments,
+        measured="range" if inputs_of(quantization).block_range else "amax",
+        arguments=", ".join(one.typed for one in rule_text.scale_arguments(quantization)),
         summary=rule.summary[0].upper() + rule.summary[1:],
         steps=rule_text.steps(quantization, suffix),
         candidates=_candidates(quantization, suffix),
@@ -193,13 +189,13 @@ def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | Non
     rule = quantization.definition
     if not rule.candidates:
         return None
-    shared = ", tensor_amax" if rule.needs_tensor_amax else ""
+    shared = rule_text.shared_arguments(quantization)
     return CandidatesText(
         name=rule.candidate or "",
         tried=", ".join(rule_text.candidates(quantization, suffix)),
         error=rule_text.error_steps(quantization, suffix),
-        arguments=", tensor_amax: Tensor" if shared else "",
-        passed=shared,
+        arguments="".join(f", {one.typed}" for one in shared),
+        passed="".join(f", {one.name}" for one in shared),
     )
 
 
@@ -289,8 +285,8 @@ def _formulas(items: list[float]) -> Iterator[str]:
 def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     """How the planes of one source are made."""
     block, data, scale = source.quantization.block, source.data.name, source.scale.name
-    used = rule_text.uses(source.quantization)
-    extra = (", amax" if "tensor_amax" in used else "") + (", input_max" if "input_max" in used else "")
+    inputs = inputs_of(source.quantization)
+    extra = (", amax" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
     values = "blocks * multiplier[:, None, :, None]"
@@ -301,7 +297,7 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
         codes = f"encode{suffix}(x * multiplier)"
     else:
         amax = "amax" if source.scale.per_m is None else "num.block_amax(blocks)"
-        amax = "*num.block_range(blocks)" if "lowest" in used else amax
+        amax = "*num.block_range(blocks)" if inputs.block_range else amax
         chosen = f"scales{suffix}({amax}{extra})"
         if source.quantization.definition.candidates:
             chosen = f'best_scales{suffix}(blocks{extra}, "{_contracted(source.name)}")'

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from layoutc.layout.layout import Quantization
+from layoutc.plan.kernels import inputs_of
 from layoutc.spec.rules import names
 
 _OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.BitOr: "|", ast.BitAnd: "&"}
@@ -42,8 +43,36 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
     return spelled
 
 
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a scale rule's functions, and its type in torch. Triton code has the names alone."""
+
+    name: str
+    type: str
+
+    @property
+    def typed(self) -> str:
+        """As a parameter in torch."""
+        return f"{self.name}: {self.type}"
+
+
+def shared_arguments(quantization: Quantization) -> tuple[Argument, ...]:
+    """What the rule's functions read that is the same for all blocks."""
+    inputs = inputs_of(quantization)
+    amax = (Argument("tensor_amax", "Tensor"),) if inputs.tensor_amax else ()
+    return (*amax, Argument("input_max", "float")) if inputs.input_max else amax
+
+
+def scale_arguments(quantization: Quantization) -> tuple[Argument, ...]:
+    """The arguments of the function `scales`: what each block has of its own, what all share, the candidate to try."""
+    rule = quantization.definition
+    own = ("lowest", "highest") if inputs_of(quantization).block_range else ("amax",)
+    tried = (Argument(rule.candidate, "float"),) if rule.candidates else ()
+    return (*(Argument(name, "Tensor") for name in own), *shared_arguments(quantization), *tried)
+
+
 def results(quantization: Quantization) -> str:
-    """The names of what a scale rule gives, in order."""
+    """The names of what a scale rule returns, in order."""
     return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
 
 
