@@ -176,6 +176,11 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
 
 
+def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
+    """tensor_amax, (1,) fp32, if `block_k` is None; else column_amax, (1, k blocks) fp32."""
+    return tensor_amax(x) if block_k is None else column_amax(x, block_k)
+
+
 def per_element(values: Tensor, block_m: int | None, block_k: int | None, m: int, k: int) -> Tensor:
     """Values of blocks, (m blocks, k blocks), or (1,) for one block -> a tensor that broadcasts to (m, k)."""
     if values.dim() == 1:

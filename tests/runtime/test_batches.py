@@ -9,7 +9,6 @@ import copy
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +157,7 @@ def test_amaxes_of_a_batch(block_k: int | None, count: int) -> None:
     xs = [weight(*shapes[seed % 4], seed).to(DTYPES[seed % 3]) for seed in range(count)]
     xs = [x.nan_to_num(1.0, 2.0, -3.0) if seed % 2 else x for seed, x in enumerate(xs)]
     xs += [weight(40, 20, 5).t(), weight(16, 64, 6)[:0]]
-    amax = numerics.tensor_amax if block_k is None else partial(numerics.column_amax, block_k=block_k)
-    expected = torch.cat([amax(x).flatten() for x in xs])
+    expected = torch.cat([numerics.matrix_amax(x, block_k).flatten() for x in xs])
     found = batches.batch_amax(xs, block_k)
     assert found.dtype == torch.float32
     assert found.shape == expected.shape

@@ -73,7 +73,7 @@ class Kernels:
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
             choice = self._choice(self.quantize_sizes, orientations, x.dtype)
-            self._quantize(x, self._amax(x, amax), planes, {}, choice, m, k, False)
+            self._quantize(x, self._shared_amax(x, amax), planes, {}, choice, m, k, False)
         return planes
 
     def quantize_buffers(
@@ -84,7 +84,7 @@ class Kernels:
         swizzled: scales are flat, in the GEMM's order.
         """
         m, k = x.shape
-        amax = self._amax(x, amax)
+        amax = self._shared_amax(x, amax)
         shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
@@ -164,7 +164,8 @@ class Kernels:
         )
         return rowwise, columnwise
 
-    def _amax(self, x: Tensor, amax: Tensor | None) -> Tensor | None:
+    def _shared_amax(self, x: Tensor, amax: Tensor | None) -> Tensor | None:
+        """The caller's amax; if there is none and scales need one, that of x."""
         if amax is None and self.layout.shares_amax:
             return amaxes.matrix_amax(x, self.layout.amax_columns)
         return amax

@@ -76,12 +76,12 @@ class RecipeMethods:
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:
-        """What shards must agree on before they quantize, of recipes that share an amax: that of the whole weight, (1,)
-        fp32, or of each block of columns over all rows, (1, blocks)."""
-        columns = cls.LAYOUT.amax_columns
-        if cls.KERNELS is not None and launch.usable(x):
-            return amaxes.matrix_amax(x, columns)
-        return numerics.tensor_amax(x) if columns is None else numerics.column_amax(x, columns)
+        """The amax that shards must agree on before they quantize, fp32: `Layout.amax_shape` says which shape.
+
+        Only for recipes that share an amax.
+        """
+        measure = amaxes.matrix_amax if cls.KERNELS is not None and launch.usable(x) else numerics.matrix_amax
+        return measure(x, cls.LAYOUT.amax_columns)
 
     @classmethod
     def _matrix_values(cls, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
