@@ -25,7 +25,7 @@ from torch import Tensor
 import layoutc
 from layoutc.runtime.kernels import amaxes, batches
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.train.master_weights import requantize_batch_
+from layoutc.runtime.quantize.weights import requantize_batch_
 
 CASES = [
     ("mxfp8", ("rowwise",)),

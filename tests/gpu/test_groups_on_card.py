@@ -15,7 +15,7 @@ import layoutc
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, launch
 from layoutc.runtime.kernels.recipe_kernels import Kernels
-from layoutc.runtime.train.master_weights import requantize_batch_
+from layoutc.runtime.quantize.weights import requantize_batch_
 
 pytest.importorskip("triton", reason="needs triton, which kernels are written in")
 pytestmark = [

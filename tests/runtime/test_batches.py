@@ -24,8 +24,7 @@ from layoutc.runtime import numerics
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.recipe_kernels import Kernels
-from layoutc.runtime.quantize.weights import requantize_many_
-from layoutc.runtime.train.master_weights import requantize_batch_
+from layoutc.runtime.quantize.weights import requantize_batch_, requantize_many_
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import compress
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedO
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import ddp_replicas
-from layoutc.runtime.quantize.amax import Groups, agree_on_amax, check_same, with_histories, with_history
+from layoutc.runtime.quantize.amax import (
+    Groups,
+    agree_on_amax,
+    check_same,
+    reduce_max,
+    shared_amaxes,
+    with_histories,
+    with_history,
+)
 from layoutc.runtime.quantize.block_edges import check_whole_blocks, with_halos
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import RowSharding
@@ -103,6 +112,28 @@ def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
         return x
     values: Tensor = getattr(x, "plain", x)  # of a weight that is cast on gather
     return values.detach().reshape(shape)
+
+
+def requantize_batch_(
+    batch: list[tuple[QuantizedTensor, Tensor]],
+    groups: list[dist.ProcessGroup],
+    row_shardings: Sequence[RowSharding | None] | None = None,
+) -> None:
+    """Overwrites quantized tensors with new values, with one MAX all-reduce of all their amaxes for each group.
+
+    batch: (target, values of its shape). row_shardings: how the weight of each target is cut; weights whose blocks are
+    cut take one more all-gather for each group. By default nothing is cut.
+    """
+    sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
+    shared: dict[int, Tensor] = {}
+    if sharing:
+        matrices = [(type(target), as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing]
+        amaxes, shapes = shared_amaxes(matrices)
+        amaxes = reduce_max(amaxes, groups)
+        pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
+        for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
+            shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
+    requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
 
 
 def requantize_many_(

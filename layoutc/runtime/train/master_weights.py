@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.quantize import amax, weights
-from layoutc.runtime.quantize.amax import shared_amaxes
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes, registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
-from layoutc.runtime.train import replaced_parameters
+from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -66,7 +64,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._adopt([param for group in groups for param in group["params"]])
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
-        _own_options(self.inner.param_groups)
+        inner_optimizer.own_options(self.inner.param_groups)
         super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,7 +74,7 @@ class MasterWeights(torch.optim.Optimizer):
         if len(self.inner.param_groups) < len(self.param_groups):
             self._adopt(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
-            _own_options(self.inner.param_groups[-1:])
+            inner_optimizer.own_options(self.inner.param_groups[-1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +89,7 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         replaced_parameters.follow(self)
-        self._push_options()
+        inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
         self._check_parameters()
         self._refresh_masters()
         self._loaded = False
@@ -99,7 +97,7 @@ class MasterWeights(torch.optim.Optimizer):
             if master is not param:
                 master.grad = None if param.grad is None else param.grad.to(torch.float32)
         try:
-            _inner_step(self.inner, loss)
+            inner_optimizer.step(self.inner)
             self._collect_state()
             self._write_back()
         finally:
@@ -123,14 +121,14 @@ class MasterWeights(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(key) or {}
-                _check_state(param, self._masters[param], state)
+                inner_optimizer.check_state(param, self._masters[param], state)
                 states.append((param, state))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
         self.state.clear()
         for param, state in states:
             self._load_one(param, state)
-        self._push_options()
+        inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
         self._collect_state()
         self._loaded = True
 
@@ -207,14 +205,11 @@ class MasterWeights(torch.optim.Optimizer):
                 master.copy_(saved["master"])
             self._coarse.pop(param, None)
         self.inner.state.pop(master, None)
-        values = {name: _moved(value, master, name) for name, value in saved.items() if name != "master"}
+        values = {
+            name: inner_optimizer.to_device_of(master, name, value) for name, value in saved.items() if name != "master"
+        }
         if values:
             self.inner.state[master].update(values)
-
-    def _push_options(self) -> None:
-        """Copies learning rates and other options, which schedulers change on the outer groups, to the inner groups."""
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            _set_options(inner, {key: value for key, value in outer.items() if key != "params"})
 
     def _check_parameters(self) -> None:
         """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
@@ -279,7 +274,7 @@ class MasterWeights(torch.optim.Optimizer):
             batches[key].append((target, values, shards.row_sharding_of(param, target)))
         for key, batch in batches.items():
             *pairs, row_shardings = zip(*batch, strict=True)
-            requantize_batch_(list(zip(*pairs, strict=True)), groups[key], row_shardings)
+            weights.requantize_batch_(list(zip(*pairs, strict=True)), groups[key], row_shardings)
         self._written = {param: _stamp(param) for param in self._masters}
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
@@ -298,65 +293,6 @@ class MasterWeights(torch.optim.Optimizer):
             self._coarse.clear()
 
 
-def _own_options(groups: Iterable[dict[str, Any]]) -> None:
-    """Gives the inner optimizer its own copies of tensor options: code may replace one for a step and restore it."""
-    for group in groups:
-        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
-
-
-def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Sets options of a parameter group. Tensors are written in place, not replaced.
-
-    Graphs of compiled steps hold these tensors, and some optimizers refuse a learning rate that is a plain number.
-    """
-    for key, value in options.items():
-        current = group.get(key)
-        if not isinstance(current, Tensor):
-            group[key] = value
-        elif isinstance(value, Tensor):
-            current.copy_(value)
-        else:
-            current.fill_(value)
-
-
-def _inner_step(inner: torch.optim.Optimizer, loss: Any) -> None:
-    """Steps the inner optimizer. Raises TypeError for those that need a closure (LBFGS): they move weights
-    themselves."""
-    try:
-        inner.step()
-    except TypeError as error:
-        if "closure" not in str(error):
-            raise
-        raise TypeError(
-            f"{type(inner).__name__} evaluates its closure at intermediate points, for which MasterWeights makes no "
-            "quantized weights; use an optimizer that steps without a closure"
-        ) from error
-
-
-def requantize_batch_(
-    batch: list[tuple[QuantizedTensor, Tensor]],
-    groups: list[dist.ProcessGroup],
-    row_shardings: Sequence[RowSharding | None] | None = None,
-) -> None:
-    """Overwrites quantized tensors with new values, with one MAX all-reduce of all their amaxes for each group.
-
-    batch: (target, values of its shape). row_shardings: how the weight of each target is cut; weights whose blocks are
-    cut take one more all-gather for each group. By default nothing is cut.
-    """
-    sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
-    shared: dict[int, Tensor] = {}
-    if sharing:
-        matrices = [
-            (type(target), weights.as_matrix(values, (target._rows, target._matrix[1]))) for target, values in sharing
-        ]
-        amaxes, shapes = shared_amaxes(matrices)
-        amaxes = amax.reduce_max(amaxes, groups)
-        pieces = torch.split(amaxes, [prod(shape) for shape in shapes])
-        for (target, _), piece, shape in zip(sharing, pieces, shapes, strict=True):
-            shared[id(target)] = piece if len(shape) == 1 else piece.view(shape)
-    weights.requantize_many_(batch, [shared.get(id(target)) for target, _ in batch], row_shardings)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -367,20 +303,3 @@ def _stamp(param: Tensor) -> Any:
     if isinstance(local, QuantizedTensor):
         return initial_values.mark(local)
     return id(local), local._version, param._version
-
-
-def _check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
-    if master is param or not saved:
-        return
-    saved_master = saved.get("master")
-    if saved_master is None:
-        raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
-    if tuple(saved_master.shape) != tuple(master.shape):
-        raise ValueError(
-            f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(saved_master.shape)}"
-        )
-
-
-def _moved(value: Any, master: Tensor, name: str) -> Any:
-    """Optimizer state on the master's device. Step counters stay where they are, as in torch.optim."""
-    return value.to(master.device) if isinstance(value, Tensor) and name != "step" else value

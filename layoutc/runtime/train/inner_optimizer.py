@@ -1,0 +1,74 @@
+"""The optimizer inside MasterWeights: its options, its state, and its step.
+
+Users, schedulers and checkpoints see the groups and the state of MasterWeights, which are keyed by the model's
+parameters. The inner optimizer has groups and state of its own, keyed by the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def push_options(outer_groups: list[dict[str, Any]], inner_groups: list[dict[str, Any]]) -> None:
+    """Copies learning rates and other options, which schedulers change on the outer groups, to the inner groups."""
+    for outer, inner in zip(outer_groups, inner_groups, strict=True):
+        _set_options(inner, {key: value for key, value in outer.items() if key != "params"})
+
+
+def own_options(groups: Iterable[dict[str, Any]]) -> None:
+    """Gives the inner optimizer its own copies of tensor options: code may replace one for a step and restore it."""
+    for group in groups:
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Sets options of a parameter group. Tensors are written in place, not replaced.
+
+    Graphs of compiled steps hold these tensors, and some optimizers refuse a learning rate that is a plain number.
+    """
+    for key, value in options.items():
+        current = group.get(key)
+        if not isinstance(current, Tensor):
+            group[key] = value
+        elif isinstance(value, Tensor):
+            current.copy_(value)
+        else:
+            current.fill_(value)
+
+
+def step(inner: torch.optim.Optimizer) -> None:
+    """Steps the inner optimizer.
+
+    Raises TypeError for one that needs a closure (LBFGS), since it moves weights and evaluates the model by itself.
+    """
+    try:
+        inner.step()
+    except TypeError as error:
+        if "closure" not in str(error):
+            raise
+        raise TypeError(
+            f"{type(inner).__name__} evaluates its closure at intermediate points, for which MasterWeights makes no "
+            "quantized weights; use an optimizer that steps without a closure"
+        ) from error
+
+
+def check_state(param: Tensor, master: Tensor, saved: dict[str, Any]) -> None:
+    """Raises ValueError if a parameter's saved state has no master, or one of another shape. Empty state passes."""
+    if master is param or not saved:
+        return
+    saved_master = saved.get("master")
+    if saved_master is None:
+        raise ValueError(f"the state of a parameter of shape {tuple(param.shape)} has no fp32 master")
+    if tuple(saved_master.shape) != tuple(master.shape):
+        raise ValueError(
+            f"the master of a parameter of shape {tuple(param.shape)} has shape {tuple(saved_master.shape)}"
+        )
+
+
+def to_device_of(master: Tensor, name: str, value: Any) -> Any:
+    """An entry of saved state, on the master's device. Step counters stay where they are, as in torch.optim."""
+    return value.to(master.device) if isinstance(value, Tensor) and name != "step" else value
