@@ -1,1 +1,1 @@
-"""Quantizing weights: amaxes that shards share, blocks that cuts go through, many weights in one launch."""
+"""Quantizing weights: amaxes that shards share, blocks that cuts split, many weights in one launch."""

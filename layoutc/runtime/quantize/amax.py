@@ -1,4 +1,4 @@
-"""The amax that decides the scales of a weight: shared over its shards, and picked from a history."""
+"""The amax that a weight's scales follow from: the maximum over its shards, or one from a history."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ Groups = Sequence[dist.ProcessGroup]
 
 
 def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: int | None = None) -> Tensor:
-    """The largest of each entry over a group, or over several, one for each mesh dim; NaN wins. fp32 magnitudes.
+    """The maximum of each entry over the ranks of a group, or of several groups; NaN counts as the largest. Collective.
 
-    Reduced as int32: magnitudes order as their bits do, with NaN above inf, while a floating-point MAX may drop NaN.
-    `tag` says what is reduced: raises LayoutError, on all ranks alike, where ranks reduce different things at once.
+    values: fp32 magnitudes of any shape. They are reduced as int32, because a floating-point MAX may drop NaN: the bits
+    of magnitudes are in the same order as the magnitudes, with NaN above inf. tag: a number for what is reduced. Raises
+    LayoutError, on all ranks, if ranks pass different tags.
     """
-    given = [group] if isinstance(group, dist.ProcessGroup) else group or ()
-    groups = [one for one in given if one.size() > 1]
+    groups = [group] if isinstance(group, dist.ProcessGroup) else group or ()
+    groups = [one for one in groups if one.size() > 1]
     if not groups:
         return values
     bits = values.contiguous().view(torch.int32)
@@ -45,7 +46,7 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: in
 
 
 def check_same(tag: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises LayoutError on all ranks of a group where they do not write the same weight."""
+    """Raises LayoutError, on all ranks of a group, if they do not write the same weight. Collective."""
     reduce_max(torch.zeros(1, device=device), [group], tag)
 
 
@@ -56,7 +57,11 @@ def agree_on_amax(
     group: dist.ProcessGroup | Groups | None,
     tag: int | None,
 ) -> Tensor | None:
-    """The amax that shards share, given or found; None for recipes that share none."""
+    """The amax that all shards of a weight use, of `Layout.amax_shape`; None for recipes whose scales need none.
+
+    matrix: this rank's (m, k) values. amax: the caller's; if None, the maximum over the group's ranks. Raises as
+    reduce_max, and ValueError for an amax of another shape or dtype.
+    """
     if not cls.LAYOUT.shares_amax:
         return None
     if amax is None:
@@ -65,7 +70,7 @@ def agree_on_amax(
 
 
 def _checked(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
-    """A caller's amax, in the shape that the recipe shares. Raises ValueError."""
+    """A caller's amax in fp32, of `Layout.amax_shape`, on the matrix's device. Raises ValueError."""
     shape = layout.amax_shape(matrix.shape[1])
     if amax.numel() != prod(shape) or not amax.is_floating_point():
         raise ValueError(
@@ -81,9 +86,11 @@ def _checked(layout: Layout, amax: Tensor, matrix: Tensor) -> Tensor:
 def with_history(
     layout: Layout, current: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The amax that decides the scale, (..., 1), and the `amax` plane to store, if the recipe has one; None: no amax.
+    """The amax that the scale follows from, (..., 1) fp32, and the `amax` plane to store, if the recipe has one.
 
-    With a history the scale follows earlier amaxes, and the current one is put in front; an empty one starts with it.
+    current: the amax of the values to quantize; None if the recipe shares none. before: the stored plane, (...,
+    history), latest first; None if there is none yet. With a history the scale follows from earlier amaxes, and the
+    current one is stored in front of them. While the history is empty, the scale follows from the current one.
     """
     if current is None or not layout.history:
         return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
@@ -95,28 +102,30 @@ def with_history(
 def with_histories(
     layout: Layout, outs: Sequence[QuantizedTensor], currents: Sequence[Tensor | None], restart: bool
 ) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
-    """_with_history for each of the tensors, in as many launches as for one."""
+    """with_history for each of several tensors, in as many launches as for one. restart: ignore what they store."""
     if not layout.history:
-        keeps = "amax" in layout.stored
-        return list(currents), [{"amax": one} if keeps and one is not None else {} for one in currents]
+        stores = "amax" in layout.stored
+        return list(currents), [{"amax": one} if stores and one is not None else {} for one in currents]
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
     if len(outs) == len(current) == len(before) > 1:
         shared, extra = with_history(layout, torch.stack(current), torch.stack(before))
         return list(() if shared is None else shared.unbind()), [{"amax": row} for row in extra["amax"].unbind()]
-    found = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
-    return [one for one, _ in found], [extra for _, extra in found]
+    pairs = [with_history(layout, *pair) for pair in zip(currents, befores, strict=True)]
+    return [one for one, _ in pairs], [extra for _, extra in pairs]
 
 
 def _pick(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
-    """Which amax decides, of the current one (..., 1) and those before it (..., history), latest first."""
+    """The amax that the scale follows from: of earlier ones (..., history), latest first, or the current one (..., 1).
+
+    A zero stands for an amax that is not known yet.
+    """
     earlier = before.amax(-1, keepdim=True) if layout.pick == "max" else before[..., :1]
     return torch.where(earlier == 0, current, earlier)
 
 
 def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
-    """The shared amax that its scales were made from, (1,) fp32, from what the tensor stores; None where it stores
-    none."""
+    """The shared amax that a tensor's scales follow from, (1,) fp32; None if the tensor stores none."""
     stored = tensor._planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
@@ -126,22 +135,22 @@ def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
 def shared_amaxes(
     weights: Sequence[tuple[type[QuantizedTensor], Tensor]],
 ) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """What shards of many weights must agree on: the `_shared_amax` of each, flat, one after another; and its shapes.
+    """The `_shared_amax` of each of many weights, fp32, flattened and concatenated; and the shape of each.
 
-    weights: classes of recipes that share an amax, and (m, k) matrices on one device. Of a recipe, nothing matters but
-    the columns that an amax is for, so that kernels serve several recipes in one launch.
+    weights: classes of recipes that share an amax, with (m, k) matrices on one device. Only the number of columns that
+    an amax covers matters, so one launch serves several recipes.
     """
     shapes = [cls.LAYOUT.amax_shape(x.shape[1]) for cls, x in weights]
-    places = list(accumulate(map(prod, shapes), initial=0))
-    packed = torch.zeros(places.pop(), dtype=torch.int32, device=weights[0][1].device)
+    offsets = list(accumulate(map(prod, shapes), initial=0))
+    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=weights[0][1].device)
     kinds: dict[tuple[int | None, type, bool], list[tuple[int, type[QuantizedTensor], Tensor]]] = defaultdict(list)
-    for place, (cls, x) in zip(places, weights, strict=True):
-        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((place, cls, x))
+    for offset, (cls, x) in zip(offsets, weights, strict=True):
+        kinds[cls.LAYOUT.amax_columns, type(x), x.numel() == 0].append((offset, cls, x))
     for (block_k, *_), members in kinds.items():
         if launch.usable(members[0][2]):
-            batches.raise_amaxes(packed, [place for place, _, _ in members], [x for _, _, x in members], block_k)
+            batches.raise_amaxes(packed, [offset for offset, _, _ in members], [x for _, _, x in members], block_k)
             continue
-        for place, cls, x in members:
-            found = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
-            packed[place : place + found.numel()] = found
+        for offset, cls, x in members:
+            amax = operators.shared_amax(cls, x).reshape(-1).view(torch.int32)
+            packed[offset : offset + amax.numel()] = amax
     return packed.view(torch.float32), shapes

@@ -1,4 +1,4 @@
-"""Buffers of many weights: what a GEMM reads of a block's weights, after a gather, laid out in one launch a recipe."""
+"""Buffers of many weights at once: for example of all weights of a layer after a gather, in one launch per recipe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 def buffers_of(
     tensors: Sequence[QuantizedTensor], *, orientations: Sequence[str] | None = None, swizzled: bool = False
 ) -> list[dict[str, Tensor]]:
-    """`buffers()` of each of many quantized tensors, of any recipes, in their order: as after a gather, of a block.
+    """`buffers()` of each of several quantized tensors, which may be of different recipes; in their order.
 
-    On a card, those of a recipe are laid out in one launch, and what is new of one shape and name shares an allocation.
-    orientations: those to lay out, by default all that a tensor holds; each tensor must hold them. swizzled: as for
-    buffers(). Raises, before any work, TypeError for what is no quantized tensor, ValueError for orientations that a
-    recipe has not and where it states no swizzle, MissingOrientation for those that a tensor does not hold.
+    On a card, all tensors of a recipe are laid out in one launch, and new buffers of the same name and shape share an
+    allocation. orientations: those to lay out; every tensor must hold them. Default: all that a tensor holds. swizzled:
+    as for `buffers`.
+
+    Raises, before any work: TypeError for anything but a quantized tensor; ValueError for an orientation that a recipe
+    does not have, and for `swizzled` if its spec states no swizzle; MissingOrientation for an orientation that a tensor
+    does not hold; LayoutError for a gathered weight that FSDP2 has resharded.
     """
     kinds: dict[tuple[type[QuantizedTensor], torch.device, bool, tuple[str, ...]], list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
@@ -31,25 +34,26 @@ def buffers_of(
         tensor.LAYOUT.check_swizzled(swizzled)
         gathered_in_graphs.check_not_resharded(tensor)
         empty = 0 in tensor._matrix
-        kinds[type(tensor), tensor.device, empty, _asked(tensor, orientations)].append(index)
-    found: list[dict[str, Tensor]] = [{} for _ in tensors]
-    for (cls, _, _, asked), members in kinds.items():
+        kinds[type(tensor), tensor.device, empty, _orientations_of(tensor, orientations)].append(index)
+    result: list[dict[str, Tensor]] = [{} for _ in tensors]
+    for (cls, _, _, chosen), members in kinds.items():
         weights = [tensors[index]._planes for index in members]
         shapes = [tensors[index]._matrix for index in members]
-        for index, laid_out in zip(members, _lay_out(cls, weights, shapes, asked, swizzled), strict=True):
-            found[index] = laid_out
-    return found
+        for index, buffers in zip(members, _lay_out(cls, weights, shapes, chosen, swizzled), strict=True):
+            result[index] = buffers
+    return result
 
 
-def _asked(tensor: QuantizedTensor, orientations: Sequence[str] | None) -> tuple[str, ...]:
-    """The orientations to lay a tensor out in, which it holds."""
-    held = tensor.orientations
-    asked = held if orientations is None else chosen_orientations(tensor.LAYOUT, orientations)
-    if not asked or any(name not in held for name in asked):
+def _orientations_of(tensor: QuantizedTensor, orientations: Sequence[str] | None) -> tuple[str, ...]:
+    """The orientations to lay a tensor out in. Raises MissingOrientation if it does not hold them."""
+    present = tensor.orientations
+    chosen = present if orientations is None else chosen_orientations(tensor.LAYOUT, orientations)
+    if not chosen or any(name not in present for name in chosen):
         raise MissingOrientation(
-            f"{tensor._label()} holds {', '.join(held) or 'no orientation'}, not {', '.join(asked) or 'any to lay out'}"
+            f"{tensor._label()} holds {', '.join(present) or 'no orientation'}, "
+            f"not {', '.join(chosen) or 'any to lay out'}"
         )
-    return asked
+    return chosen
 
 
 def _lay_out(
@@ -59,12 +63,12 @@ def _lay_out(
     orientations: tuple[str, ...],
     swizzled: bool,
 ) -> list[dict[str, Tensor]]:
-    """The buffers of many weights of a recipe: together where a kernel can, else one by one."""
+    """The buffers of several weights of a recipe: together if there is a kernel for that, else one by one."""
     first = next(iter(weights[0].values()))
     if len(weights) > 1 and not operators.traced(first):
-        together = cls._lay_out_batch(weights, shapes, orientations, swizzled)
-        if together is not None:
-            return together
+        buffers = cls._lay_out_batch(weights, shapes, orientations, swizzled)
+        if buffers is not None:
+            return buffers
     return [
         operators.lay_out(cls, one, *shape, orientations, swizzled) for one, shape in zip(weights, shapes, strict=True)
     ]

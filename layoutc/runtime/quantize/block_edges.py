@@ -1,8 +1,8 @@
-"""Quantizing shards whose cuts fall inside blocks: what the ranks on both sides of a cut tell one another.
+"""Quantizing shards whose cuts split blocks: what the ranks on both sides of a cut send each other.
 
-A block's scale depends on all of its rows, so a shard is quantized as the whole blocks that it is part of. Of the rows
-that are not its own (its halo) it needs no more than decides the scales: for most recipes the least and the greatest
-value of each column. One all-gather a process group carries this for any number of weights.
+The scale of a block depends on all of its rows, so a shard is quantized together with the other rows of its first and
+last block (its halo). Of those rows it only needs what decides the scales: for most recipes, the minimum and maximum of
+each column. One all-gather per process group transfers this for any number of weights.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None) -> None:
-    """Raises where plain values can't be written: a part of a block, with nobody to ask for the rest.
+    """Raises if plain values can't be written into a tensor, because its blocks can't be completed.
 
-    UnsupportedOperator for such a part, LayoutError for a shard that is not cut as `row_sharding` says.
+    UnsupportedOperator for a tensor that is cut inside a block and is not a shard: nobody has the rest of the block.
+    LayoutError for a shard whose halo is not the one that `row_sharding` implies.
     """
     halo, layout = target._halo, target.LAYOUT
     if row_sharding is None or not row_sharding.splits_blocks(layout):
@@ -41,64 +42,66 @@ def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None
 def with_halos(
     layouts: Sequence[Layout], values: Sequence[Tensor], row_shardings: Sequence[RowSharding | None]
 ) -> list[Tensor]:
-    """The values of whole blocks: (rows, k) of each shard -> (m, k) of its planes, halo included, in the same dtype.
+    """Each shard's own values, (rows, k) -> the values of whole blocks, (rows + halo, k), in the same dtype.
 
-    The rows of the halo have the extremes, or the values, of the rows that other ranks hold there. Collective over each
-    group, for all weights of which some rank's shard is cut inside a block; others come back as they are.
+    Rows of the halo get the values of the rows that other ranks have there, or values with the same minimum and maximum
+    in each column. Collective over each group, for the weights whose blocks are cut on any rank. Values of other
+    weights are returned unchanged.
     """
-    found = list(values)
+    extended = list(values)
     batches: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for position, (layout, row_sharding) in enumerate(zip(layouts, row_shardings, strict=True)):
         if row_sharding is not None and row_sharding.splits_blocks(layout):
             batches[row_sharding.group].append(position)
     for group, members in batches.items():
-        told = [_edges(layouts[i], values[i], row_shardings[i]) for i in members]
-        everywhere = _all_gather(torch.cat([edges.flatten() for edges in told]), group)
-        pieces = torch.split(everywhere, [edges.numel() for edges in told], dim=1)
-        for i, edges, piece in zip(members, told, pieces, strict=True):
-            heard = piece.view(group.size(), *edges.shape).to(values[i].device)
-            found[i] = _with_halo(layouts[i], values[i], row_shardings[i], heard)
-    return found
+        sent = [_edges(layouts[i], values[i], row_shardings[i]) for i in members]
+        gathered = _all_gather(torch.cat([edges.flatten() for edges in sent]), group)
+        pieces = torch.split(gathered, [edges.numel() for edges in sent], dim=1)
+        for i, edges, piece in zip(members, sent, pieces, strict=True):
+            received = piece.view(group.size(), *edges.shape).to(values[i].device)
+            extended[i] = _with_halo(layouts[i], values[i], row_shardings[i], received)
+    return extended
 
 
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n,) fp32 of each rank -> (ranks, n), on a device that the group's backend can use."""
+    """(n,) fp32 on each rank -> (ranks, n), on a device that the group's backend supports."""
     mine = mine.to(torch.device("cuda") if dist.get_backend(group) == "nccl" else mine.device)
     return gather_bytes(mine.view(torch.uint8), group).view(torch.float32).view(group.size(), -1)
 
 
 def gather_bytes(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n, ...) of each rank -> (ranks * n, ...), uint8, which every backend knows."""
-    everywhere = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
-    # all_gather_into_tensor goes by another name in later versions, and warns under the old one.
+    """(n, ...) uint8 on each rank -> (ranks * n, ...). Every backend supports uint8."""
+    gathered = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
+    # Later versions of torch call this all_gather_single, and warn about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(everywhere, mine, group=group)
-    return everywhere
+    gather(gathered, mine, group=group)
+    return gathered
 
 
 def _edges(layout: Layout, values: Tensor, row_sharding: RowSharding | None) -> Tensor:
-    """What a rank tells of the first and the last block that it has rows of: (2, rows told, k), fp32.
+    """What a rank sends of the first and the last block that it has rows of: (2, rows sent, k), fp32.
 
-    Least and greatest values, or all values where they stand in the block, zeros elsewhere.
+    The minimum and maximum of each column, if they decide the scales. Otherwise all rows of the block, with zeros in
+    place of rows that the rank does not have. A rank without rows sends zeros.
     """
     assert row_sharding is not None
     block, (n, k) = layout.block_rows, values.shape
     first, last = row_sharding.cuts.bounds(row_sharding.rank)
-    told = values.new_zeros(2, 2 if layout.extremes else block, k, dtype=torch.float32)
+    edges = values.new_zeros(2, 2 if layout.extremes else block, k, dtype=torch.float32)
     if not n:
-        return told
+        return edges
     ends = (first, min(last, first // block * block + block)), (max(first, (last - 1) // block * block), last)
-    for edge, (start, stop) in zip(told, ends, strict=True):
+    for edge, (start, stop) in zip(edges, ends, strict=True):
         rows, at = values[start - first : stop - first], start % block
         if layout.extremes:
             edge[0], edge[1] = rows.amin(0), rows.amax(0)
         else:
             edge[at : at + stop - start] = rows
-    return told
+    return edges
 
 
-def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None, heard: Tensor) -> Tensor:
-    """Values with the halo's rows around them. heard: (ranks, 2, rows told, k)."""
+def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None, received: Tensor) -> Tensor:
+    """Values, (rows, k) -> the same with the rows of the halo around them. received: (ranks, 2, rows sent, k)."""
     assert row_sharding is not None
     block, cuts = layout.block_rows, row_sharding.cuts
     halo = cuts.halo(row_sharding.rank, block)
@@ -118,12 +121,12 @@ def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None,
         if not spans:
             continue
         if layout.extremes:
-            told = heard[[rank for rank, *_ in spans], edge]
+            extremes = received[[rank for rank, *_ in spans], edge]
             rows = whole[start - origin : stop - origin]
-            rows.copy_(told[:, 0].amin(0))
-            rows[-1] = told[:, 1].amax(0)
+            rows.copy_(extremes[:, 0].amin(0))
+            rows[-1] = extremes[:, 1].amax(0)
         else:
             base = start // block * block
             for rank, a, b in spans:
-                whole[a - origin : b - origin] = heard[rank, edge, a - base : b - base]
+                whole[a - origin : b - origin] = received[rank, edge, a - base : b - base]
     return whole
