@@ -1,4 +1,4 @@
-"""What a recipe's package offers as functions: `quantize` and `quantize_buffers`, for its class."""
+"""The functions of a recipe's package, `quantize` and `quantize_buffers`, made for its class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=QuantizedTensor)
 
 
 class Quantize(Protocol[T]):
-    """A recipe's `quantize`."""
+    """The type of a recipe's `quantize`."""
 
     def __call__(
         self,
@@ -31,7 +31,7 @@ class Quantize(Protocol[T]):
 
 
 class QuantizeBuffers(Protocol):
-    """A recipe's `quantize_buffers`."""
+    """The type of a recipe's `quantize_buffers`."""
 
     def __call__(
         self,
@@ -46,7 +46,7 @@ class QuantizeBuffers(Protocol):
 
 
 def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
-    """A recipe's `quantize` and `quantize_buffers`, whose docstrings say what it accepts."""
+    """A recipe's `quantize` and `quantize_buffers`. Their docstrings say what the recipe accepts."""
 
     def quantize(
         x: Tensor,
@@ -56,9 +56,9 @@ def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
         group: dist.ProcessGroup | None = None,
         out: T | None = None,
     ) -> T:
-        made = weights.quantize(cls, x, orientations=orientations, amax=amax, group=group, out=out)
-        assert isinstance(made, cls)
-        return made
+        quantized = weights.quantize(cls, x, orientations=orientations, amax=amax, group=group, out=out)
+        assert isinstance(quantized, cls)
+        return quantized
 
     def quantize_buffers(
         x: Tensor,
@@ -70,18 +70,18 @@ def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
     ) -> dict[str, Tensor]:
         return weights.quantize_buffers(cls, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled)
 
-    quantize.__doc__ = f"""(..., k) in fp32, bf16 or fp16 -> the same shape as {cls.__name__}, of x's dtype by default.
+    quantize.__doc__ = f"""Quantizes (..., k) values in fp32, bf16 or fp16 to {cls.__name__}, of x's shape and dtype.
 
-    orientations: those to hold, by default all: {", ".join(cls.LAYOUT.orientations)}.
+    orientations: those to store. Default: {", ".join(cls.LAYOUT.orientations)}.
     {_amax_text(cls.LAYOUT)}
-    out: overwritten in place and returned.
+    out: a tensor of the recipe and of x's shape to overwrite and return, instead of a new one.
 
     Raises ValueError for shapes {_refused_text(cls.LAYOUT)}, TypeError for other dtypes.
     """
-    quantize_buffers.__doc__ = """What `quantize(x, ...).buffers(swizzled=...)` gives, without a tensor between.
+    quantize_buffers.__doc__ = """The buffers of `quantize(x, ...).buffers(swizzled=...)`, without the tensor.
 
-    For activations and gradients; in one launch, where the recipe's kernels can. Raises as quantize, and ValueError
-    for `swizzled` where the spec states no swizzle.
+    For activations and gradients. Takes one launch if the recipe's kernels can quantize straight into buffers. Raises
+    as `quantize`, and ValueError for `swizzled` if the spec states no swizzle.
     """
     for function in (quantize, quantize_buffers):
         function.__module__, function.__qualname__ = cls.__module__, function.__name__
@@ -90,10 +90,10 @@ def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
 
 def _amax_text(layout: Layout) -> str:
     if not layout.shares_amax:
-        return "amax must be None, and group changes nothing: no scale depends on other shards."
+        return "amax: must be None, and group has no effect, since no scale depends on other shards."
     shape = "(1,)" if layout.amax_columns is None else f"(1, blocks of {layout.amax_columns} columns)"
-    text = f"amax: {shape} fp32, where it is known; else that of x, the largest over `group` where one is given."
-    return f"{text} The scale follows the history of `out`." if layout.history else text
+    text = f"amax: {shape} fp32. Default: that of x, or the maximum over the ranks of `group`. Collective with a group."
+    return f"{text} The scale follows from the history of `out`." if layout.history else text
 
 
 def _refused_text(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""Weights quantized, new ones and in place: one by one, or many with one collective and few launches."""
+"""Quantizing weights, new or in place: one at a time, or many with one collective and few launches."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def quantize(
     tag: int | None = None,
     row_sharding: RowSharding | None = None,
 ) -> QuantizedTensor:
-    """High precision to quantized; the body of every generated `quantize`.
+    """Quantizes high-precision values. The body of every generated `quantize`.
 
     x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32; by default that of x and, with `group`, the maximum
     over the shards. out: a tensor of the same shape to overwrite; if it trains, it stores x for its master. restart:
     forget its history of amaxes. tag: see reduce_max. row_sharding: how the weight that `out` is a shard of is cut; the
     call is then collective.
 
-    Raises ValueError for shapes that the recipe does not take and for an amax that it does not; TypeError for other
-    dtypes; and, if there is an `out`, what check_out and check_whole_blocks raise.
+    Raises ValueError for a shape, an orientation or an amax that the recipe does not take, TypeError for other dtypes,
+    and with an `out` also what check_out and check_whole_blocks raise.
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
@@ -86,9 +86,10 @@ def quantize_buffers(
     group: dist.ProcessGroup | Groups | None = None,
     swizzled: bool = False,
 ) -> dict[str, Tensor]:
-    """High precision to what a GEMM reads; the body of every generated `quantize_buffers`. Arguments as for `quantize`.
+    """Quantizes high-precision values to the buffers that a GEMM reads. The body of every generated `quantize_buffers`.
 
-    A recipe with a history takes the amax at hand, as for a weight that has none yet.
+    Arguments and exceptions are those of `quantize`; also ValueError for `swizzled` if the spec states no swizzle. A
+    recipe with a history uses the current amax, as for a weight that has no history yet.
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
@@ -97,20 +98,20 @@ def quantize_buffers(
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
     shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None), None)
-    made: dict[str, Tensor] | None = None
+    buffers: dict[str, Tensor] | None = None
     if not operators.traced(matrix):
-        made = cls._quantize_buffers(matrix, shared, chosen, swizzled)
-    if made is None:
+        buffers = cls._quantize_buffers(matrix, shared, chosen, swizzled)
+    if buffers is None:
         planes = operators.quantize(cls, matrix, shared, chosen) | extra
         return operators.lay_out(cls, planes, m, k, chosen, swizzled)
-    return made | extra
+    return buffers | extra
 
 
 def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A weight's values as kernels and the reference read them: (m, k), and nothing that autograd follows."""
+    """A weight's values as kernels and the reference read them: a matrix of the given shape, detached from autograd."""
     if type(x) is Tensor and x.shape == shape and not x.requires_grad:
         return x
-    values: Tensor = getattr(x, "plain", x)  # of a weight that is cast on gather
+    values: Tensor = getattr(x, "plain", x)  # a weight that is cast on gather has its values in `plain`
     return values.detach().reshape(shape)
 
 
@@ -119,10 +120,11 @@ def requantize_batch_(
     groups: list[dist.ProcessGroup],
     row_shardings: Sequence[RowSharding | None] | None = None,
 ) -> None:
-    """Overwrites quantized tensors with new values, with one MAX all-reduce of all their amaxes for each group.
+    """Overwrites quantized tensors with new values, with one MAX all-reduce per group for all their amaxes. Collective.
 
-    batch: (target, values of its shape). row_shardings: how the weight of each target is cut; weights whose blocks are
-    cut take one more all-gather for each group. By default nothing is cut.
+    batch: each target, with values of its shape. row_shardings: how the weight of each target is cut. If cuts split
+    blocks, there is one more all-gather per group. Default: no target is a shard whose blocks are cut. Raises as
+    `quantize` does with an `out`, before anything is written.
     """
     sharing = [(target, values) for target, values in batch if target.LAYOUT.shares_amax]
     shared: dict[int, Tensor] = {}
@@ -141,10 +143,10 @@ def requantize_many_(
     amaxes: Sequence[Tensor | None],
     row_shardings: Sequence[RowSharding | None] | None = None,
 ) -> None:
-    """Each (target, values) as `quantize` with out=target and its amax: checked all first, then in few launches.
+    """As `quantize` for each (target, values), with out=target and its amax, in few launches.
 
-    amaxes: fp32, what the shards of each weight have agreed on, in the shape that its recipe shares; None for recipes
-    that share none. row_shardings: as for `quantize`. Raises as `quantize` does, before anything is written.
+    amaxes: the amax that the shards of each weight share, fp32, of `Layout.amax_shape`; None for recipes that share
+    none. row_shardings: as for `quantize`. Raises as `quantize` does with an `out`, before anything is written.
     """
     row_shardings = row_shardings or [None] * len(weights)
     for (target, x), amax, row_sharding in zip(weights, amaxes, row_shardings, strict=True):
@@ -158,18 +160,18 @@ def requantize_many_(
         for target, matrix, amax in zip(
             targets, with_halos([target.LAYOUT for target in targets], own, row_shardings), amaxes, strict=True
         ):
-            usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable goes by
+            usable = type(matrix), matrix.device, 0 in target._matrix  # all that launch.usable depends on
             kinds[type(target), usable, matrix.dtype, target._orientations, *target._planes].append(
                 (target, matrix, amax)
             )
-        for alike in kinds.values():
-            for members in _by_launch(alike):
+        for same_kind in kinds.values():
+            for members in _by_launch(same_kind):
                 outs, matrices, currents = zip(*members, strict=True)
                 _overwrite_(type(outs[0]), outs, matrices, currents)
 
 
 def _by_launch(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
-    """Weights that hold the same planes, of one dtype and device: in as few parts as they can be quantized in."""
+    """Splits weights of one recipe, dtype and device, which hold the same planes, into as few launches as possible."""
     device = members[0][1].device
     if not launch.usable(members[0][1]):
         return [[member] for member in members]
@@ -187,20 +189,23 @@ def _overwrite_(
     currents: Sequence[Tensor | None],
     restart: bool = False,
 ) -> None:
-    """Quantizes matrices into tensors that hold the same orientations, each with the current amax of its weight."""
+    """Quantizes matrices into tensors of one recipe and with the same orientations.
+
+    currents: the current amax of each weight; its history goes into `outs` as well. restart: start histories anew.
+    """
     layout, orientations = cls.LAYOUT, outs[0].orientations
     shared, extras = with_histories(layout, outs, currents, restart)
     amaxes = [amax for amax in shared if amax is not None] or None
-    held = [out._planes for out in outs]
-    made = extras
-    if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, held):
-        made = [
+    targets = [out._planes for out in outs]
+    results = extras
+    if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, targets):
+        results = [
             operators.quantize(cls, matrix, amax, orientations, planes) | extra
-            for matrix, amax, planes, extra in zip(matrices, shared, held, extras, strict=True)
+            for matrix, amax, planes, extra in zip(matrices, shared, targets, extras, strict=True)
         ]
     copies = [
         (into, plane)
-        for planes, new in zip(held, made, strict=True)
+        for planes, new in zip(targets, results, strict=True)
         for name, plane in new.items()
         if (into := planes[name]) is not plane
     ]
@@ -210,10 +215,10 @@ def _overwrite_(
 
 
 def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None = None) -> None:
-    """Overwrites a quantized tensor with values that have nothing to do with those it held; a history starts anew.
+    """Overwrites a quantized tensor with unrelated values, so that a history of amaxes starts anew.
 
-    Where the tensor (or `like`, for which it stands in) is a shard, all ranks call, and share amaxes and what blocks
-    need that cuts go through.
+    like: the tensor that `target` replaces; default: `target` itself. If it is a shard, the call is collective: ranks
+    share amaxes, and values of blocks that cuts split.
     """
     if ddp_replicas.receive(target):
         return
@@ -221,15 +226,15 @@ def requantize_(target: QuantizedTensor, x: Tensor, like: QuantizedTensor | None
     (groups, tag), row_sharding = shards.amax_groups(like), shards.row_sharding(like)
     if row_sharding is not None and row_sharding.splits_blocks(like.LAYOUT) and not groups:
         check_same(shards.tag(like), row_sharding.group, x.device)
-    known = {"group": groups or None, "tag": tag if groups else None, "row_sharding": row_sharding}
-    quantize(type(target), x, out=target, restart=True, **known)  # type: ignore[arg-type]
+    shared = {"group": groups or None, "tag": tag if groups else None, "row_sharding": row_sharding}
+    quantize(type(target), x, out=target, restart=True, **shared)  # type: ignore[arg-type]
 
 
 def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
-    """Plain values quantized as `target` is, amaxes shared over its shards: a new tensor of x's dtype and device.
+    """Plain values quantized as `target` is, with amaxes shared over its shards: a new tensor of x's dtype and device.
 
-    An alias where they are what the target dequantizes to: to quantize them again could move scales. Ranks that share
-    scales or blocks would have to agree on that, so a shard of such is always quantized.
+    Returns an alias of the target if x is what it dequantizes to, since quantizing that again could change scales.
+    Shards that share amaxes or blocks are always quantized, because all ranks would have to agree on the alias.
     """
     if _dequantizes_to(target, x):
         return target._alias(dtype=x.dtype)
@@ -241,7 +246,7 @@ def replacement(target: QuantizedTensor, x: Tensor) -> QuantizedTensor:
 
 
 def _dequantizes_to(target: QuantizedTensor, x: Tensor) -> bool:
-    """True for the values that a whole weight dequantizes to."""
+    """True if x is exactly what the target, a whole weight, dequantizes to."""
     if x.device != target.device or x.is_meta or operators.traced(x) or not x.is_floating_point():
         return False
     if target._home is not None or target._writes.waiting or not target.orientations:
@@ -252,13 +257,13 @@ def _dequantizes_to(target: QuantizedTensor, x: Tensor) -> bool:
 
 
 def planes_of(cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-    """The planes of all orientations of a whole weight, from a given shared amax; without one, from its own."""
+    """(..., k) values of a whole weight -> planes of all orientations. amax: the shared amax; default: that of x."""
     matrix = x.detach().reshape(*cls.LAYOUT.check_shape(tuple(x.shape)))
     return operators.quantize(cls, matrix, amax, cls.LAYOUT.orientations)
 
 
 def chosen_orientations(layout: Layout, orientations: Sequence[str] | None) -> tuple[str, ...]:
-    """The orientations that a caller asks for, rowwise first; None: all. Raises ValueError."""
+    """The orientations that a caller asks for, rowwise first; all for None. Raises ValueError for unknown ones."""
     if orientations is None:
         return layout.orientations
     chosen = (orientations,) if isinstance(orientations, str) else tuple(orientations)
@@ -271,6 +276,7 @@ def chosen_orientations(layout: Layout, orientations: Sequence[str] | None) -> t
 
 
 def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
+    """Raises TypeError for a dtype that no recipe quantizes, ValueError for an amax that this one does not take."""
     if x.dtype not in FLOATS:
         raise TypeError(f"{layout.name} quantizes float32, bfloat16 and float16, not {x.dtype}")
     if amax is not None and not layout.shares_amax:
@@ -278,6 +284,12 @@ def _check_in(layout: Layout, x: Tensor, amax: Tensor | None) -> None:
 
 
 def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Sequence[str] | None, alone: bool) -> None:
+    """Raises if x can't be quantized into `out`.
+
+    alone: the amax is taken from x, and not shared with other shards. Raises TypeError and ValueError for an `out` of
+    another type or shape; LayoutError for one of another recipe, and for a gathered weight; UnsupportedOperator for a
+    part of a weight whose scale covers more; MissingOrientation if `out` lacks an orientation.
+    """
     if not isinstance(out, QuantizedTensor):
         raise TypeError(f"{layout.name}: out must be a tensor of the recipe, not {type(out).__name__}")
     if out.shape != x.shape or out._transposed:
@@ -298,5 +310,5 @@ def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Seq
         )
     if orientations is None:
         return
-    if lacking := [name for name in orientations if name not in out.orientations]:
-        raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(lacking)}")
+    if missing := [name for name in orientations if name not in out.orientations]:
+        raise MissingOrientation(f"{layout.name}: out holds {', '.join(out.orientations)}, not {', '.join(missing)}")
