@@ -131,11 +131,11 @@ def test_what_lies_elsewhere_is_refused_before_a_launch() -> None:
     xs = [torch.randn(32, 64, device="cuda") for _ in range(2)]
     outs = [poisoned("nvfp4", x, ("rowwise",)) for x in xs]
     quantize_batch = kernels("nvfp4").quantize_batch
-    with pytest.raises(ValueError, match="amaxes of a batch are float32"):
+    with pytest.raises(ValueError, match="amaxes of a batch must be float32"):
         quantize_batch(xs, [torch.ones(1, device="cuda"), torch.ones(1)], ("rowwise",), outs)
-    with pytest.raises(ValueError, match="rowwise_scale lies on cpu"):
+    with pytest.raises(ValueError, match="rowwise_scale is on cpu"):
         quantize_batch(xs, None, ("rowwise",), [outs[0], {**outs[1], "rowwise_scale": outs[1]["rowwise_scale"].cpu()}])
-    with pytest.raises(ValueError, match="lie on one device"):
+    with pytest.raises(ValueError, match="be on one device"):
         quantize_batch([xs[0], xs[1].cpu()], None, ("rowwise",), outs)
 
 

@@ -191,7 +191,7 @@ def test_bad_batches_are_refused_before_work(launches: list[int]) -> None:
     with pytest.raises(ValueError, match="fp8_block: swizzled=True"):
         layoutc.buffers_of([tensors[0], make("fp8_block")], swizzled=True)
     planes = [tensors[0].planes(), {name: plane.to("meta") for name, plane in tensors[0].planes().items()}]
-    with pytest.raises(ValueError, match="mxfp8: the weights of a batch lie on one device"):
+    with pytest.raises(ValueError, match="mxfp8: the weights of a batch must be on one device"):
         kernels("mxfp8").lay_out_batch(planes, [(64, 64)] * 2, ("rowwise",))
     assert launches == []
     assert kernels("mxfp8").lay_out_batch([], [], ("rowwise",)) == []

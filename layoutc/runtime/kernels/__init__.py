@@ -1,1 +1,1 @@
-"""Launching the generated Triton kernels."""
+"""Launching Triton kernels with the tile functions that are generated for each recipe."""

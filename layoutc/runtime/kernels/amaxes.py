@@ -1,4 +1,4 @@
-"""The largest magnitudes of a matrix, on a card: of all of it, of blocks of columns, of blocks of rows."""
+"""Amaxes of one matrix on a card: of all of it, of each block of columns, or of each block of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TILE = (8, 1024, 8)  # rows, columns and warps of a program
 
 
 def _kernels() -> tuple[ModuleType, ModuleType]:
-    """What launches, and the kernels: both need Triton."""
+    """The modules that launch kernels and define them. They are imported here because both need Triton."""
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.triton import tiles
 
@@ -22,12 +22,15 @@ def _kernels() -> tuple[ModuleType, ModuleType]:
 
 
 def column_tile(block_k: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program that takes the amaxes of blocks of columns."""
+    """Rows, columns and warps of a program that computes amaxes of blocks of columns."""
     return 64, max(128, block_k), 8
 
 
 def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
-    """The largest magnitude of (m, k) values, (1,), or of each block of columns over all rows, (1, blocks); fp32."""
+    """The amax of a matrix, (1,) fp32; or of each `block_k` columns over all rows, (1, blocks) fp32. NaN propagates.
+
+    x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax.
+    """
     direct, tiles = _kernels()
     m, k = x.shape
     columns = 1 if block_k is None else cdiv(k, block_k)
@@ -55,7 +58,7 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
 
 
 def row_amax(x: Tensor, block_m: int) -> Tensor:
-    """The largest magnitude of each block of rows over all columns, (blocks, 1) fp32."""
+    """(m, k) in fp32, bf16 or fp16 -> the amax of each `block_m` rows over all columns, (blocks, 1) fp32."""
     direct, tiles = _kernels()
     m, k = x.shape
     amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)

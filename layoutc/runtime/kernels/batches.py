@@ -1,9 +1,9 @@
-"""Batches: one launch for many matrices, which a table on the card lists.
+"""Batches: one launch for many matrices, which are listed in a table on the card.
 
-A table holds addresses, so it is made anew only when a matrix has moved, or what is written: parameters and their
-masters stay where they are from step to step, and what a pass gathers is mostly allocated where it was. Matrices that
-no table holds (strided, empty, or of 2^31 elements and more) are served one by one; so are all of them while a CUDA
-graph is captured, which would outlive a table.
+A table has the addresses of matrices and of their outputs. It is cached, and made anew only if one of them has moved:
+parameters and masters keep their addresses from step to step, and gathered weights mostly get the same memory again.
+Matrices that do not fit into a table (strided, empty, or of 2^31 elements or more) take a launch each. So do all
+matrices while a CUDA graph is captured, because the graph could outlive the table.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import amaxes, launch
 
-ROWS = (32, 256)  # sizes of tables: every program looks for its matrix among all rows
-CACHED = 512  # the batches used last, whose tables are cached
-AMAX_TILE = (1, 8192, 8)  # rows, columns and warps; a contiguous matrix is one row
-_MOST = 2**31 - 1  # programs of a launch; elements of a matrix in a table
+ROWS = (32, 256)  # how many matrices a table has room for; every program searches all rows for its matrix
+CACHED = 512  # batches whose tables are cached; the least recently used go first
+AMAX_TILE = (1, 8192, 8)  # rows, columns and warps of a program; it reads a contiguous matrix as one long row
+_MOST = 2**31 - 1  # the most programs of a launch, and the most elements of a matrix in a table
 
 
 class Table(NamedTuple):
-    """Matrices of one launch. `entries`: int64, as triton/batch.py reads it, in `rows` rows; the rest: see there.
+    """The matrices of one launch.
 
-    `even`: all of them are whole tiles, or, where they are laid out, whole words. No entries: it stands for a launch of
-    one matrix, which needs no table.
+    entries: int64, in the format that triton/batch.py defines, with room for `rows` matrices; None for a launch of one
+    matrix, which needs no table. programs: of the launch. aligned: all addresses, and sizes that matter, are multiples
+    of 16. even: all matrices are whole tiles; or, if they are laid out, whole words.
     """
 
     entries: Tensor | None
@@ -52,34 +53,36 @@ def split(
     outs: Sequence[Mapping[str, Tensor]],
     tile: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
-    """Tables of the matrices that are quantized together, and the positions of those that are to be one by one.
+    """Tables of the matrices to quantize together, and the indices of those that take a launch each.
 
-    names: the planes that the kernel takes, in its order. shared: amaxes, fp32; their places are as seen from the
-    first. Raises ValueError where matrices differ in dtype or device, where amaxes or outs are not as many or lie
-    elsewhere, and for planes that a kernel can't write into: the card can't tell, as it only sees addresses.
+    names: the planes that the kernel takes, in its order. shared: an fp32 amax for each matrix, if the recipe shares
+    one. outs: planes to write, for each matrix. tile: rows and columns of a program.
+
+    Raises ValueError if matrices differ in dtype or device, if the number or the device of amaxes or outs is another,
+    and for planes that a kernel can't write into. The kernel can't check any of that, as it only sees addresses.
     """
     if len(outs) != len(xs) or (shared is not None and len(shared) != len(xs)):
-        raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes where any are given")
+        raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes if there are any")
     where = xs[0].get_device()
     if not _same_dtype_and_device(xs, xs[0].dtype, where):
-        raise ValueError(f"{layout.name}: the matrices of a batch have one dtype and lie on one device")
+        raise ValueError(f"{layout.name}: the matrices of a batch must have one dtype and be on one device")
     if shared and not _same_dtype_and_device(shared, torch.float32, where):
-        raise ValueError(f"{layout.name}: amaxes of a batch are float32, on the device of its matrices")
+        raise ValueError(f"{layout.name}: amaxes of a batch must be float32, and on the device of its matrices")
     shapes = [x.shape for x in xs]
     columns, wide = [_addresses(xs)], [True]
     for name, expected in zip(names, _written(layout, tuple(names), tuple(orientations), *shapes), strict=True):
         columns.append(_plane_addresses(layout, name, expected, outs, where) if expected else (0,) * len(xs))
         wide.append(bool(expected) and len(expected[0].shape) > 1)
     base, *_ = starts = _addresses(shared) if shared else (0,) * len(xs)
-    places = [(start - base) // 4 for start in starts]
-    return _matrices(xs, shapes, places, columns, wide, tile)
+    offsets = [(start - base) // 4 for start in starts]  # in fp32 values from the first amax
+    return _matrices(xs, shapes, offsets, columns, wide, tile)
 
 
 @lru_cache(maxsize=CACHED)
 def _written(
     layout: Layout, names: tuple[str, ...], orientations: tuple[str, ...], *shapes: tuple[int, ...]
 ) -> list[list[Facts]]:
-    """For each name the planes that are written for matrices of the given shapes; none where it is not written."""
+    """For each name, the plane of each matrix; an empty list for a plane that these orientations do not have."""
     facts = [launch.plane_facts(layout, m, k, orientations) for m, k in shapes]
     return [[one[name] for one in facts if name in one] for name in names]
 
@@ -87,57 +90,62 @@ def _written(
 def _plane_addresses(
     layout: Layout, name: str, expected: Sequence[Facts], outs: Sequence[Mapping[str, Tensor]], where: int
 ) -> tuple[int, ...]:
-    """Where a plane of each matrix begins, all of which are as a kernel can write into. Raises ValueError."""
+    """The address of one plane of each matrix. Raises ValueError if a kernel can't write into one of them."""
     planes = [out[name] for out in outs]
-    found = _addresses(planes)
+    addresses = _addresses(planes)
     same = [plane.shape for plane in planes] == [shape for shape, _ in expected]
     same = same and _same_dtype_and_device(planes, expected[0].dtype, where)
-    if not (same and _all_contiguous(planes) and reduce(or_, found) % 4 == 0):
+    if not (same and _all_contiguous(planes) and reduce(or_, addresses) % 4 == 0):
         for out, plane, facts in zip(outs, planes, expected, strict=True):
             launch.checked_planes(layout, {name: facts}, out)
             if plane.get_device() != where:
-                raise ValueError(f"{layout.name}: {name} lies on {plane.device}, the matrices elsewhere")
-    return found
+                raise ValueError(f"{layout.name}: {name} is on {plane.device}, and the matrices are on another device")
+    return addresses
 
 
 # --------------------------------------------------------------------------------------------------------------- amaxes
 def batch_amax(xs: Sequence[Tensor], block_k: int | None = None) -> Tensor:
-    """The largest magnitude of each of n matrices in fp32, bf16 or fp16 on one device, (n,) fp32; NaN wins.
+    """The amax of each of n matrices in fp32, bf16 or fp16, (n,) fp32; NaN propagates.
 
-    block_k: what matrix_amax gives for it instead, (1, blocks) for each matrix, flattened and one after another. Raises
-    ValueError where they lie on several devices.
+    block_k: instead, the amaxes of each `block_k` columns of each matrix, as matrix_amax returns them, flattened and
+    concatenated. Raises ValueError if the matrices are on several devices.
     """
-    places = list(accumulate((_count(x, block_k) for x in xs), initial=0))
-    packed = torch.zeros(places.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
-    raise_amaxes(packed, places, xs, block_k)
+    offsets = list(accumulate((_count(x, block_k) for x in xs), initial=0))
+    packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=xs[0].device if xs else None)
+    raise_amaxes(packed, offsets, xs, block_k)
     return packed.view(torch.float32)
 
 
 def batch_amaxes(xs: Sequence[Tensor], block_k: int | None) -> Sequence[Tensor]:
-    """batch_amax, cut into the part of each matrix."""
+    """batch_amax, split by matrix."""
     return torch.split(batch_amax(xs, block_k), [_count(x, block_k) for x in xs])
 
 
 def _count(x: Tensor, block_k: int | None) -> int:
+    """How many amaxes a matrix has."""
     return 1 if block_k is None else cdiv(x.shape[1], block_k)
 
 
-def raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
-    """Raises entries of `packed`, bits of fp32, from given places on to the amaxes of matrices."""
+def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> None:
+    """Raises entries of `packed` to the amaxes of matrices, in place.
+
+    packed: (n,) int32, the bits of fp32 magnitudes. offsets: where the amaxes of each matrix begin. Raises ValueError
+    if the matrices and `packed` are on several devices.
+    """
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.triton import batch
 
     where = packed.get_device()
     if any(x.get_device() != where for x in xs):
-        raise ValueError("matrices whose amaxes are taken together lie on one device")
+        raise ValueError("matrices whose amaxes are computed together must be on one device")
     kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, x in zip(places, xs, strict=True):
-        kinds[x.dtype].append((place, x))
+    for offset, x in zip(offsets, xs, strict=True):
+        kinds[x.dtype].append((offset, x))
     tile_m, tile_k, warps = AMAX_TILE if block_k is None else amaxes.column_tile(block_k)
     for dtype, members in kinds.items():
-        starts, alike = zip(*members, strict=True)
-        shapes = [(1, x.numel()) if block_k is None else x.shape for x in alike]
-        tables, single = _matrices(alike, shapes, starts, [_addresses(alike)], [True], (tile_m, tile_k))
+        starts, matrices = zip(*members, strict=True)
+        shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
+        tables, single = _matrices(matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, tile_k))
         for table in tables:
             args = (
                 table.entries,
@@ -154,26 +162,26 @@ def raise_amaxes(packed: Tensor, places: Sequence[int], xs: Sequence[Tensor], bl
             )
             direct.run(batch.amax_batch_kernel, (table.programs,), args, warps)
         for index in single:
-            found = amaxes.matrix_amax(alike[index], block_k).view(torch.int32).reshape(-1)
-            packed[starts[index] : starts[index] + found.numel()] = found
+            amax = amaxes.matrix_amax(matrices[index], block_k).view(torch.int32).reshape(-1)
+            packed[starts[index] : starts[index] + amax.numel()] = amax
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 def _matrices(
     xs: Sequence[Tensor],
     shapes: Sequence[tuple[int, ...]],
-    places: Sequence[int],
+    offsets: Sequence[int],
     addresses: Sequence[tuple[int, ...]],
     wide: Sequence[bool],
     tile: tuple[int, int],
 ) -> tuple[Sequence[Table], Sequence[int]]:
-    """Tables of matrices that are read, and the positions of those that no table holds.
+    """Tables of the matrices that a kernel reads, and the indices of those that take a launch each.
 
-    shapes: the rows and columns that kernels take a matrix for. places: of the amaxes. addresses: what begins where,
-    the matrices and each plane; wide: which of them are moved 16 bytes at a time.
+    shapes: rows and columns as the kernel sees a matrix. offsets: of the amax of each matrix. addresses: those of the
+    matrices, then those of each plane. wide: for each of these columns, whether a thread moves 16 bytes at a time.
     """
     strided = () if _all_contiguous(xs) else tuple(index for index, x in enumerate(xs) if not x.is_contiguous())
-    fields = [*zip(*shapes, strict=True), tuple(places), *addresses]
+    fields = [*zip(*shapes, strict=True), tuple(offsets), *addresses]
     return tables_of(xs[0].device, shapes, fields, [False, True, False, *wide], tile, tile, strided)
 
 
@@ -186,21 +194,22 @@ def tables_of(
     step: tuple[int, int],
     strided: tuple[int, ...] = (),
 ) -> tuple[Sequence[Table], Sequence[int]]:
-    """Tables of matrices on one device, and the positions of those that no table holds; see _tables."""
+    """Tables of matrices on one device, and the indices of those that take a launch each. Arguments as for _tables."""
     stream = 0
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # a table could be gone when what is launched now runs again
+        if torch.cuda.is_current_stream_capturing():  # the table could be freed before the graph is replayed
             return (), range(len(covers))
         stream = torch.cuda.current_stream(device).cuda_stream
     return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
 def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """True if all tensors are contiguous."""
     return all(map(Tensor.is_contiguous, tensors))
 
 
 def _same_dtype_and_device(tensors: Sequence[Tensor], dtype: torch.dtype, where: int) -> bool:
-    """True where all are of one dtype, on one device."""
+    """True if all tensors have the dtype and are on the device. `where`: its index, -1 for the CPU."""
     count = len(tensors)
     return [one.dtype for one in tensors].count(dtype) == [one.get_device() for one in tensors].count(where) == count
 
@@ -220,13 +229,16 @@ def _tables(
     wide: tuple[bool, ...],
     strided: tuple[int, ...],
 ) -> tuple[list[Table], list[int]]:
-    """A function of nothing but its arguments, so that what it keeps is never stale.
+    """Tables of matrices, and the indices of those that take a launch each.
 
-    A table for the matrices that a launch can be compiled alike for, or more where they are too many for one; and the
-    positions of those that none holds. `stream`, the current one, orders the copy of a table before each launch that
-    reads it. tile: rows and columns of a program; covers: those that a matrix's programs cover. fields: of a table, of
-    all matrices: rows, columns, places, addresses; wide: which of them are to be multiples of 16, for aligned. step: of
-    what rows and columns are to be multiples, for even. strided: positions to leave out.
+    A pure function of its arguments, so cached tables are never stale. Matrices for which the same compiled kernel
+    serves are in one table, or in several if they are too many. stream: the current one; a table is copied to the card
+    on it, before every launch that reads the table.
+
+    tile: rows and columns of a program. covers: the rows and columns that the programs of each matrix cover. fields:
+    the columns of a table, each with an entry for each matrix: rows, columns, offset, addresses. wide: which fields
+    must be multiples of 16 for a table to be aligned. step: what rows and columns must be multiples of for it to be
+    even. strided: indices to leave out.
     """
     single: list[int] = []
     kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = defaultdict(list)
@@ -247,7 +259,7 @@ def _tables(
 
 
 def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Runs of rows that fit into one table, and whose programs fit into one launch."""
+    """Splits the rows of a table so that each part fits into one table, and its programs into one launch."""
     first = programs = 0
     for index, row in enumerate(rows):
         programs += row[0]
@@ -258,7 +270,7 @@ def _launches(rows: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ..
 
 
 def _uploaded(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> tuple[Tensor, int, int]:
-    """(table, its rows, programs of its launch)."""
+    """Copies a table to the device: (table, how many rows it has room for, programs of its launch)."""
     size = next(size for size in ROWS if len(rows) <= size)
     *starts, programs = accumulate((row[0] for row in rows), initial=0)
     filling = size - len(rows)

@@ -1,4 +1,4 @@
-"""Buffers to write into, of one weight or of many, and the launches that fill them."""
+"""Allocating buffers for one weight or many, and listing the launches that fill them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.runtime.kernels import batches
 
 
 def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """New buffers of orientations to write into, of those that are no planes."""
+    """New, uninitialized buffers of the orientations, by name: those that are not planes as they are."""
     facts = _buffer_facts(layout, m, k, orientations)
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
@@ -22,7 +22,7 @@ def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: t
 def planes_as_buffers(
     layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device
 ) -> dict[str, Tensor]:
-    """New planes to write into, of those that are buffers of the orientations as they are."""
+    """New, uninitialized planes, by name: those that serve as buffers of the orientations as they are."""
     facts = _plane_facts(layout, m, k, orientations)
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
 
@@ -44,18 +44,18 @@ def new_for_batch(
     orientations: tuple[str, ...],
     weights: Sequence[Mapping[str, Tensor]],
 ) -> list[dict[str, Tensor]]:
-    """New buffers for each of many weights, of those that are no planes; one allocation for those of a name and shape.
+    """As `new` for each of several weights. Buffers of the same name and shape share an allocation.
 
-    Raises ValueError where planes of the weights lie on several devices.
+    weights: their planes. Raises ValueError if these are on several devices.
     """
     made: list[dict[str, Tensor]] = [{} for _ in shapes]
-    places = {plane.device for planes in weights for plane in planes.values()}
-    if len(places) > 1:
+    devices = {plane.device for planes in weights for plane in planes.values()}
+    if len(devices) > 1:
         raise ValueError(
-            f"{layout.name}: the weights of a batch lie on one device, not on {', '.join(map(str, places))}"
+            f"{layout.name}: the weights of a batch must be on one device, not on {', '.join(map(str, devices))}"
         )
     for name, (shape, dtype), members in _stackable_buffers(layout, orientations, *shapes) if weights else ():
-        new = torch.empty((len(members), *shape), dtype=dtype, device=next(iter(places))).unbind()
+        new = torch.empty((len(members), *shape), dtype=dtype, device=next(iter(devices))).unbind()
         for index, buffer in zip(members, new, strict=True):
             made[index][name] = buffer
     return made
@@ -65,7 +65,10 @@ def new_for_batch(
 def _stackable_buffers(
     layout: Layout, orientations: tuple[str, ...], *shapes: tuple[int, int]
 ) -> list[tuple[str, Facts, list[int]]]:
-    """Name and facts of buffers, and of which weights they are; alone where the next would begin between 16 bytes."""
+    """Buffers of the same name, shape and dtype: these, and the indices of the weights that have them.
+
+    A buffer whose size is no multiple of 16 bytes is alone, since the next one in its allocation would not be aligned.
+    """
     found: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
     for index, (m, k) in enumerate(shapes):
         for name, facts in layout.laid_out(m, k, orientations).items():
@@ -83,15 +86,16 @@ def split(
     tile: tuple[int, int, int],
     word: int,
 ) -> list[tuple[int, batches.Table | None]]:
-    """The launches that fill buffers: the position of a weight, and a table of it and others, or None for it alone.
+    """The launches that fill buffers. For each, the index of a weight, and a table of all its weights; None for one.
 
-    planes, names: of planes and of buffers, as the kernel takes them. covers: the rows and columns that tiles cover,
-    with all padding. word: rows and columns whose codes are moved at a time.
+    planes, names: names of planes and of buffers, in the order of the kernel's arguments. made: the buffers of each
+    weight. covers: the rows and columns that tiles cover, padding included. word: rows and columns whose codes are
+    moved at a time.
     """
     if not weights or not made[0]:
         return []
-    held = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
-    columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in held]
+    tensors = [[one.get(name) for one in each] for each, of in ((weights, planes), (made, names)) for name in of]
+    columns = [tuple(0 if one is None else one.data_ptr() for one in each) for each in tensors]
     ms, ks = zip(*shapes, strict=True)
     fields, wide = [ms, ks, tuple(cover[1] for cover in covers), *columns], [True, True, False, *[True] * len(columns)]
     some = next(iter(made[0].values()))

@@ -1,11 +1,12 @@
-"""Launching a kernel again without Triton's own launcher, which takes longer than small weights take on the card.
+"""Launching a kernel again without Triton's launcher, which takes more time than a small weight takes on the card.
 
-`kernel[grid](...)` binds, specializes and writes a key of text at every call. Here a key of a few small values, which
-tells apart all that Triton specializes on, finds what the first such launch compiled. Like Triton's, it is made of the
-arguments alone; unlike there, globals that a kernel reads are not compared with those it was compiled with.
+`kernel[grid](...)` binds its arguments, specializes, and builds a text key at every call. Here a key of a few small
+values, one for each case that Triton specializes on, looks up what the first launch with that key compiled. Like
+Triton's key it depends on the arguments alone. Unlike Triton, this does not check that the globals that a kernel reads
+are still those that it was compiled with.
 
-The first launch of each key, hooks, the interpreter, other cards than NVIDIA's and a Triton that specializes on more
-than is known here take the ordinary way.
+The ordinary launcher is used for the first launch of each key, with hooks, in the interpreter, on cards that are not
+NVIDIA's, and with a Triton that specializes on more than this module knows of.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from triton.backends import compiler as backends
 from triton.compiler import CompiledKernel
 from triton.runtime import driver, jit
 
-_launches: dict[Hashable, tuple[Any, int, Any]] = {}  # the launcher, the function on the card, what it was packed with
-_splits: dict[Any, int | None] = {}  # of each kernel: how many parameters stand before those that are tl.constexpr
+_launches: dict[Hashable, tuple[Any, int, Any]] = {}  # a compiled kernel's launcher, function on the card, metadata
+_splits: dict[Any, int | None] = {}  # for each kernel: how many parameters come before those that are tl.constexpr
 
 
 class Constants(tuple[Any, ...]):
-    """The constants of a kernel, in order, that many launches have in common: their hash is worked out once."""
+    """A kernel's constants, in order, that many launches share. The hash is computed once."""
 
     def __hash__(self) -> int:
         try:
@@ -46,13 +47,12 @@ def run(
 ) -> None:
     """kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False), in less time.
 
-    args: all of the kernel's, in the order of its parameters, or all but its constants, where these are given by
-    themselves; tensors on the current device. Bytes depend on there
-    being no fusion: a multiplication and an addition that become one are rounded once.
+    args: the kernel's arguments in order, with its constants at the end unless `constants` has them. Tensors must be on
+    the current device. Fusion stays off because bytes depend on it: a fused multiply-add rounds once, not twice.
     """
     split = _split(kernel)
-    found, given = (None, []) if split is None else key(args, split, constants)
-    if found is None:
+    specialization, values = (None, []) if split is None else key(args, split, constants)
+    if specialization is None:
         kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
         return
     active = driver.active
@@ -64,24 +64,24 @@ def run(
         maxnreg,
         knobs.runtime.debug,
         knobs.compilation.instrumentation_mode,
-        *found,
+        *specialization,
     )
     launch = _launches.get(at)
     if launch is None:
-        made = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
-        if isinstance(made, CompiledKernel):
-            _launches[at] = made.run, made.function, made.packed_metadata
+        compiled = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
+        if isinstance(compiled, CompiledKernel):
+            _launches[at] = compiled.run, compiled.function, compiled.packed_metadata
         return
     launcher, function, packed = launch
-    launcher(grid[0], 1, 1, active.get_current_stream(device), function, packed, None, None, None, *given)
+    launcher(grid[0], 1, 1, active.get_current_stream(device), function, packed, None, None, None, *values)
 
 
 def _split(kernel: Any) -> int | None:
-    """How many of a kernel's parameters are not constants; None where it is to be launched the ordinary way."""
+    """How many of a kernel's parameters are not constants; None if Triton's own launcher must be used."""
     if type(kernel) is not jit.JITFunction or kernel.pre_run_hooks or not supported():
         return None
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler has set them
         return None
     try:
         return _splits[kernel.fn]
@@ -92,40 +92,40 @@ def _split(kernel: Any) -> int | None:
 
 
 def key(args: tuple[Any, ...], split: int, constants: Constants | None = None) -> tuple[list[Any] | None, list[Any]]:
-    """What Triton specializes a kernel on, of its arguments; and the arguments, with addresses in place of tensors.
+    """What Triton specializes a kernel on, as a key; and all argument values, with addresses in place of tensors.
 
-    Arguments from `split` on are constants, where these are not given by themselves. No key where an argument is of a
-    type that none is known for.
+    Arguments from `split` on are constants, unless `constants` has them. The key is None if an argument is of a type
+    that this module has no rule for.
     """
     fixed: tuple[Any, ...] = args[split:] if constants is None else constants
     classes: list[Any] = [fixed]
-    given: list[Any] = []
+    values: list[Any] = []
     for arg in args[:split]:
         kind = type(arg)
         if arg is None:
             classes.append(None)
         elif kind is int:
-            # 1 becomes a constant; others go by the width that holds them, and by whether 16 divides them.
+            # 1 becomes a constant. Other numbers differ by their width, and by whether 16 divides them.
             width = 2 if -0x80000000 <= arg <= 0x7FFFFFFF else 4 if arg <= 0x7FFFFFFFFFFFFFFF else 6
             classes.append(1 if arg == 1 else width if arg & 15 else -width)
         elif isinstance(arg, Tensor):
             classes.append(arg.dtype)
             address = arg.data_ptr()
             classes.append(address & 15 == 0)
-            given.append(address)
+            values.append(address)
             continue
         elif kind is float or kind is bool:
             classes.append(kind)
         else:
-            return None, given
-        given.append(arg)
-    given += fixed
-    return classes, given
+            return None, values
+        values.append(arg)
+    values += fixed
+    return classes, values
 
 
 @cache
 def supported() -> bool:
-    """True where Triton has the parts that are used here, and specializes on nothing that keys don't tell apart."""
+    """True if Triton has the parts that are used here, and specializes on nothing but what keys tell apart."""
     parts = (
         (jit, "native_specialize_impl"),
         (CompiledKernel, "run"),
@@ -141,7 +141,10 @@ def supported() -> bool:
 
 
 def tells_apart(target: Any) -> bool:
-    """Whether numbers and addresses of one class are one to Triton too."""
+    """True if Triton specializes equally on all numbers, and on all addresses, that have the same key.
+
+    Tries numbers and addresses around powers of two and multiples of 16. False if Triton can't be asked.
+    """
     from triton.compiler.compiler import make_backend
 
     space = torch.empty(2048, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Host side of generated kernels: when they can run, what they write into, how many programs there are."""
+"""The host's side of a launch: when kernels can run, which planes they write, how many programs they take."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _has_triton() -> bool:
 
 
 def usable(x: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """True where kernels take the place of the reference: a plain tensor on a card, not empty, and Triton is installed.
+    """True if kernels run instead of the reference: for a plain, non-empty tensor on a card, if Triton is installed.
 
-    Triton launches on the current device, so a tensor of another card takes the reference. dtype: of values to write.
+    Triton launches on the current device, so the reference serves tensors on other cards. dtype: of values to write.
     """
     plain = type(x) is Tensor and x.is_cuda and (dtype is None or dtype in FLOATS)
     return plain and x.numel() > 0 and _has_triton() and x.get_device() == torch.cuda.current_device()
 
 
 def level_of(capability: tuple[int, int]) -> int:
-    """Which conversions a card of a compute capability has: 0, none; 90, to fp8; 100, also to e2m1, e2m3, e3m2, e8m0.
+    """Which conversions a card of a compute capability has: 0 for none; 90 to fp8; 100 also to e2m1, e2m3, e3m2, e8m0.
 
-    12.0 has all of them too, but kernels have not been compiled for it.
+    Cards of 12.0 have all of them too, but kernels have not been compiled for these.
     """
     return 100 if capability[0] == 10 else 90 if capability >= (8, 9) else 0
 
@@ -58,10 +58,11 @@ _levels: dict[torch.device, int] = {}
 
 
 def hardware(device: torch.device) -> int:
-    """The conversions that kernels leave to a device: level_of its compute capability, and 0 of what is no card.
+    """The level of conversions that kernels leave to a device: level_of for a card, 0 for any other device.
 
-    100 has to be earned: once in a process, the first call for a device compares what its conversions give with what
-    integer arithmetic gives there. Where any differs it warns, and the level is 90. Bytes are the same at every level.
+    Level 100 is verified: once per process, the first call for a device compares its conversions with integer
+    arithmetic. If any differs, the call warns with RuntimeWarning, and the level is 90. Bytes are the same at each
+    level.
     """
     level = _levels.get(device)
     return _find_level(device) if level is None else level
@@ -71,15 +72,15 @@ def _find_level(device: torch.device) -> int:
     level = level_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else 0
     if level == 100:
         if torch.cuda.is_current_stream_capturing():
-            return 90  # results can't be waited for; the next call finds out
+            return 90  # a capture can't wait for results; a later call verifies
         from layoutc.runtime.kernels import conversion_checks
 
         if differing := conversion_checks.differing(device, conversion_checks.COMPARISONS[100]):
             level = 90
             name, conversions = torch.cuda.get_device_name(device), ", ".join(differing)
             warnings.warn(
-                f"{name}: the card's conversions {conversions} do not give the bytes they should; kernels do without "
-                "those that compute capability 9.0 has not, and are slower",
+                f"{name}: the card's conversions {conversions} give wrong bytes; kernels will use only those that "
+                "compute capability 9.0 has, and will be slower",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -87,39 +88,43 @@ def _find_level(device: torch.device) -> int:
 
 
 def writable(out: Out, device: torch.device) -> Out:
-    """`out` where kernels can write into its planes; None where they are cut from others, or lie elsewhere."""
+    """`out` if kernels can write into its planes; None if one is not contiguous, not aligned, or on another device."""
     return out if out is not None and all_writable([out], device) else None
 
 
 def all_writable(outs: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
-    """True where kernels can write into the planes of all."""
+    """True if kernels can write into all these planes: contiguous, aligned to 4 bytes, on the device."""
     planes = [plane for out in outs for plane in out.values()]
     words = reduce(or_, map(Tensor.data_ptr, planes), 0) % 4 == 0
     return words and all(map(Tensor.is_contiguous, planes)) and all(plane.device == device for plane in planes)
 
 
 def readable(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Planes as kernels read them, copied where they are not: contiguous, and beginning at a word of 32 bits."""
+    """Planes as kernels read them: contiguous and aligned to 4 bytes. Others are copied."""
     return {
-        name: plane if _is_whole(plane) else plane.clone(memory_format=torch.contiguous_format)
+        name: plane if _is_aligned(plane) else plane.clone(memory_format=torch.contiguous_format)
         for name, plane in planes.items()
     }
 
 
-def _is_whole(plane: Tensor) -> bool:
+def _is_aligned(plane: Tensor) -> bool:
+    """True for a contiguous plane that begins at a multiple of 4 bytes."""
     return plane.is_contiguous() and plane.data_ptr() % 4 == 0
 
 
 @cache
 def registers(device: torch.device, most: int | None) -> int | None:
-    """A cap on a thread's registers, on the cards where it was found to pay: compute capability 9.0."""
+    """The cap on a thread's registers on a device: `most` on cards of compute capability 9.0, where it was measured.
+
+    None elsewhere: no cap.
+    """
     return most if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
 def planes(
     layout: Layout, m: int, k: int, orientations: Sequence[str], device: torch.device, out: Out = None
 ) -> dict[str, Tensor]:
-    """The planes of orientations to write into: those of `out`, which must be contiguous, else new ones."""
+    """The planes of orientations for a kernel to write: those of `out`, or new ones. Raises as checked_planes."""
     facts = plane_facts(layout, m, k, tuple(orientations))
     if out is None:
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in facts.items()}
@@ -128,20 +133,20 @@ def planes(
 
 @lru_cache(maxsize=4096)
 def plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    """What a kernel writes for orientations of an (m, k) weight: plane name -> shape and dtype."""
+    """The planes that a kernel writes for orientations of an (m, k) weight: name -> shape and dtype."""
     return layout.written(m, k, orientations)
 
 
 def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The planes of `out` that a kernel writes. Raises ValueError where they are not what it writes into."""
-    found = {name: out[name] for name in facts}
-    for name, given in found.items():
+    """The planes of `out` that a kernel writes. Raises ValueError for another shape or dtype, or a wrong alignment."""
+    written = {name: out[name] for name in facts}
+    for name, plane in written.items():
         shape, dtype = facts[name]
-        if given.shape != shape or given.dtype != dtype or not _is_whole(given):
+        if plane.shape != shape or plane.dtype != dtype or not _is_aligned(plane):
             raise ValueError(
                 f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )
-    return found
+    return written
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
