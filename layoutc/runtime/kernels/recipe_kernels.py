@@ -1,4 +1,4 @@
-"""The kernels of a recipe, launched: one weight or a batch, into planes or into what a GEMM reads."""
+"""Launches a recipe's kernels: for one weight or a batch, into planes or into the buffers that a GEMM reads."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
-Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes of a value of x, and which sources are written
+Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes per value of x, and which sources are written
 Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
 Planes = Mapping[str, Tensor]
-_NONE = (None,) * 6  # planes or buffers of a kernel
+_NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
 
 class _Choice(NamedTuple):
-    """What launches for some orientations and a dtype of x have in common."""
+    """What all launches for the same orientations and dtype of x share."""
 
     rowwise: bool
     columnwise: bool
     input_max: float | None
     tile: Tile
-    constants: dict[Any, Constants]  # by whatever else they depend on
+    constants: dict[Any, Constants]  # by everything else that they depend on
 
 
 class _Entry(NamedTuple):
-    """A buffer of an orientation: the plane that it is, or None where it is made."""
+    """A buffer of an orientation. plane: the plane that serves as the buffer; None if the buffer is made from one."""
 
     name: str
     plane: str | None
@@ -45,30 +45,39 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Kernels:
-    """Kernels of one recipe: its tile functions, and what their launches go by. Tensors are on the current device."""
+    """The kernels of one recipe: its tile functions, and the sizes of their launches.
+
+    A recipe's kernels.py makes one, as KERNELS. Planes and buffers go by name. Tensors must be on the current device.
+    """
 
     layout: Layout
     quantize_tile: Any
     dequantize_tile: Any
     lay_out_tile: Any = None  # None: every buffer is a plane
-    serves: Mapping[str, tuple[str, ...]]  # a source -> the orientations it serves
+    serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles
-    buffer_sizes: Tiles | None = None  # where one launch quantizes into buffers
+    buffer_sizes: Tiles | None = None  # None: quantizing into buffers takes two launches
     dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
     lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
-    moved: tuple[str, ...] = ()  # the planes that lay_out_tile takes
-    word: int = 1  # rows and columns whose codes are moved at a time
-    padding: tuple[Padding, Padding] = ((), ())  # of the buffers' m and k
-    batched: bool = True  # one launch quantizes many matrices
-    takes_input_max: bool = False  # a scale depends on the largest value of x's dtype
-    row_blocks: Mapping[str, int] = field(default_factory=dict)  # a source of whole rows -> the rows of its blocks
-    gemm_scale: Callable[..., Tensor] | None = None  # puts a scale that is a plane into the GEMM's order
+    moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
+    word: int = 1  # how many rows and columns of codes are moved at a time
+    padding: tuple[Padding, Padding] = ((), ())  # of m and k, over all buffers
+    batched: bool = True  # False: a launch quantizes one matrix
+    takes_input_max: bool = False  # True: scales depend on the largest value of x's dtype
+    row_blocks: Mapping[str, int] = field(
+        default_factory=dict
+    )  # sources whose blocks are whole rows -> rows of a block
+    gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
 
     # ------------------------------------------------------------------------------------------------------- quantize
     def quantize(
         self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Planes | None = None
     ) -> dict[str, Tensor]:
-        """(m, k) values -> planes of the orientations, by name. amax: taken from x if not given; out: written into."""
+        """(m, k) in fp32, bf16 or fp16 -> planes of the orientations.
+
+        amax: the shared amax, fp32; default: that of x. out: planes to write into; default: new ones. Raises ValueError
+        for an `out` of another shape, dtype or alignment.
+        """
         m, k = x.shape
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
@@ -79,9 +88,9 @@ class Kernels:
     def quantize_buffers(
         self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
-        """(m, k) values -> buffers of the orientations, by name; in one launch, where words of codes can be transposed.
+        """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations.
 
-        swizzled: scales are flat, in the GEMM's order.
+        Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
         """
         m, k = x.shape
         amax = self._shared_amax(x, amax)
@@ -101,9 +110,9 @@ class Kernels:
         orientations: tuple[str, ...],
         outs: Sequence[Planes],
     ) -> None:
-        """As quantize for each of xs, which have one dtype and device, into its planes of outs: in one launch or a few.
+        """As `quantize` for each of xs, into its planes of `outs`, in as few launches as possible.
 
-        shared: their amaxes, fp32; taken from xs if not given.
+        shared: an fp32 amax for each; default: those of xs. Raises as batches.split.
         """
         if not xs:
             return
@@ -137,16 +146,16 @@ class Kernels:
         cover_k: int,
         swizzled: bool,
     ) -> None:
-        """Quantizes x into planes and buffers; the others are None."""
+        """Quantizes x into planes and buffers. Those that are missing from `planes` and `made` are not written."""
         m, k = x.shape
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), known = choice
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cached = choice
         even = m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k
         device = x.device
         kind = swizzled, even, launch.hardware(device)
-        constants = known.get(kind)
+        constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
-            constants = known[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:]))
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:]))
         stride_m, stride_k = x.stride()
         p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
         b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
@@ -157,7 +166,7 @@ class Kernels:
         run(quantize_kernel, grid, args, warps, launch.registers(device, registers), constants)
 
     def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Of each block of whole rows, for the sources that are written and have such."""
+        """The amax of each block of rows, (blocks, 1) fp32, for each written source whose blocks are whole rows."""
         rowwise, columnwise = (
             amaxes.row_amax(x, self.row_blocks[name]) if wanted and name in self.row_blocks else None
             for name, wanted in zip(("rowwise", "columnwise"), written, strict=True)
@@ -172,14 +181,14 @@ class Kernels:
 
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> _Choice:
         key = tiles is self.quantize_sizes, orientations, dtype
-        found = self._choices.get(key)
-        if found is None:
+        choice = self._choices.get(key)
+        if choice is None:
             written = {name: any(one in orientations for one in served) for name, served in self.serves.items()}
             input_max = torch.finfo(dtype).max if self.takes_input_max else None
             tile = tiles[dtype.itemsize, *written.values()]
-            found = _Choice(written.get("rowwise", False), written.get("columnwise", False), input_max, tile, {})
-            self._choices[key] = found
-        return found
+            choice = _Choice(written.get("rowwise", False), written.get("columnwise", False), input_max, tile, {})
+            self._choices[key] = choice
+        return choice
 
     @cached_property
     def _choices(self) -> dict[Any, _Choice]:
@@ -187,28 +196,28 @@ class Kernels:
 
     @cached_property
     def _written(self) -> tuple[str, ...]:
-        """The planes that kernels write and read, in order."""
+        """The planes that kernels write and read, in the layout's order."""
         return tuple(name for name in self.layout.stored if name != "amax")
 
     @cached_property
     def _planes(self) -> tuple[str, ...]:
-        """The same as kernels take them: six."""
+        """The same, filled up to the six that kernels take."""
         return _six(self._written)
 
     @cached_property
     def _made(self) -> tuple[str, ...]:
-        """Buffers that are no planes, in order, as kernels take them: six."""
+        """The buffers that are made from planes, in order, filled up to the six that kernels take."""
         facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
         return _six(tuple(name for name in facts if name not in self.layout.as_stored))
 
     @cached_property
     def _moved(self) -> tuple[str, ...]:
-        """The planes that are moved, as kernels take them: six."""
+        """The planes that lay_out_tile reads, filled up to the six that kernels take."""
         return _six(self.moved)
 
     @cached_property
     def _masks(self) -> tuple[int, int, int]:
-        """How many planes there are; a bit for each that is fp32, and for each of one value."""
+        """How many planes there are; a bit for each plane that is fp32; a bit for each that has one value."""
         facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
         floats = sum((facts[name].dtype == torch.float32) << index for index, name in enumerate(self._written))
         scalars = sum((self.layout.stored[name] == (None, None)) << index for index, name in enumerate(self._written))
@@ -216,7 +225,7 @@ class Kernels:
 
     # ----------------------------------------------------------------------------------------------------- dequantize
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
-        """Planes -> (m, k) values of an orientation in a dtype."""
+        """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
         planes = launch.readable(planes)
         out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
         if m and k:
@@ -239,7 +248,7 @@ class Kernels:
     def lay_out(
         self, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
-        """Planes -> buffers of the orientations, as a GEMM reads them: those that are no planes in one launch.
+        """Planes -> buffers of the orientations, as a GEMM reads them. Takes one launch, or none if all are planes.
 
         swizzled: scales are flat, in the GEMM's order.
         """
@@ -256,7 +265,10 @@ class Kernels:
         orientations: tuple[str, ...],
         swizzled: bool = False,
     ) -> list[dict[str, Tensor]]:
-        """As lay_out for each of weights, which lie on one device and are of such (m, k): in one launch or a few."""
+        """As `lay_out` for each of several weights, whose (m, k) are in `shapes`, in as few launches as possible.
+
+        Raises ValueError if the weights are on several devices.
+        """
         weights = [launch.readable(planes) for planes in weights]
         made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
         covers = [_cover(self.padding, *shape) for shape in shapes]
@@ -265,12 +277,15 @@ class Kernels:
         )
         for index, table in launches:
             self._lay_out(weights[index], made[index], *shapes[index], swizzled, table)
-        return [self._buffers(held, new, orientations, swizzled) for held, new in zip(weights, made, strict=True)]
+        return [self._buffers(planes, new, orientations, swizzled) for planes, new in zip(weights, made, strict=True)]
 
     def _lay_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
     ) -> None:
-        """Fills buffers from the planes of a weight; with a table, those of all its weights, of which this is one."""
+        """Fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it.
+
+        The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
+        """
         cover_m, cover_k = _cover(self.padding, m, k)
         tile_m, tile_k, warps = self.lay_out_size
         if table is None:
@@ -293,32 +308,32 @@ class Kernels:
     def _buffers(
         self, planes: Planes, made: Planes, orientations: tuple[str, ...], swizzled: bool
     ) -> dict[str, Tensor]:
-        """All buffers of the orientations, in order: those that are planes, and those that were made."""
-        found: dict[str, Tensor] = {}
+        """All buffers of the orientations, in the layout's order: planes that serve as they are, and `made` ones."""
+        result: dict[str, Tensor] = {}
         for name, plane, is_flat, is_swizzled in self._entries(orientations):
             buffer = made[name] if plane is None else planes[plane]
             if is_swizzled and swizzled:
                 buffer = buffer.flatten() if plane is None else self._in_order(name, buffer)
-            found[name] = buffer.flatten() if is_flat else buffer
-        return found
+            result[name] = buffer.flatten() if is_flat else buffer
+        return result
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
-        """A scale that is a plane, in the GEMM's order."""
+        """A scale, or zero point, that is a plane, in the GEMM's order: 1-D."""
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
 
     def _entries(self, orientations: tuple[str, ...]) -> list[_Entry]:
-        found = self._listed.get(orientations)
-        if found is None:
+        entries = self._listed.get(orientations)
+        if entries is None:
             as_stored, swizzled = self.layout.as_stored, self.layout.swizzled
             facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
-            found = self._listed[orientations] = [
+            entries = self._listed[orientations] = [
                 _Entry(name, as_stored.get(name), name in as_stored and len(shape) == 1, name in swizzled)
                 for name, (shape, _) in facts.items()
                 if name == "amax" or name.split("_")[0] in orientations
             ]
-        return found
+        return entries
 
     @cached_property
     def _listed(self) -> dict[tuple[str, ...], list[_Entry]]:
@@ -326,13 +341,13 @@ class Kernels:
 
 
 def _six(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of planes or buffers, and empty ones."""
+    """Names of planes or buffers, filled up with empty names."""
     return (*names, *("",) * (6 - len(names)))
 
 
 @lru_cache(maxsize=4096)
 def _cover(padding: tuple[Padding, Padding], m: int, k: int) -> tuple[int, int]:
-    """Rows and columns that tiles cover: those of the weight and of all padding of its buffers."""
+    """The rows and columns that tiles must cover: those of the weight, and the padding of all buffers."""
     sizes = (
         max([size, *(up(cdiv(size, per), multiple) * per for per, multiple in axis)])
         for size, axis in zip((m, k), padding, strict=True)
