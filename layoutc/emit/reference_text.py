@@ -345,12 +345,12 @@ def _swizzle(layout: Layout) -> SwizzleText | None:
     size = {name: str(sizes[name]) if name in sizes else open_sizes[name] for name in names}
     order = tuple(names.index(name) for name in swizzle.order)
     inverse = tuple(swizzle.order.index(name) for name in names)
-    turned = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
+    transposed = [b.orientation for b in layout.buffers if b.kind == "scale" and b.axes[:1] != (_free(b.orientation),)]
     zeros = any(buffer.kind == "zero" for buffer in layout.buffers)
     scale = 'buffers[f"{orientation}_{kind}"]' if zeros else 'buffers[f"{orientation}_scale"]'
     body = [f"return swizzle({scale})"]
-    if turned:  # the buffer has the contraction axis first
-        tests = " or ".join(f'orientation == "{name}"' for name in turned)
+    if transposed:  # the buffer has the contraction axis first
+        tests = " or ".join(f'orientation == "{name}"' for name in transposed)
         body = [f"scale = {scale}", f"return swizzle(scale.t() if {tests} else scale)"]
     return SwizzleText(
         pattern=swizzle.pattern,

@@ -230,8 +230,8 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
             return f"{source.name} tries several scales a block, which leaves no registers to transpose with"
         if (block.m is None) != (block.k is None):
             return f"a block of {source.name} spans a whole axis"
-    turned = [move.buffer.plane.name for move in moves if isinstance(move, CodeMove)]
-    return None if len(set(turned)) == len(turned) else "codes of one plane go into several buffers"
+    transposed = [move.buffer.plane.name for move in moves if isinstance(move, CodeMove)]
+    return None if len(set(transposed)) == len(transposed) else "codes of one plane go into several buffers"
 
 
 def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> SourceKernel:

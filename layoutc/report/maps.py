@@ -66,13 +66,13 @@ def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Ind
     assert layout.swizzle is not None
     chain = buffer.chain(m, k)
     # The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
-    turned = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
+    transposed = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
     shape = buffer.shape(m, k)
-    swizzle = swizzle_chain(layout.swizzle, shape[::-1] if turned else shape, buffer.plane.bits)
+    swizzle = swizzle_chain(layout.swizzle, shape[::-1] if transposed else shape, buffer.plane.bits)
     size = buffer.plane.bits // 8
     for byte in range(0, swizzle.nbytes, size):
         entry = swizzle.value_at(byte, 0)
         assert entry is not None
-        row, column = entry[::-1] if turned else entry
+        row, column = entry[::-1] if transposed else entry
         value = chain.value_at((row * shape[1] + column) * size, 0)
         yield None if value is None else plane_index(buffer, value)

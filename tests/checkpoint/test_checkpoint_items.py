@@ -35,7 +35,7 @@ PLAIN: dict[str, Tensor] = {
     "uint16": torch.arange(7).to(torch.uint16),
     "a scalar": torch.tensor(3.5),
     "nothing": torch.empty(0, 4),
-    "turned": BASE.t(),
+    "transposed": BASE.t(),
     "a part": BASE[2:4, 1::3],
     "repeated": torch.ones(1, 3).expand(4, 3),
     "a parameter": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),

@@ -58,16 +58,16 @@ def test_padding_of_transposed_codes_is_zero_and_behind_the_codes(tmp_path: Path
     """By plain indexing of planes with bytes that are never zero; in the reference and in kernels."""
     m, k = shape
     rng = np.random.default_rng(m)
-    with package(tmp_path, "padded_turned", PADDED) as made:
+    with package(tmp_path, "padded_transposed", PADDED) as made:
         facts = made.LAYOUT.planes(m, k)
         planes = {
             name: torch.from_numpy(rng.integers(1, 126, fact.shape, dtype=np.uint8)).view(fact.dtype)
             for name, fact in facts.items()
         }
         expected = {}
-        for name, turned, pads in (("rowwise_data", False, (48, 64)), ("columnwise_data", True, (80, 48))):
+        for name, transposed, pads in (("rowwise_data", False, (48, 64)), ("columnwise_data", True, (80, 48))):
             codes = planes[name].view(torch.uint8).numpy()
-            codes = codes.T if turned else codes
+            codes = codes.T if transposed else codes
             rows, columns = (-(-size // pad) * pad for size, pad in zip(codes.shape, pads, strict=True))
             expected[name] = np.zeros((rows, columns), np.uint8)
             expected[name][: codes.shape[0], : codes.shape[1]] = codes

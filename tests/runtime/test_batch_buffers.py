@@ -112,12 +112,12 @@ def test_buffers_of_gives_what_each_tensor_gives(launches: list[int]) -> None:
         tensors = [make(name, 64, 32 * (2 + index), seed=index) for index, name in enumerate(names)]
         tensors.append(make("mxfp8", 64, 64, orientations="rowwise"))
         each = [tensor.buffers() for tensor in tensors]
-        turned = [tensor.buffers(swizzled=True) for tensor in tensors[:2]]
+        swizzled = [tensor.buffers(swizzled=True) for tensor in tensors[:2]]
     found = layoutc.buffers_of(tensors)
     assert launches == [3, 2]
     assert all(map(same_tensors, each, found))
     found = layoutc.buffers_of(tensors[:2] * 2, swizzled=True)
-    assert all(map(same_tensors, turned * 2, found))
+    assert all(map(same_tensors, swizzled * 2, found))
     found = layoutc.buffers_of(tensors, orientations=["rowwise"])
     for expected, one in zip(each, found, strict=True):
         assert all(buffer.startswith("rowwise") or buffer == "amax" for buffer in one)

@@ -23,7 +23,7 @@ M, K = 32, 48
 
 
 def compiled(block: str, parameters: str) -> ModuleType:
-    """The reference of nvfp4_4over6 with other blocks or parameters; columnwise has the block turned."""
+    """The reference of nvfp4_4over6 with other blocks or parameters; columnwise has the block transposed."""
     text = (SPECS / "nvfp4_4over6.yaml").read_text(encoding="utf-8")
     if block == "1x16":
         row, column = "block: {m: 1, k: 16}", "block: {m: 16, k: 1}"
@@ -98,9 +98,9 @@ def test_each_block_keeps_the_scale_that_misses_less(block: str, bound: int, squ
         np.testing.assert_array_equal(planes["rowwise_data"], pack_nibbles(codes))
         np.testing.assert_array_equal(planes["rowwise_scale"], scale)
         if block == "1x16":
-            turned, turned_scale, _ = rowwise(np.ascontiguousarray(x.T), 1, bound, squared)
-            np.testing.assert_array_equal(planes["columnwise_data"], pack_nibbles(turned.T))
-            np.testing.assert_array_equal(planes["columnwise_scale"], turned_scale.T)
+            transposed, transposed_scale, _ = rowwise(np.ascontiguousarray(x.T), 1, bound, squared)
+            np.testing.assert_array_equal(planes["columnwise_data"], pack_nibbles(transposed.T))
+            np.testing.assert_array_equal(planes["columnwise_scale"], transposed_scale.T)
         if kind not in ("huge", "powers", "heavy"):  # there, decoded values overflow
             planes["amax"] = np.max(np.abs(x)).reshape(1)
             back = reference.dequantize_reference({k: torch.from_numpy(v) for k, v in planes.items()}, M, K)

@@ -59,10 +59,10 @@ def test_columnwise_is_the_transpose_of_rowwise(name: str) -> None:
     m, k = shape_of(name)
     buffers = recipe(name).quantize(normal(m, k)).buffers()
     assert torch.equal(codes(name, buffers["columnwise_data"]), codes(name, buffers["rowwise_data"]).t())
-    turned = recipe(name).quantize(normal(m, k).t().contiguous()).buffers()
+    transposed = recipe(name).quantize(normal(m, k).t().contiguous()).buffers()
     for kind in ("data", "scale"):
-        assert torch.equal(buffers[f"columnwise_{kind}"], turned[f"rowwise_{kind}"])
-        assert torch.equal(buffers[f"rowwise_{kind}"], turned[f"columnwise_{kind}"])
+        assert torch.equal(buffers[f"columnwise_{kind}"], transposed[f"rowwise_{kind}"])
+        assert torch.equal(buffers[f"rowwise_{kind}"], transposed[f"columnwise_{kind}"])
 
 
 def test_mxfp8_columnwise_is_quantized_for_itself() -> None:
@@ -70,9 +70,9 @@ def test_mxfp8_columnwise_is_quantized_for_itself() -> None:
     x = normal(96, 160)
     planes = recipe("mxfp8").quantize(x).planes()
     assert not torch.equal(planes["columnwise_data"], planes["rowwise_data"])
-    turned = recipe("mxfp8").quantize(x.t().contiguous()).planes()
-    assert torch.equal(planes["columnwise_data"], turned["rowwise_data"].t())
-    assert torch.equal(planes["columnwise_scale"], turned["rowwise_scale"].t())
+    transposed = recipe("mxfp8").quantize(x.t().contiguous()).planes()
+    assert torch.equal(planes["columnwise_data"], transposed["rowwise_data"].t())
+    assert torch.equal(planes["columnwise_scale"], transposed["rowwise_scale"].t())
 
 
 def test_nvfp4_scales_stand_in_buffers_once_for_each_row_of_their_block() -> None:
@@ -100,8 +100,8 @@ def test_swizzled_scales_lie_in_128x4_tiles_over_free_and_contraction_axis(name:
     """Statement 17: for each operand, and back again."""
     tensor = recipe(name).quantize(normal(160, 352))
     buffer = tensor.buffers()[f"{orientation}_scale"]
-    turned = name == "mxfp8" and orientation == "columnwise"  # the buffer has the contraction axis first
-    matrix = (buffer.t() if turned else buffer).numpy()
+    transposed = name == "mxfp8" and orientation == "columnwise"  # the buffer has the contraction axis first
+    matrix = (buffer.t() if transposed else buffer).numpy()
     rows, columns = matrix.shape
     i, j = np.indices(matrix.shape)
     where = ((i // 128) * (columns // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4

@@ -42,7 +42,7 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
     return [tensor._alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
 
 
-def _turn(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
+def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     """t, transpose, permute."""
     tensor, *rest = args
     shown, rank = func(tensor._plain, *rest), tensor.dim()
@@ -52,8 +52,8 @@ def _turn(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
     elif rank > 1:
         first, second = (dim % rank for dim in rest or (0, 1))
         order[first], order[second] = order[second], order[first]
-    turned = rank > 1 and order[-2:] == [rank - 1, rank - 2]
-    return tensor._alias(View(func, tuple(rest)), shown, turned=turned)  # type: ignore[no-any-return]
+    transposed = rank > 1 and order[-2:] == [rank - 1, rank - 2]
+    return tensor._alias(View(func, tuple(rest)), shown, transposed=transposed)  # type: ignore[no-any-return]
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -192,7 +192,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         ),
         _view,
     ),
-    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _turn),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
     aten.split.Tensor: _view,
     **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default), _new),
     **dict.fromkeys((aten.clone.default, aten._to_copy.default, aten._pin_memory.default), _copied),

@@ -88,11 +88,11 @@ class CastOnGather(torch.Tensor):
         self._agreed, self._source = Agreed(), None
         return self
 
-    def _alias(self, view: View | None = None, values: Tensor | None = None, *, turned: bool = False) -> Self:
+    def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
         """The same values, or the part of them that a view shows."""
         other = self._wrap(self._planes, self._plain if values is None else values)
         other._views = self._views if view is None else (*self._views, view)
-        other._transposed, other._detached = self._transposed != turned, self.is_detached
+        other._transposed, other._detached = self._transposed != transposed, self.is_detached
         other._name, other._agreed, other._source = self._name, self._agreed, self._source
         return other
 

@@ -42,7 +42,7 @@ from layoutc.runtime.triton.conversions import (
 )
 from layoutc.runtime.triton.nibbles import load_nibbles, put_nibbles, put_nibbles_of
 from layoutc.runtime.triton.tiles import load_blocks, load_codes, load_runs, store, store_blocks, tile_of, to_dtype
-from layoutc.runtime.triton.turns import move_codes, move_scales, put_codes, spread_scales
+from layoutc.runtime.triton.transposes import move_codes, move_scales, put_codes, spread_scales
 
 __all__ = [
     "F32_MAX",

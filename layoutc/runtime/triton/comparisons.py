@@ -54,12 +54,12 @@ def _words(x):
 
 
 @triton.jit
-def _convert_to_turned_words(x):
+def _convert_to_high_first_words(x):
     return to_e2m1_words(x, False)
 
 
 @triton.jit
-def _turned_words(x):
+def _high_first_words(x):
     bytes_ = pack(_e2m1(x), 4, 2, False)
     return pack(bytes_, 8, 4, True).to(tl.int32)
 
@@ -90,7 +90,7 @@ COMPARISONS = {
     100: (
         ("e2m1x2", convert_to_e2m1, _e2m1),
         ("e2m1x2", _convert_to_words, _words),
-        ("e2m1x2", _convert_to_turned_words, _turned_words),
+        ("e2m1x2", _convert_to_high_first_words, _high_first_words),
         ("e2m3x2", convert_to_e2m3, _e2m3),
         ("e3m2x2", convert_to_e3m2, _e3m2),
         ("ue8m0x2", _convert_up_to_e8m0, _e8m0),

@@ -9,7 +9,7 @@ from layoutc.runtime.triton.blocks import from_blocks, least_of_pairs, to_blocks
 from layoutc.runtime.triton.codes import bits_of, float_of
 from layoutc.runtime.triton.conversions import to_e2m1_words
 from layoutc.runtime.triton.tiles import load, load_codes
-from layoutc.runtime.triton.turns import permute_bytes, put_codes, put_words
+from layoutc.runtime.triton.transposes import permute_bytes, put_codes, put_words
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _reciprocal(x):
 def put_nibbles(
     scaled,
     plane,
-    turned_out,
+    transposed_out,
     at,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -38,12 +38,12 @@ def put_nibbles(
     CARD_CONVERTS: the format is e2m1, which cards of level 100 convert to.
     """
     if HARDWARE >= 100 and CARD_CONVERTS:
-        put_words(to_e2m1_words(scaled, LOW_FIRST), plane, turned_out, at, 4, EVEN, HARDWARE)
+        put_words(to_e2m1_words(scaled, LOW_FIRST), plane, transposed_out, at, 4, EVEN, HARDWARE)
     elif HARDWARE:
         words = to_nibbles(scaled, MANTISSA, BIAS, MAX, LOW_FIRST)
-        put_words(words, plane, turned_out, at, 4, EVEN, HARDWARE)
+        put_words(words, plane, transposed_out, at, 4, EVEN, HARDWARE)
     else:
-        put_codes(ENCODE(scaled, HARDWARE), plane, turned_out, at, EVEN, HARDWARE, 4, LOW_FIRST)
+        put_codes(ENCODE(scaled, HARDWARE), plane, transposed_out, at, EVEN, HARDWARE, 4, LOW_FIRST)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def put_nibbles_of(
     amax,
     multiplier,
     plane,
-    turned_out,
+    transposed_out,
     at,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -75,7 +75,7 @@ def put_nibbles_of(
         x, stride_m, stride_k = source
         store_nibbles(
             plane,
-            turned_out,
+            transposed_out,
             x,
             tile,
             amax,
@@ -93,14 +93,14 @@ def put_nibbles_of(
         )
     else:
         put_nibbles(
-            scaled, plane, turned_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST, CARD_CONVERTS
+            scaled, plane, transposed_out, at, EVEN, HARDWARE, ENCODE, MANTISSA, BIAS, MAX, LOW_FIRST, CARD_CONVERTS
         )
 
 
 @triton.jit
 def store_nibbles(
     plane,
-    turned_out,
+    transposed_out,
     x,
     tile,
     amax,
@@ -127,16 +127,16 @@ def store_nibbles(
     if tl.bfloat16 == tile.dtype:
         factor = multiplier * (2.0 ** (BIAS - 7))
         words = _pairs_to_nibbles(to_pairs(tile), factor, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST, BOUNDED)
-        put_words(words, plane, turned_out, at, 4, EVEN, True)
+        put_words(words, plane, transposed_out, at, 4, EVEN, True)
         ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
             tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
             words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
             tl.debug_barrier()  # other threads may have written these words
-            put_words(words, plane, turned_out, at, 4, EVEN, True)
+            put_words(words, plane, transposed_out, at, 4, EVEN, True)
     else:
         words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
-        put_words(words, plane, turned_out, at, 4, EVEN, True)
+        put_words(words, plane, transposed_out, at, 4, EVEN, True)
 
 
 @triton.jit

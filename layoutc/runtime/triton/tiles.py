@@ -91,17 +91,17 @@ def load_runs(
         a = _load_piece(places, there & (column + j < columns), EVEN)
         b = _load_piece(places + step, there & (column + j + WIDTH < columns), EVEN)
         if PIECES == 2:
-            pieces = _turned(tl.join(a, b))
+            pieces = _swap_last_dims(tl.join(a, b))
         else:
             tl.static_assert(PIECES == 4)
             c = _load_piece(places + 2 * step, there & (column + j + 2 * WIDTH < columns), EVEN)
             d = _load_piece(places + 3 * step, there & (column + j + 3 * WIDTH < columns), EVEN)
-            pieces = _turned(tl.join(_turned(tl.join(a, c)), _turned(tl.join(b, d))))
+            pieces = _swap_last_dims(tl.join(_swap_last_dims(tl.join(a, c)), _swap_last_dims(tl.join(b, d))))
         return tl.reshape(pieces, (TILE_M, TILE_K))
 
 
 @triton.jit
-def _turned(x):
+def _swap_last_dims(x):
     """The last two dims in the other order."""
     if len(x.shape) == 3:
         return tl.permute(x, (0, 2, 1))

@@ -280,9 +280,9 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if not wrong:
             continue
         wanted = [lcm(pad, tiles[term.axis]) for pad, term in zip(pads, terms, strict=True)]
-        turned = [pad % tiles[term.axis] == 0 for pad, term in zip(pads[::-1], terms, strict=True)]
-        wanted = list(pads[::-1]) if all(turned) else wanted  # the right multiples, in the wrong order
-        order = f", in the order of `layout: {orientation.scale.layout}`" if all(turned) else ""
+        fits_reversed = [pad % tiles[term.axis] == 0 for pad, term in zip(pads[::-1], terms, strict=True)]
+        wanted = list(pads[::-1]) if all(fits_reversed) else wanted  # the right multiples, in the wrong order
+        order = f", in the order of `layout: {orientation.scale.layout}`" if all(fits_reversed) else ""
         one = (*where, "pad", wrong[0]) if len(wrong) == 1 else (*where, "pad")
         path = one if orientation.scale.pad else (*where, "layout")
         needs = " and ".join(f"{tiles[terms[dim].axis]} along {terms[dim].axis}" for dim in wrong)

@@ -46,7 +46,7 @@ def _swap_bytes(a, b, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _turn_four(a, b, c, d, HARDWARE: tl.constexpr):
+def _transpose_four(a, b, c, d, HARDWARE: tl.constexpr):
     """Of four rows, words of four bytes each -> of the four columns of those bytes, words of the four rows."""
     a, c = _swap_halves(a, c, HARDWARE)
     b, d = _swap_halves(b, d, HARDWARE)
@@ -56,8 +56,8 @@ def _turn_four(a, b, c, d, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _turn_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
-    """As _turn_four, of eight rows and words of eight nibbles, low bits first."""
+def _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
+    """As _transpose_four, of eight rows and words of eight nibbles, low bits first."""
     a, e = _swap_halves(a, e, HARDWARE)
     b, f = _swap_halves(b, f, HARDWARE)
     c, g = _swap_halves(c, g, HARDWARE)
@@ -91,7 +91,7 @@ def _put_column(words, out, row, column, m, k, NTH: tl.constexpr, N: tl.constexp
 @triton.jit
 def _put_four(a, b, c, d, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """Words of rows 0 to 3, 4 to 7 and so on, (G, W) each, as columns of a contiguous (k, m)."""
-    a, b, c, d = _turn_four(a, b, c, d, HARDWARE)
+    a, b, c, d = _transpose_four(a, b, c, d, HARDWARE)
     _put_column(a, out, row, column, m, k, 0, 4, EVEN)
     _put_column(b, out, row, column, m, k, 1, 4, EVEN)
     _put_column(c, out, row, column, m, k, 2, 4, EVEN)
@@ -101,7 +101,7 @@ def _put_four(a, b, c, d, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: 
 @triton.jit
 def _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """As _put_four, of eight rows and nibbles."""
-    a, b, c, d, e, f, g, h = _turn_eight(a, b, c, d, e, f, g, h, HARDWARE)
+    a, b, c, d, e, f, g, h = _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE)
     _put_column(a, out, row, column, m, k, 0, 8, EVEN)
     _put_column(b, out, row, column, m, k, 1, 8, EVEN)
     _put_column(c, out, row, column, m, k, 2, 8, EVEN)
@@ -113,7 +113,7 @@ def _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN: tl.constexp
 
 
 @triton.jit
-def _put_turned(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """Words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
     rows: tl.constexpr = words.shape[0]
     w: tl.constexpr = words.shape[1]
@@ -137,7 +137,7 @@ def _put_turned(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
-def put_words(words, plane, turned_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
+def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """A tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), where these are not None.
 
     at: row, column, m, k: where the tile begins, and the sizes of the matrix.
@@ -146,8 +146,8 @@ def put_words(words, plane, turned_out, at, BITS: tl.constexpr, EVEN: tl.constex
     row, column, m, k = at
     if plane is not None:
         store(plane.to(tl.pointer_type(tl.int32)), words, row, column // N, m, k // N, EVEN)
-    if turned_out is not None:
-        _put_turned(words, turned_out, row, column, m, k, BITS, EVEN, HARDWARE)
+    if transposed_out is not None:
+        _put_transposed(words, transposed_out, row, column, m, k, BITS, EVEN, HARDWARE)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def to_words(codes):
 def put_codes(
     codes,
     plane,
-    turned_out,
+    transposed_out,
     at,
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -177,9 +177,9 @@ def put_codes(
 ):
     """As put_words, of a tile of codes. With a buffer, those of 4 bits lie low bits first."""
     row, column, m, k = at
-    if turned_out is not None:
+    if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
-        put_words(to_words(packed), plane, turned_out, at, BITS, EVEN, HARDWARE)
+        put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, HARDWARE)
     elif plane is not None:
         if BITS == 8:
             store(plane, codes, row, column, m, k, EVEN)
@@ -199,7 +199,7 @@ def _row_words(
 
 
 @triton.jit
-def turn_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
+def transpose_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
     """Bytes of a tile of (m, k) into a contiguous (k, m), four by four in words; m and k are multiples of 4.
 
     Words go through shared memory, a quarter of the accesses that bytes would need.
@@ -215,8 +215,8 @@ def turn_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.co
 
 
 @triton.jit
-def turn_nibbles(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """As turn_bytes for two codes in a byte, low bits first, eight by eight; m and k are multiples of 8."""
+def transpose_nibbles(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
+    """As transpose_bytes for two codes in a byte, low bits first, eight by eight; m and k are multiples of 8."""
     source = data.to(tl.pointer_type(tl.int32))
     G: tl.constexpr = TILE_M // 8
     W: tl.constexpr = TILE_K // 8
@@ -254,9 +254,9 @@ def move_codes(
     if out is not None:
         if WORDS:
             if BITS == 8:
-                turn_bytes(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
+                transpose_bytes(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
             else:
-                turn_nibbles(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
+                transpose_nibbles(data, out, row, column, m, k, TILE_M, TILE_K, HARDWARE)
         else:
             codes = load_codes(data, at, TILE_M, TILE_K, BITS, LOW_FIRST)
             rows = round_up(m, PAD[0])
