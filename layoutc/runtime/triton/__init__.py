@@ -1,4 +1,4 @@
-"""What generated kernels are written with, beside triton.language: `from layoutc.runtime import triton as lt`."""
+"""The Triton functions that generated kernels call, imported there as `lt`."""
 
 from __future__ import annotations
 

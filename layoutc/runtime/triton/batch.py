@@ -1,9 +1,10 @@
-"""Tables of matrices, as Triton functions: one launch for many of them. kernels/batches.py makes the tables.
+"""Tables of matrices, for one launch that serves many of them. kernels/batches.py makes the tables.
 
-A table is int64. It begins with the first program of each matrix, ROWS of 32 bits each, of which those past the last
-matrix are larger than any program. Then come ROWS entries of each field: rows, columns, a place, and addresses in the
-order of a kernel: of x and then of planes, or of planes and then of buffers. The place is where an amax is, or, of what
-is laid out, how many columns tiles cover. Matrices are contiguous.
+A table is int64. It begins with ROWS numbers of 32 bits: the first program of each matrix; entries past the last matrix
+are larger than any program. Then come fields, each with an entry for each of ROWS matrices: rows, columns, one more
+number, and addresses in the order of the kernel's arguments (of x and then planes, or of planes and then buffers). The
+extra number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover. Matrices are
+contiguous.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """(fields, first row, first column, m, k): the matrix that this program works for, and the place of its tile.
+    """(fields, first row, first column, m, k): this program's matrix in the table, and its tile in the matrix.
 
     ALIGNED: all addresses, and k, are multiples of 16, so that a thread can move 16 bytes at a time.
     """
-    fields, number, m, k = _found(table, ROWS, 1, 16 if ALIGNED else 1)
+    fields, number, m, k = _member_and_tile(table, ROWS, 1, 16 if ALIGNED else 1)
     row, column = tile_at(number, k, TILE_M, TILE_K)
     return fields, row, column, m, k
 
 
 @triton.jit
 def covered_member_of(table, TILE_M: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """As member_of, where tiles cover more columns than the matrix has. ALIGNED: m too is a multiple of 16."""
-    fields, number, m, k = _found(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
+    """As member_of, for tiles that cover more columns than the matrix has. ALIGNED: m is a multiple of 16 too."""
+    fields, number, m, k = _member_and_tile(table, ROWS, 16 if ALIGNED else 1, 16 if ALIGNED else 1)
     row, column = tile_at(number, tl.load(fields + 2 * ROWS).to(tl.int32), TILE_M, TILE_K)
     return fields, row, column, m, k
 
 
 @triton.jit
-def _found(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
-    """(fields, number of the tile, m, k) of the matrix that this program works for; m and k are multiples of so much.
+def _member_and_tile(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr):
+    """(fields, number of the tile, m, k) of this program's matrix. m and k are multiples of UNIT_M and UNIT_K.
 
-    What a number is a multiple of is noted where it is loaded: of what a function returns, Triton forgets it.
+    The hints are given here, at the loads, because Triton drops them from a value that a function returns.
     """
     program = tl.program_id(0)
     starts = table.to(tl.pointer_type(tl.int32))
@@ -53,31 +54,31 @@ def _found(table, ROWS: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr
 
 @triton.jit
 def amax_at(amax, fields, ROWS: tl.constexpr):
-    """Where the amax of a matrix is, or the first of its amaxes."""
+    """A pointer to the amax of a matrix, or to the first of its amaxes."""
     return amax + tl.load(fields + 2 * ROWS)
 
 
 @triton.jit
 def matrix_at(fields, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first element of x."""
+    """A pointer to the first element of x."""
     return address(fields + 3 * ROWS, DTYPE, ALIGNED)
 
 
 @triton.jit
 def plane_at(fields, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first entry of a plane."""
+    """A pointer to the first entry of a plane. NUMBER: its position among the kernel's planes."""
     return address(fields + (4 + NUMBER) * ROWS, DTYPE, ALIGNED)
 
 
 @triton.jit
 def plane_like(plane, fields, NUMBER: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The first entry of what is for this matrix the plane or buffer that `plane` is for another."""
+    """A pointer to this matrix's plane or buffer of the given number. `plane`: another matrix's, for the dtype."""
     return address(fields + (3 + NUMBER) * ROWS, plane.dtype.element_ty, ALIGNED)
 
 
 @triton.jit
 def address(field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer that a table holds."""
+    """The pointer in a field of a table."""
     pointer = tl.load(field).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

@@ -1,6 +1,6 @@
-"""Blocks of tiles in generated kernels, as Triton functions: magnitudes, ranges and sums of each.
+"""Blocks of a tile in generated kernels, as Triton functions: the amax, the range and the sum of each.
 
-bf16 is compared two at a time, as the pairs that it is loaded in.
+bf16 values are compared in pairs, two in a register, as they are loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def from_blocks(blocks):
 
 @triton.jit
 def to_float(tile):
-    """fp32, bf16 or fp16 -> fp32, exact. Of bf16 by its bits: one instruction each, and the interpreter's cast is not
-    exact."""
+    """fp32, bf16 or fp16 -> fp32, exact.
+
+    bf16 is shifted into place: that is one instruction, and the interpreter's cast is not exact.
+    """
     if tl.bfloat16 == tile.dtype:
         return float_of(tile.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     return tile.to(tl.float32)
@@ -34,14 +36,14 @@ def to_float(tile):
 
 @triton.jit
 def to_pairs(tile):
-    """(rows, columns) bf16 -> (rows, columns / 2) int32: as they lie in memory, the even column in the low half."""
+    """(rows, columns) bf16 -> (rows, columns / 2) int32, as in memory: the even column is the low half."""
     even, odd = tl.split(tl.reshape(tile.to(tl.int16, bitcast=True), (tile.shape[0], tile.shape[1] // 2, 2)))
     return (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
 
 
 @triton.jit
 def largest_of_pairs(a, b):
-    """The larger magnitude of each half; NaN propagates."""
+    """The larger magnitude of each half of two words; NaN propagates. The sign is the exclusive or of both signs."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
         "=r,r,r",
@@ -54,7 +56,7 @@ def largest_of_pairs(a, b):
 
 @triton.jit
 def least_of_pairs(a, b):
-    """The smaller magnitude of each half."""
+    """The smaller magnitude of each half of two words. The sign is the exclusive or of both signs."""
     return tl.inline_asm_elementwise(
         "min.xorsign.abs.bf16x2 $0, $1, $2;",
         "=r,r,r",
@@ -67,16 +69,16 @@ def least_of_pairs(a, b):
 
 @triton.jit
 def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """Largest magnitude of each block of a tile as it was loaded, (m blocks, k blocks) fp32; NaN propagates."""
+    """The largest magnitude of each block of a tile in x's dtype, (m blocks, k blocks) fp32; NaN propagates."""
     if not HARDWARE:
-        # The interpreter runs a reduction of one's own element by element. Bits of magnitudes order as they do.
+        # The interpreter runs custom reductions one element at a time. tl.max of the bits is fast, and orders alike.
         sizes = bits_of(to_blocks(to_float(tile), BLOCK_M, BLOCK_K)) & 0x7FFFFFFF
         return float_of(tl.max(tl.max(sizes, 3), 1))
     if tl.bfloat16 == tile.dtype:
         WIDTH: tl.constexpr = BLOCK_K // 2 if BLOCK_K > 1 else 1
         pairs = to_blocks(to_pairs(tile), BLOCK_M, WIDTH)
         largest = tl.reduce(tl.reduce(pairs, 3, largest_of_pairs), 1, largest_of_pairs)
-        even = tl.abs(float_of(largest << 16))  # of one row alone nothing was compared, and signs are there
+        even = tl.abs(float_of(largest << 16))  # signs are left over
         odd = tl.abs(float_of(largest & -0x10000))
         if BLOCK_K > 1:
             return maximum(even, odd)
@@ -88,7 +90,7 @@ def block_amax(tile, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HARDWARE: tl.
 
 @triton.jit
 def block_has_nan(blocks):
-    """True for blocks that hold a NaN."""
+    """True for blocks that have a NaN."""
     return tl.max(tl.max(isnan(blocks).to(tl.int32), 3), 1) > 0
 
 
@@ -113,48 +115,48 @@ def _halves(x):
 
 @triton.jit
 def _add_1(total, x):
-    """total and x's only entry of the last dim."""
+    """total plus the only entry of x's last dim."""
     return total + tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
 
 
 @triton.jit
 def _add_2(total, x):
-    """total, and the 2 entries of x's last dim, one after the other."""
+    """total plus the 2 entries of x's last dim, added one after the other."""
     first, second = _halves(x)
     return _add_1(_add_1(total, first), second)
 
 
 @triton.jit
 def _add_4(total, x):
-    """total, and the 4 entries of x's last dim, one after the other."""
+    """total plus the 4 entries of x's last dim, added one after the other."""
     first, second = _halves(x)
     return _add_2(_add_2(total, first), second)
 
 
 @triton.jit
 def _add_8(total, x):
-    """total, and the 8 entries of x's last dim, one after the other."""
+    """total plus the 8 entries of x's last dim, added one after the other."""
     first, second = _halves(x)
     return _add_4(_add_4(total, first), second)
 
 
 @triton.jit
 def _add_16(total, x):
-    """total, and the 16 entries of x's last dim, one after the other."""
+    """total plus the 16 entries of x's last dim, added one after the other."""
     first, second = _halves(x)
     return _add_8(_add_8(total, first), second)
 
 
 @triton.jit
 def _add_32(total, x):
-    """total, and the 32 entries of x's last dim, one after the other."""
+    """total plus the 32 entries of x's last dim, added one after the other."""
     first, second = _halves(x)
     return _add_16(_add_16(total, first), second)
 
 
 @triton.jit
 def _sum_in_order(x):
-    """(a, b, c, n) -> (a, b, c): from the first entry of the last dim to the last; n up to 32."""
+    """(a, b, c, n) -> (a, b, c): the sum over the last dim, from the first entry to the last. n: up to 32."""
     total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
     if x.shape[3] == 1:
         return _add_1(total, x)
@@ -173,7 +175,7 @@ def _sum_in_order(x):
 
 @triton.jit
 def _sum_by_halves(x):
-    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one is left; n up to 256."""
+    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one entry is left. n: up to 256."""
     x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
     for _ in tl.static_range(8):
         if x.shape[3] > 1:
@@ -184,7 +186,10 @@ def _sum_by_halves(x):
 
 @triton.jit
 def block_sum(blocks, CONTRACTS_K: tl.constexpr):
-    """Sum of each block, (m blocks, k blocks), in the order of numerics.block_sum; magnitudes, so that 0 + x is x."""
+    """The sum of each block, (m blocks, k blocks), in the order of numerics.block_sum.
+
+    blocks: magnitudes, so that 0 + x has the bits of x. CONTRACTS_K: sums begin along k; else along m.
+    """
     if CONTRACTS_K:
         rows = _sum_in_order(blocks)  # (m blocks, rows, k blocks)
         return _sum_by_halves(tl.permute(rows, (0, 2, 1)))

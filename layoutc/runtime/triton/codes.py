@@ -1,8 +1,8 @@
-"""Codes in generated kernels, as Triton functions: what numerics.py is on tensors, on tiles of a program.
+"""Encoding and decoding in generated kernels, as Triton functions: the counterpart of numerics.py, for tiles.
 
-Values are fp32, codes int32 until they are stored. Every function gives the bytes of its counterpart in numerics.py.
-With `HARDWARE`, casts are the card's own; without, they are integer arithmetic, which every card and Triton's
-interpreter do alike (the interpreter's casts to bf16 and fp8 do not round to nearest even).
+Values are fp32. Codes are int32 until they are stored. Every function gives the same bytes as its counterpart in
+numerics.py. With `HARDWARE`, casts are the card's. Without it they are integer arithmetic, which gives the same bytes
+on every card and in Triton's interpreter, whose own casts to bf16 and fp8 do not round to nearest even.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ F32_MAX = tl.constexpr(3.4028234663852886e38)
 # ------------------------------------------------------------------------------------------------------ fp32 arithmetic
 @triton.jit
 def bits_of(x):
-    """fp32 -> its bits, int32."""
+    """The bits of fp32 values, int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
-    """int32 bits -> fp32."""
+    """The fp32 values with the given bits, int32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def like(x, value):
-    """`value` in the shape of x, fp32."""
+    """A tensor of x's shape, filled with `value`; fp32."""
     return tl.full(x.shape, value, tl.float32)
 
 
 @triton.jit
 def divide(a, b):
-    """a / b, rounded once; `/` would be an approximation. Both are tensors of one shape."""
+    """a / b, for tensors of the same shape, correctly rounded; `/` is only an approximation."""
     return tl.div_rn(a, b)
 
 
 @triton.jit
 def over(value, x):
-    """value / x of a number and a tensor, rounded once."""
+    """value / x, for a number and a tensor, correctly rounded."""
     return divide(like(x, value), x)
 
 
 @triton.jit
 def divide_by(x, value):
-    """x / value of a tensor and a number, rounded once."""
+    """x / value, for a tensor and a number, correctly rounded."""
     return divide(x, like(x, value))
 
 
@@ -76,14 +76,17 @@ def isinf(x):
 
 @triton.jit
 def floor_power_of_two(x):
-    """Clears the mantissa of positive values; NaN stays NaN."""
+    """Positive values rounded down to a power of two, by clearing the mantissa; NaN stays NaN."""
     return tl.where(isnan(x), x, float_of(bits_of(x) & 0x7F800000))
 
 
 # ---------------------------------------------------------------------------------------------------------------- codes
 @triton.jit
 def cast_to_codes(x, DTYPE: tl.constexpr, NAN: tl.constexpr, CANONICAL: tl.constexpr):
-    """By the card's conversion: nearest even, saturating. CANONICAL: the code that it gives a NaN."""
+    """fp32 -> codes by the card's conversion: to nearest even, saturating.
+
+    NAN: the code for NaN. CANONICAL: the code that the card's conversion gives NaN.
+    """
     codes = x.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
     if NAN != CANONICAL:
         codes = tl.where(isnan(x), NAN, codes)
@@ -92,7 +95,7 @@ def cast_to_codes(x, DTYPE: tl.constexpr, NAN: tl.constexpr, CANONICAL: tl.const
 
 @triton.jit
 def cast_from_codes(codes, DTYPE: tl.constexpr):
-    """By the card's conversion, exact."""
+    """Codes -> fp32 by the card's conversion, exact."""
     return codes.to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float32)
 
 
@@ -107,10 +110,11 @@ def to_small_codes(
     LAST: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Elements of a format well inside fp32's range, with subnormals and a mantissa: nearest even, saturating.
+    """fp32 -> codes of a signed format with a mantissa and subnormals, well inside fp32's range.
 
-    Adding 1.5 * 2^(23 - mantissa bits) binades rounds |x| to the format's grid; what that adds to the sum's bits counts
-    steps of the grid. `x` must come out of an operation, so that its NaN has no sign on the card.
+    To nearest even, saturating. Adding 1.5 * 2^(23 - MANTISSA) times the binade of |x| rounds |x| to the format's grid;
+    the low bits of the sum then count steps of the grid. `x` must be the result of an operation, so that on the card
+    its NaN has no sign. LAST: the largest finite code.
     """
     LEAST: tl.constexpr = 128 - BIAS
     size = tl.minimum(tl.abs(x), MAX)
@@ -119,7 +123,7 @@ def to_small_codes(
     steps = bits_of(size + float_of(anchor)) - anchor
     codes = ((binade >> (23 - MANTISSA)) - (LEAST << MANTISSA)) + steps
     codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
-    # On the card a NaN has become MAX by now, and has no sign.
+    # On the card, tl.minimum has replaced NaN by MAX, and NaN has no sign.
     if NAN != LAST or not HARDWARE:
         codes = tl.where(isnan(x), NAN, codes)
     return codes
@@ -136,7 +140,11 @@ def to_codes(
     NAN: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Any format and rounding (nearest, up, down), saturating, by integers. SIGN_BIT -1: the format has no sign."""
+    """fp32 -> codes of any floating-point format, saturating, by integer arithmetic.
+
+    ROUNDING: "nearest" (ties to even), "up" or "down". SIGN_BIT: -1 for a format without sign. LAST: the largest finite
+    code.
+    """
     LEAST: tl.constexpr = (128 if SUBNORMALS else 127) - BIAS
     size = tl.abs(x)
     is_small = bits_of(size) < 0x00800000
@@ -145,9 +153,9 @@ def to_codes(
     fraction = (normal & 0x7FFFFF) | 0x800000
     binade = tl.maximum(exponent, LEAST)
     drop = tl.minimum(23 - MANTISSA + binade - exponent, 25)
-    kept = fraction >> drop
+    high = fraction >> drop
     rest = fraction & ((1 << drop) - 1)
-    codes = ((binade - LEAST) << MANTISSA) + kept - (0 if SUBNORMALS else 1 << MANTISSA)
+    codes = ((binade - LEAST) << MANTISSA) + high - (0 if SUBNORMALS else 1 << MANTISSA)
     if ROUNDING == "up":
         codes += tl.where(rest != 0, 1, 0)
     if ROUNDING == "nearest":
@@ -169,7 +177,7 @@ def from_codes(
     INF_FROM: tl.constexpr,
     NAN_FROM: tl.constexpr,
 ):
-    """Codes of a format with subnormals -> fp32, exact. From INF_FROM on codes are infinities, from NAN_FROM on NaN."""
+    """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite, from NAN_FROM on NaN."""
     size = codes & ((1 << SIGN_BIT) - 1)
     values = float_of(size << (23 - MANTISSA)) * (2.0 ** (127 - BIAS))
     if INF_FROM < NAN_FROM:
@@ -181,7 +189,7 @@ def from_codes(
 
 @triton.jit
 def to_exponents(x, BIAS: tl.constexpr, LAST: tl.constexpr, NAN: tl.constexpr, ROUNDING: tl.constexpr):
-    """Non-negative values -> codes that are exponents alone, without a zero; saturating at both ends."""
+    """Non-negative fp32 -> codes of a format that has only exponents, and no zero; saturating at both ends."""
     is_small = bits_of(x) < 0x00800000
     normal = bits_of(tl.where(is_small, x * 4294967296.0, x))
     codes = (normal >> 23) + tl.where(is_small, BIAS - 159, BIAS - 127)
@@ -196,14 +204,14 @@ def to_exponents(x, BIAS: tl.constexpr, LAST: tl.constexpr, NAN: tl.constexpr, R
 
 @triton.jit
 def power_of_two(exponent):
-    """2 ** exponent, fp32, exact, subnormals included."""
+    """2 ** exponent in fp32, exact, also for subnormal results."""
     half = exponent >> 1
     return float_of((half + 127) << 23) * float_of((exponent - half + 127) << 23)
 
 
 @triton.jit
 def from_exponents(codes, BIAS: tl.constexpr, NAN_FROM: tl.constexpr):
-    """Codes that are exponents alone, without a zero -> fp32 powers of two, exact."""
+    """Codes of a format that has only exponents, and no zero -> fp32 powers of two, exact."""
     return tl.where(codes >= NAN_FROM, float("nan"), power_of_two(codes - BIAS))
 
 
@@ -215,7 +223,10 @@ def over_exponents(codes, BIAS: tl.constexpr, NAN_FROM: tl.constexpr):
 
 @triton.jit
 def to_integer_codes(x, BITS: tl.constexpr, LOWEST: tl.constexpr, FRACTION: tl.constexpr, NAN: tl.constexpr):
-    """Two's complement in steps of 2^-FRACTION: nearest even, saturating. Adding 1.5 * 2^23 rounds to integers."""
+    """fp32 -> two's complement in steps of 2^-FRACTION: to nearest even, saturating.
+
+    Adding 12582912 = 1.5 * 2^23 rounds to an integer.
+    """
     HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
     steps = tl.minimum(tl.maximum(x * (1 << FRACTION), LOWEST), HIGHEST)
     codes = (bits_of(steps + 12582912.0) - 0x4B400000) & ((1 << BITS) - 1)
@@ -231,7 +242,7 @@ def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr):
 
 @triton.jit
 def pack(codes, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Codes (rows, columns) -> words (rows, columns / GROUP), each a run of GROUP codes that fills whole bytes."""
+    """Codes (rows, columns) -> words (rows, columns / GROUP) of GROUP codes each, which together fill whole bytes."""
     lanes = tl.reshape(codes, (codes.shape[0], codes.shape[1] // GROUP, GROUP))
     if GROUP * BITS >= 32:
         lanes = lanes.to(tl.int64)

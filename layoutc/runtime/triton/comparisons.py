@@ -1,6 +1,7 @@
-"""The card's conversions beside integer arithmetic that gives the same codes, as Triton functions.
+"""Pairs of a card's conversion and the integer arithmetic that must give the same codes, as Triton functions.
 
-Both take a tile of fp32 values and give int32 of one shape. Formats are those of the conversions, by definition.
+Both functions of a pair take a tile of fp32 values, and return int32 of equal shapes. The formats are fixed by the
+conversions.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _e8m0(x):
     return to_exponents(tl.abs(x), 127, 254, 0xFF, "up")
 
 
-# (what PTX calls a conversion, what converts, what it has to give), by the level that uses it (launch.level_of).
+# (PTX's name of a conversion, the conversion, the arithmetic), by the level that uses it (launch.level_of).
 COMPARISONS = {
     90: (("e4m3x2", _cast_to_e4m3, _e4m3), ("e5m2x2", _cast_to_e5m2, _e5m2)),
     100: (
@@ -102,12 +103,12 @@ COMPARISONS = {
 def count_kernel(
     x, one, counts, CONVERT: tl.constexpr, EXPECT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """counts[program]: how many results of CONVERT are not EXPECT's, of a tile (ROWS, COLUMNS) of x * one.
+    """Sets counts[program] to how many results of CONVERT differ from EXPECT's, in a tile (ROWS, COLUMNS) of x * one.
 
-    one: 1, unknown to the compiler, so that values come out of an operation, as they do in kernels.
+    one: 1. The compiler does not know that, so values are results of an operation, as they are in kernels.
     """
     program = tl.program_id(0)
-    places = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    values = tl.load(x + program * ROWS * COLUMNS + places) * tl.load(one)
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    values = tl.load(x + program * ROWS * COLUMNS + offsets) * tl.load(one)
     differ = (CONVERT(values) != EXPECT(values)).to(tl.int32)
     tl.store(counts + program, tl.sum(tl.sum(differ, 1), 0))

@@ -1,7 +1,8 @@
-"""Conversions that cards of compute capability 10 have and older ones don't, as Triton functions.
+"""Conversions of cards with compute capability 10, which older cards do not have, as Triton functions.
 
-A conversion makes two codes. Of one value, the other is 0, whose code is 0 in every format here. Bytes are those of
-to_small_codes and to_exponents, which launch.hardware finds out on the card before any kernel gets to use these.
+An instruction converts two values. Functions that convert one value pass 0 as the other, whose code is 0 in every
+format here. The bytes are those of to_small_codes and to_exponents. launch.hardware verifies that on each card before
+kernels use these functions. The instructions are those of PTX ISA 8.6, cvt.
 """
 
 from __future__ import annotations
@@ -12,37 +13,37 @@ import triton.language as tl
 
 @triton.jit
 def _convert(x, CODE: tl.constexpr):
-    """fp32 -> int32, as an instruction says."""
+    """fp32 -> int32, by the assembly CODE."""
     return tl.inline_asm_elementwise(CODE, "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def convert_to_e2m1(x):
-    """fp32 -> codes; nearest even, saturating; of NaN, the largest."""
+    """fp32 -> e2m1 codes, int32: to nearest even, saturating; NaN gives the largest code."""
     return _convert(x, "{ .reg .b8 code; cvt.rn.satfinite.e2m1x2.f32 code, 0f00000000, $1; cvt.u32.u8 $0, code; }")
 
 
 @triton.jit
 def convert_to_e2m3(x):
-    """As convert_to_e2m1."""
+    """fp32 -> e2m3 codes, as convert_to_e2m1."""
     return _convert(x, "{ .reg .b16 code; cvt.rn.satfinite.e2m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }")
 
 
 @triton.jit
 def convert_to_e3m2(x):
-    """As convert_to_e2m1."""
+    """fp32 -> e3m2 codes, as convert_to_e2m1."""
     return _convert(x, "{ .reg .b16 code; cvt.rn.satfinite.e3m2x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }")
 
 
 @triton.jit
 def convert_up_to_e8m0(x):
-    """Non-negative fp32 -> codes; the next power of two, saturating at both ends; NaN stays NaN."""
+    """Non-negative fp32 -> e8m0 codes, int32: rounded up to a power of two, saturating at both ends; NaN stays NaN."""
     return _convert(x, "{ .reg .b16 code; cvt.rp.satfinite.ue8m0x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }")
 
 
 @triton.jit
 def to_e2m1_words(x, LOW_FIRST: tl.constexpr):
-    """convert_to_e2m1, packed: (rows, columns) fp32 -> (rows, columns / 8) int32, eight codes each."""
+    """(rows, columns) fp32 -> (rows, columns / 8) int32, each of eight e2m1 codes, rounded as by convert_to_e2m1."""
     lanes = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 2, 2, 2))
     v0246, v1357 = tl.split(lanes)
     v04, v26 = tl.split(v0246)
@@ -59,7 +60,10 @@ def to_e2m1_words(x, LOW_FIRST: tl.constexpr):
 
 @triton.jit
 def _eight_codes(v0, v1, v2, v3, v4, v5, v6, v7):
-    """Eight fp32 values -> their e2m1 codes in one word, the first lowest; a conversion's first value goes highest."""
+    """Eight fp32 values -> their e2m1 codes in one word, the first lowest.
+
+    An instruction puts the code of its first operand above that of its second.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3; "
         "cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7; mov.b32 $0, {a, b, c, d}; }",

@@ -1,8 +1,8 @@
-"""The kernels that a recipe's tile functions run in: which tile of which matrix a program works for.
+"""The kernels that call a recipe's tile functions: they find the tile, and the matrix, that a program works on.
 
-A recipe has up to six planes (p0 to p5, in the layout's order) and makes up to six buffers (b0 to b5); those that it
-has not, or that nobody asked for, are None and cost nothing. at: row, column, m, k: where a tile begins, and the sizes
-of its matrix. Tile functions are generated (kernels.py of each recipe).
+A recipe has up to six planes (p0 to p5, in the layout's order) and makes up to six buffers (b0 to b5). Planes and
+buffers that the recipe does not have, or that the caller did not ask for, are None and cost nothing. at: (row, column,
+m, k): where a tile begins, and the sizes of its matrix. Tile functions are generated (kernels.py of each recipe).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from layoutc.runtime.triton.tiles import load_runs, store, tile_of, to_dtype
 
 @triton.jit
 def quantize_kernel(
-    table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, as what follows says
-    x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16, each value read once
-    cover_k,  # k with the padding of all buffers that are written, which tiles cover
-    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: what scales share; the largest value of x's dtype; of rows
+    table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, x
+    x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16; each value is read once
+    cover_k,  # the columns that tiles cover: k, and the padding of all buffers that are written
+    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: the shared one, the largest of x's dtype, of rows
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # what is written, and in which order
-    PLANES: tl.constexpr, FLOATS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: how many, which are fp32, (1,)
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # x's dtype; rows and alignment of the table
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
+    PLANES: tl.constexpr, FLOATS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program reads one tile of x and writes its part of every plane and buffer asked for."""
+    """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer."""
     if ROWS:
         fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
         x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
@@ -67,7 +67,10 @@ def _plane_of(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A plane of a batch's matrix. FLOATS, SCALARS: a bit for each plane that is fp32, and that has one value."""
+    """A pointer to a plane of a matrix in a table.
+
+    FLOATS: a bit for each plane that is fp32; others are uint8. SCALARS: a bit for each plane of one value.
+    """
     WIDE: tl.constexpr = ALIGNED and (SCALARS >> NUMBER) & 1 == 0
     if (FLOATS >> NUMBER) & 1:
         return plane_at(fields, NUMBER, tl.float32, ROWS, WIDE)
@@ -78,13 +81,13 @@ def _plane_of(
 @triton.jit
 def dequantize_kernel(
     out, m, k,  # (m, k) values to write
-    amax,  # (1,) fp32, of the whole weight
+    amax,  # (1,) fp32, of the whole weight, if decoding reads it
     p0, p1, p2, p3, p4, p5,
     DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program reads one tile of codes and its scales once, and writes their values."""
+    """Dequantizes: each program reads one tile of codes and its scales, and writes their values."""
     row, column = tile_of(m, k, TILE_M, TILE_K)
     planes = (p0, p1, p2, p3, p4, p5)
     at = (row, column, m, k)
@@ -94,15 +97,15 @@ def dequantize_kernel(
 
 @triton.jit
 def lay_out_kernel(
-    table,  # of a batch, of which one weight is given here; None: that weight alone
-    m, k, cover_k,  # cover_k: k with the padding of all buffers, which tiles cover
-    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # the planes that are moved, and the buffers
+    table,  # of a batch; the other arguments are of one of its weights. None: that weight alone
+    m, k, cover_k,  # cover_k: the columns that tiles cover: k, and the padding of all buffers
+    p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,  # the planes that are read, and the buffers
     LAY_OUT: tl.constexpr,  # the recipe's lay_out_tile
-    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are moved; scales lie in the GEMM's order
+    PLANES: tl.constexpr, SWIZZLED: tl.constexpr,  # how many planes are read; scales are in the GEMM's order
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr,  # codes can be moved in words of 32 bits
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program moves one tile of codes, and the scales of its blocks, into every buffer asked for."""
+    """Lays out: each program moves one tile of codes, and the scales of its blocks, into every buffer."""
     if ROWS:
         fields, row, column, m, k = covered_member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
         if p0 is not None:

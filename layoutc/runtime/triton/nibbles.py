@@ -1,4 +1,4 @@
-"""Formats of 4 bits in generated kernels, as Triton functions, for cards that convert to e4m3 and not to them."""
+"""Codes of 4 bits in generated kernels, as Triton functions: made through e4m3, by cards that convert only to that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.runtime.triton.transposes import permute_bytes, put_codes, put_word
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x of a normal x, to about 2^-23."""
+    """1 / x for normal x, with a relative error of about 2^-23."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -33,7 +33,7 @@ def put_nibbles(
     LOW_FIRST: tl.constexpr,
     CARD_CONVERTS: tl.constexpr,
 ):
-    """As put_codes of ENCODE(scaled), a tile of fp32 values: eight codes at a time, if the card has conversions.
+    """As put_codes of ENCODE(scaled), for a tile of fp32 values: eight codes at a time, if the card has conversions.
 
     CARD_CONVERTS: the format is e2m1, which cards of level 100 convert to.
     """
@@ -67,9 +67,10 @@ def put_nibbles_of(
     CARD_CONVERTS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """As put_nibbles, where the amaxes of blocks are known: scaled is a tile of x, as it was loaded, times multipliers.
+    """As put_nibbles, with the amaxes of blocks, which allow a shorter way.
 
-    source: x, stride_m, stride_k. amax, multiplier: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most.
+    scaled: the tile times the multipliers. source: (x, stride_m, stride_k). tile: of x, in its dtype. amax, multiplier:
+    of each block. BOUNDED: amax * multiplier rounds to at most MAX.
     """
     if HARDWARE and not (HARDWARE >= 100 and CARD_CONVERTS):
         x, stride_m, stride_k = source
@@ -116,10 +117,11 @@ def store_nibbles(
     LOW_FIRST: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Writes a tile of x, as it was loaded, times the multipliers of its blocks, as put_words does.
+    """Writes the codes of a tile of x times the multipliers of its blocks, as put_words.
 
-    amax: of the blocks. BOUNDED: amax * multiplier rounds to MAX at most, so that no magnitude need be cut off. bf16
-    takes the shorter way; a program that finds its tile to hold more than ordinary blocks reads it again and mends it.
+    tile: in x's dtype. amax: of each block. BOUNDED: amax * multiplier rounds to at most MAX, so nothing needs
+    clamping. bf16 takes a shorter way, which is wrong for blocks with NaN, infinities or extreme multipliers: a program
+    whose tile has such a block reads the tile again, and overwrites its codes.
     """
     row, column, m, k = at
     BLOCK_M: tl.constexpr = BLOCK[0]
@@ -132,7 +134,7 @@ def store_nibbles(
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
             tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
             words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
-            tl.debug_barrier()  # other threads may have written these words
+            tl.debug_barrier()  # other threads may have written these words just before
             put_words(words, plane, transposed_out, at, 4, EVEN, True)
     else:
         words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
@@ -150,17 +152,17 @@ def _values_to_nibbles(
     MAX: tl.constexpr,
     LOW_FIRST: tl.constexpr,
 ):
-    """Whatever the values and multipliers are."""
+    """As _pairs_to_nibbles for any dtype, any values and any multipliers."""
     blocks = to_blocks(to_float(tile), BLOCK_M, BLOCK_K)
     return to_nibbles(from_blocks(blocks * multiplier[:, None, :, None]), MANTISSA, BIAS, MAX, LOW_FIRST)
 
 
 @triton.jit
 def to_nibbles(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """As to_small_codes for formats of 4 bits, packed: (rows, columns) -> (rows, columns / 8) int32, eight codes each.
+    """(rows, columns) fp32 -> (rows, columns / 8) int32, each of eight codes of 4 bits, rounded as by to_small_codes.
 
-    For cards that convert to e4m3: rounded as there, |x| lies on a grid that e4m3 holds exactly once its lowest binade
-    is scaled to e4m3's, and then a code is the upper bits of the byte's magnitude.
+    For cards that convert to e4m3. |x| is scaled so that the format's lowest binade becomes e4m3's, and rounded to the
+    format's grid. e4m3 represents the result exactly, and the code is the upper bits of the byte's magnitude.
     """
     size = _to_grid(tl.minimum(tl.abs(x), MAX) * (2.0 ** (BIAS - 7)), MANTISSA)
     signed = float_of(bits_of(size) | (bits_of(x) & (-1 << 31)))
@@ -180,10 +182,10 @@ def _pairs_to_nibbles(
     LOW_FIRST: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """bf16 pairs (rows, columns / 2), and multipliers that scale to e4m3's lowest binade too -> as to_nibbles.
+    """As to_nibbles for bf16 in pairs, (rows, columns / 2) int32.
 
-    Magnitudes are cut off two at a time, before they are scaled, and signs are merged four at a time, after. Factors
-    are normal and values finite; infinities would do.
+    factor: multipliers that also scale the format's lowest binade to e4m3's. Magnitudes are clamped two at a time,
+    before they are scaled. Signs are merged four at a time, afterwards. Factors must be normal, and values not NaN.
     """
     if BLOCK_K == 1:
         even_factor, odd_factor = tl.split(tl.reshape(factor, (factor.shape[0], factor.shape[1] // 2, 2)))
@@ -194,7 +196,7 @@ def _pairs_to_nibbles(
     blocks = to_blocks(pairs, BLOCK_M, WIDTH)
     if not BOUNDED:
         MOST: tl.constexpr = MAX * 2.0 ** (BIAS - 7)
-        even_most = bits_of(_reciprocal(even_factor) * MOST)  # what gives MAX, or a little more
+        even_most = bits_of(_reciprocal(even_factor) * MOST)  # gives MAX when scaled, or slightly more
         odd_most = bits_of(_reciprocal(odd_factor) * MOST)
         most = ((even_most >> 16) & 0xFFFF) | (odd_most & -0x10000)
         blocks = least_of_pairs(blocks, most[:, None, :, None])
@@ -215,10 +217,11 @@ def _pairs_to_nibbles(
 
 @triton.jit
 def _to_grid(size, MANTISSA: tl.constexpr):
-    """Magnitudes -> nearest even with a mantissa of MANTISSA bits, with steps as in [2^-6, 2^-5) below 2^-6.
+    """Magnitudes rounded to MANTISSA bits, to nearest even. Below 2^-6, steps are those of [2^-6, 2^-5).
 
-    anchor = 2^(23 - MANTISSA) * size is a multiple of the step of size's binade, and an even one where size lies midway
-    between two steps; the difference of the two is rounded to that step, or to a finer one next to a power of two.
+    anchor = 2^(23 - MANTISSA) * size is a multiple of the step in size's binade, and an even multiple if size is midway
+    between two steps. Subtracting it and adding it back rounds size to that step, or to a finer one next to a power of
+    two.
     """
     ANCHOR: tl.constexpr = 2.0 ** (23 - MANTISSA)
     LEAST: tl.constexpr = 2.0**-6 * (1 + 2.0 ** ((MANTISSA if MANTISSA else 1) - 23))
@@ -238,7 +241,7 @@ def _bytes_of_four(x):
 
 @triton.jit
 def _merged(even, odd, MANTISSA: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Bytes of e4m3 with a sign each -> their upper bits as nibbles: codes of even columns, and of odd ones beside."""
+    """Signed e4m3 bytes of even and of odd columns -> words of nibbles, the bytes' sign and upper bits."""
     SHIFT: tl.constexpr = 3 - MANTISSA
     low = even if LOW_FIRST else odd
     high = odd if LOW_FIRST else even
@@ -248,7 +251,7 @@ def _merged(even, odd, MANTISSA: tl.constexpr, LOW_FIRST: tl.constexpr):
 
 @triton.jit
 def _four_bytes(v0, v1, v2, v3):
-    """Four fp32 values -> their e4m3 bytes in one word, the first lowest."""
+    """Four fp32 values -> their e4m3 bytes in one word, the first value lowest."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
         "mov.b32 $0, {low, high}; }",
@@ -273,7 +276,7 @@ def load_nibbles(
     BIAS: tl.constexpr,
     LOW_FIRST: tl.constexpr,
 ):
-    """A tile of codes as fp32 values: eight codes at a time, or by DECODE where the card has no conversion of e4m3."""
+    """A tile of codes -> fp32 values: eight codes at a time, or by DECODE if the card does not convert e4m3."""
     row, column, m, k = at
     if HARDWARE:
         words_at = plane.to(tl.pointer_type(tl.int32))
@@ -298,7 +301,7 @@ def from_nibbles(words, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LOW_FIRST: t
 
 @triton.jit
 def _four_values(bytes_):
-    """Four e4m3 bytes in a word -> their fp32 values, that of the lowest first."""
+    """Four e4m3 bytes in a word -> their fp32 values, that of the lowest byte first."""
     return tl.inline_asm_elementwise(
         """{ .reg .b16 low, high, a, b, c, d; .reg .b32 first, second; mov.b32 {low, high}, $4;
         cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; mov.b32 {a, b}, first; mov.b32 {c, d}, second;

@@ -1,6 +1,6 @@
-"""Tiles in generated kernels, as Triton functions: reading and writing, and the kernels of amaxes.
+"""Tiles in generated kernels, as Triton functions: loads and stores, and the kernels that compute amaxes.
 
-A program has a tile of TILE_M rows and TILE_K columns of a matrix (m, k). EVEN says that no tile sticks out of it.
+A program works on a tile of TILE_M rows and TILE_K columns of a matrix (m, k). EVEN: every tile is inside the matrix.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def round_up(a, multiple: tl.constexpr):
 
 @triton.jit
 def tile_of(m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(first row, first column) of this program's tile, int64; tiles follow one another along the columns."""
+    """(first row, first column) of this program's tile, int64. Tiles are numbered row by row."""
     return tile_at(tl.program_id(0), k, TILE_M, TILE_K)
 
 
 @triton.jit
 def tile_at(program, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(first row, first column) of a tile by its number, int64."""
+    """(first row, first column) of the tile with the given number, int64."""
     columns = tl.cdiv(k, TILE_K)
     return (program // columns).to(tl.int64) * TILE_M, (program % columns).to(tl.int64) * TILE_K
 
@@ -45,13 +45,13 @@ def load(
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """A tile (TILE_M, TILE_K) of a (rows, columns) matrix; zeros outside it. EVEN: no tile sticks out."""
+    """A tile (TILE_M, TILE_K) of a (rows, columns) matrix, with zeros outside the matrix."""
     i = tl.arange(0, TILE_M)[:, None]
     j = tl.arange(0, TILE_K)[None, :]
-    places = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
+    pointers = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
     if EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=(row + i < rows) & (column + j < columns), other=0)
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(row + i < rows) & (column + j < columns), other=0)
 
 
 @triton.jit
@@ -68,16 +68,16 @@ def load_runs(
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """As load; PIECES (1, 2 or 4) pieces of 16 bytes that follow one another in a row are in one thread.
+    """As load, with PIECES (1, 2 or 4) adjacent pieces of 16 bytes of a row in one thread.
 
-    Each piece is a load of its own. Fewer threads share a block of a row then, and work out its scale.
+    Each piece is a load of its own. That way, fewer threads share a block along a row, and compute its scale.
     """
     if PIECES == 1:
         return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN)
     else:
         WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
         RUNS: tl.constexpr = TILE_K // (PIECES * WIDTH)
-        # Triton moves data about, or finds amaxes twice, where one row has two dims here, or several have three.
+        # These shapes matter: with two dims for one row, or three for several, Triton moves data or repeats amaxes.
         if TILE_M == 1:
             i = tl.zeros((1, 1, 1), tl.int32)
             j = tl.arange(0, RUNS)[None, :, None] * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
@@ -85,24 +85,24 @@ def load_runs(
             run = tl.arange(0, TILE_M * RUNS)[:, None]
             i = run // RUNS
             j = (run % RUNS) * (PIECES * WIDTH) + tl.arange(0, WIDTH)[None, :]
-        places = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
+        pointers = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
         step = WIDTH * stride_column
-        there = row + i < rows
-        a = _load_piece(places, there & (column + j < columns), EVEN)
-        b = _load_piece(places + step, there & (column + j + WIDTH < columns), EVEN)
+        inside = row + i < rows
+        a = _load_piece(pointers, inside & (column + j < columns), EVEN)
+        b = _load_piece(pointers + step, inside & (column + j + WIDTH < columns), EVEN)
         if PIECES == 2:
             pieces = _swap_last_dims(tl.join(a, b))
         else:
             tl.static_assert(PIECES == 4)
-            c = _load_piece(places + 2 * step, there & (column + j + 2 * WIDTH < columns), EVEN)
-            d = _load_piece(places + 3 * step, there & (column + j + 3 * WIDTH < columns), EVEN)
+            c = _load_piece(pointers + 2 * step, inside & (column + j + 2 * WIDTH < columns), EVEN)
+            d = _load_piece(pointers + 3 * step, inside & (column + j + 3 * WIDTH < columns), EVEN)
             pieces = _swap_last_dims(tl.join(_swap_last_dims(tl.join(a, c)), _swap_last_dims(tl.join(b, d))))
         return tl.reshape(pieces, (TILE_M, TILE_K))
 
 
 @triton.jit
 def _swap_last_dims(x):
-    """The last two dims in the other order."""
+    """x, of 3 to 5 dims, with the last two swapped."""
     if len(x.shape) == 3:
         return tl.permute(x, (0, 2, 1))
     elif len(x.shape) == 4:
@@ -112,41 +112,41 @@ def _swap_last_dims(x):
 
 
 @triton.jit
-def _load_piece(places, inside, EVEN: tl.constexpr):
-    """Values at places, zeros outside."""
+def _load_piece(pointers, inside, EVEN: tl.constexpr):
+    """The values that pointers refer to, with zeros outside the matrix."""
     if EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=inside, other=0)
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit
 def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr):
-    """Writes a tile of a contiguous (rows, columns) matrix, as its dtype; nothing outside it."""
+    """Writes a tile into a contiguous (rows, columns) matrix, in the matrix's dtype; nothing outside the matrix."""
     i = tl.arange(0, tile.shape[0])[:, None]
     j = tl.arange(0, tile.shape[1])[None, :]
-    places = pointer + row * columns + column + (i * columns + j)
+    pointers = pointer + row * columns + column + (i * columns + j)
     if EVEN:
-        tl.store(places, tile.to(pointer.dtype.element_ty))
+        tl.store(pointers, tile.to(pointer.dtype.element_ty))
     else:
-        tl.store(places, tile.to(pointer.dtype.element_ty), mask=(row + i < rows) & (column + j < columns))
+        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(row + i < rows) & (column + j < columns))
 
 
 @triton.jit
 def store_words(
     pointer, words, row, word, rows, row_words, NBYTES: tl.constexpr, SPAN: tl.constexpr, LOW_FIRST: tl.constexpr
 ):
-    """Writes packed words of NBYTES bytes each into rows of row_words words; SPAN: NBYTES, up to a power of two."""
+    """Writes packed words of NBYTES bytes into rows of `row_words` words. SPAN: NBYTES, or the next power of 2."""
     i = tl.arange(0, words.shape[0])[:, None]
     j = tl.arange(0, words.shape[1])[None, :]
     inside = (row + i < rows) & (word + j < row_words)
-    places = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
+    pointers = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
     if NBYTES == 1:
-        tl.store(places, words.to(tl.uint8), mask=inside)
+        tl.store(pointers, words.to(tl.uint8), mask=inside)
     else:
         b = tl.arange(0, SPAN)[None, None, :]
         shifts = 8 * b if LOW_FIRST else 8 * (NBYTES - 1 - tl.minimum(b, NBYTES - 1))
         bytes_ = ((words[:, :, None] >> shifts) & 0xFF).to(tl.uint8)
-        tl.store(places[:, :, None] + b, bytes_, mask=inside[:, :, None] & (b < NBYTES))
+        tl.store(pointers[:, :, None] + b, bytes_, mask=inside[:, :, None] & (b < NBYTES))
 
 
 @triton.jit
@@ -163,16 +163,16 @@ def load_words(
     LOW_FIRST: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Inverse of store_words: int32 words, int64 where WIDE."""
+    """Inverse of store_words: (TILE_M, TILE_W) words, int64 if WIDE, else int32; zeros outside the matrix."""
     i = tl.arange(0, TILE_M)[:, None]
     j = tl.arange(0, TILE_W)[None, :]
     inside = (row + i < rows) & (word + j < row_words)
-    places = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
+    pointers = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
     if NBYTES == 1:
-        return tl.load(places, mask=inside, other=0).to(tl.int32)
+        return tl.load(pointers, mask=inside, other=0).to(tl.int32)
     else:
         b = tl.arange(0, SPAN)[None, None, :]
-        bytes_ = tl.load(places[:, :, None] + b, mask=inside[:, :, None] & (b < NBYTES), other=0)
+        bytes_ = tl.load(pointers[:, :, None] + b, mask=inside[:, :, None] & (b < NBYTES), other=0)
         shifts = 8 * b if LOW_FIRST else 8 * (NBYTES - 1 - tl.minimum(b, NBYTES - 1))
         lanes = bytes_.to(tl.int64 if WIDE else tl.int32)
         return tl.sum(lanes << shifts, axis=2)
@@ -180,7 +180,7 @@ def load_words(
 
 @triton.jit
 def store_packed(pointer, codes, row, column, rows, columns, BITS: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Writes a tile of codes of BITS bits into contiguous rows, in groups that fill whole bytes."""
+    """Writes a tile of codes of BITS bits into contiguous rows, packed in groups that fill whole bytes."""
     GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
     NBYTES: tl.constexpr = BITS * GROUP // 8
     SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
@@ -198,7 +198,10 @@ def load_codes(
     LOW_FIRST: tl.constexpr = True,
     EVEN: tl.constexpr = False,
 ):
-    """Inverse of store_packed: (TILE_M, TILE_K) int32. EVEN is for codes of 8 bits. at: row, column, rows, columns."""
+    """Inverse of store_packed: a tile of codes, (TILE_M, TILE_K) int32.
+
+    at: (row, column, rows, columns), as for `load`. EVEN only has an effect on codes of 8 bits.
+    """
     row, column, rows, columns = at
     if BITS == 8:
         return load(pointer, row, column, rows, columns, columns, 1, TILE_M, TILE_K, EVEN).to(tl.int32)
@@ -223,9 +226,10 @@ def load_blocks(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a plane with an entry for each BLOCK of rows and columns, those of a tile: (m blocks, k blocks).
+    """The entries of a tile's blocks, (m blocks, k blocks), from a plane with an entry for each block.
 
-    at: row, column, m, k: where the tile begins, and the sizes of the matrix. A block of 0 is the whole axis.
+    at: (row, column, m, k): where the tile begins, and the sizes of the matrix. BLOCK: rows and columns of a block; 0
+    for the whole axis.
     """
     row, column, m, k = at
     BLOCK_M: tl.constexpr = BLOCK[0]
@@ -242,7 +246,10 @@ def load_blocks(
 
 @triton.jit
 def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Inverse of load_blocks. An axis without blocks has one entry, of tiles that span it or that agree on it."""
+    """Inverse of load_blocks; nothing if the plane is None.
+
+    An axis with BLOCK 0 has one entry, so tiles must span the axis, or all have the same entry.
+    """
     row, column, m, k = at
     BLOCK_M: tl.constexpr = BLOCK[0]
     BLOCK_K: tl.constexpr = BLOCK[1]
@@ -260,7 +267,7 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """fp32 values -> DTYPE, to nearest even."""
+    """fp32 values -> DTYPE, rounded to nearest even."""
     if not HARDWARE and tl.bfloat16 == DTYPE:
         bits = bits_of(values)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
@@ -287,7 +294,7 @@ def raise_amax(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Reads the tile of x that begins at (row, column) once: an atomic maximum for each of its column blocks."""
+    """Reads the tile of x at (row, column), and raises the amax of each of its column blocks by an atomic maximum."""
     tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
     largest = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
     j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
@@ -310,10 +317,10 @@ def amax_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """Raises amax (1, columns), fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
+    """Raises amax, (1, columns) fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
 
-    WHOLE: there is one amax, for all columns. One program reads one tile once and makes one atomic maximum for each of
-    its column blocks: bits of magnitudes order as they do, NaN above infinity. Moves m * k elements in, nothing out.
+    WHOLE: there is one amax, for all columns. Each program reads one tile, and does one atomic maximum for each of the
+    tile's column blocks. The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
     """
     row, column = tile_of(m, k, TILE_M, TILE_K)
     raise_amax(x, amax, row, column, m, k, stride_m, stride_k, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
@@ -323,7 +330,10 @@ def amax_kernel(
 def row_amax_kernel(
     x, amax, m, k, stride_m, stride_k, BLOCK_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """amax (m / BLOCK_M, 1), fp32: the largest magnitude of each BLOCK_M rows over all columns; a program each."""
+    """Writes amax, (m blocks, 1) fp32: the largest magnitude of each BLOCK_M rows over all columns.
+
+    Each program reads one block of rows.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_M
     largest = tl.zeros((BLOCK_M, TILE_K), tl.int32)
     for column in range(0, k, TILE_K):

@@ -1,4 +1,4 @@
-"""Laying planes out in generated kernels, as Triton functions: codes transposed, scales repeated, zeros around them."""
+"""Laying out planes in generated kernels, as Triton functions: transposed codes, repeated scales, zero padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutc.runtime.triton.blocks import from_blocks
 from layoutc.runtime.triton.codes import pack
 from layoutc.runtime.triton.tiles import load_codes, round_up, store, store_packed
 
-# Defaults: of a buffer's dims, of its free axis, of what its sizes are rounded up to. Triton 3.6 takes no text as one.
+# Defaults of DIMS, FREE and PAD below. Triton 3.6 does not accept a str as a default.
 ROWS_FIRST = tl.constexpr("mk")
 ROWS_FREE = tl.constexpr("m")
 NO_PADDING = tl.constexpr((1, 1))
@@ -17,19 +17,19 @@ NO_PADDING = tl.constexpr((1, 1))
 
 @triton.jit
 def permute_bytes(a, b, CODE: tl.constexpr):
-    """Four of the eight bytes of a (0 to 3) and b (4 to 7), as a prmt instruction says."""
+    """Four of the eight bytes of a (0 to 3) and b (4 to 7), selected by the prmt instruction CODE."""
     return tl.inline_asm_elementwise(CODE, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _swap(a, b, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """The bits of a at MASK << SHIFT and those of b at MASK change places."""
+    """Swaps the bits of a at MASK << SHIFT with those of b at MASK."""
     return (a & MASK) | ((b << SHIFT) & ~MASK), ((a >> SHIFT) & MASK) | (b & ~MASK)
 
 
 @triton.jit
 def _swap_halves(a, b, HARDWARE: tl.constexpr):
-    """The upper 16 bits of a and the lower ones of b change places."""
+    """Swaps the upper 16 bits of a with the lower 16 bits of b."""
     if HARDWARE:
         return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x5410;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7632;")
     else:
@@ -38,7 +38,7 @@ def _swap_halves(a, b, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _swap_bytes(a, b, HARDWARE: tl.constexpr):
-    """Bytes 1 and 3 of a and bytes 0 and 2 of b change places."""
+    """Swaps bytes 1 and 3 of a with bytes 0 and 2 of b."""
     if HARDWARE:
         return permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x6240;"), permute_bytes(a, b, "prmt.b32 $0, $1, $2, 0x7351;")
     else:
@@ -47,7 +47,7 @@ def _swap_bytes(a, b, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _transpose_four(a, b, c, d, HARDWARE: tl.constexpr):
-    """Of four rows, words of four bytes each -> of the four columns of those bytes, words of the four rows."""
+    """Transposes 4 x 4 bytes: words a to d are four rows before, and four columns after."""
     a, c = _swap_halves(a, c, HARDWARE)
     b, d = _swap_halves(b, d, HARDWARE)
     a, b = _swap_bytes(a, b, HARDWARE)
@@ -57,7 +57,7 @@ def _transpose_four(a, b, c, d, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
-    """As _transpose_four, of eight rows and words of eight nibbles, low bits first."""
+    """Transposes 8 x 8 nibbles, as _transpose_four does bytes. Low bits come first."""
     a, e = _swap_halves(a, e, HARDWARE)
     b, f = _swap_halves(b, f, HARDWARE)
     c, g = _swap_halves(c, g, HARDWARE)
@@ -75,22 +75,22 @@ def _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _put_column(words, out, row, column, m, k, NTH: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
-    """Words (G, W) of every Nth column from column + NTH on, N rows in each, into a contiguous (k, m).
+    """Writes words (G, W), of N rows and of every Nth column from column + NTH on, into a contiguous (k, m).
 
-    A store for each column of a word, so that a layout along the rows reaches back to where words were read.
+    Each column of a word is a store of its own, so that Triton's layout along the rows goes back to the loads.
     """
     g = row // N + tl.arange(0, words.shape[0])[:, None]
     at = column + tl.arange(0, words.shape[1])[None, :] * N + NTH
-    places = out.to(tl.pointer_type(tl.int32)) + at * (m // N) + g
+    pointers = out.to(tl.pointer_type(tl.int32)) + at * (m // N) + g
     if EVEN:
-        tl.store(places, words)
+        tl.store(pointers, words)
     else:
-        tl.store(places, words, mask=(g < m // N) & (at < k))
+        tl.store(pointers, words, mask=(g < m // N) & (at < k))
 
 
 @triton.jit
 def _put_four(a, b, c, d, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Words of rows 0 to 3, 4 to 7 and so on, (G, W) each, as columns of a contiguous (k, m)."""
+    """Writes words of rows 4n (a) to 4n + 3 (d), (G, W) each, transposed into a contiguous (k, m)."""
     a, b, c, d = _transpose_four(a, b, c, d, HARDWARE)
     _put_column(a, out, row, column, m, k, 0, 4, EVEN)
     _put_column(b, out, row, column, m, k, 1, 4, EVEN)
@@ -100,7 +100,7 @@ def _put_four(a, b, c, d, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: 
 
 @triton.jit
 def _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """As _put_four, of eight rows and nibbles."""
+    """As _put_four, for words of eight nibbles and rows 8n (a) to 8n + 7 (h)."""
     a, b, c, d, e, f, g, h = _transpose_eight(a, b, c, d, e, f, g, h, HARDWARE)
     _put_column(a, out, row, column, m, k, 0, 8, EVEN)
     _put_column(b, out, row, column, m, k, 1, 8, EVEN)
@@ -114,7 +114,7 @@ def _put_eight(a, b, c, d, e, f, g, h, out, row, column, m, k, EVEN: tl.constexp
 
 @triton.jit
 def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """Words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
+    """Writes words (rows, w) of codes of 4 or 8 bits, transposed, into a contiguous (k, m)."""
     rows: tl.constexpr = words.shape[0]
     w: tl.constexpr = words.shape[1]
     if BITS == 8:
@@ -138,9 +138,9 @@ def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.
 
 @triton.jit
 def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
-    """A tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), where these are not None.
+    """Writes a tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), unless it is None.
 
-    at: row, column, m, k: where the tile begins, and the sizes of the matrix.
+    at: (row, column, m, k): where the tile begins, and the sizes of the matrix. BITS: 4 or 8.
     """
     N: tl.constexpr = 32 // BITS
     row, column, m, k = at
@@ -152,10 +152,10 @@ def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def to_words(codes):
-    """(rows, columns) codes of 8 bits -> (rows, columns / 4) int32, the first lowest.
+    """(rows, columns) codes of 8 bits -> (rows, columns / 4) int32, the first code lowest.
 
-    They are made bytes before threads exchange them, not only for speed: of whole words, the assembler of CUDA 12.8
-    confuses some registers on sm_90, where codes have been selected for NaN.
+    Codes are narrowed to bytes before threads exchange them. That is faster, and also avoids a fault: with whole words,
+    the assembler of CUDA 12.8 mixes up registers on sm_90 if codes of NaN have been selected.
     """
     lanes = tl.reshape(codes.to(tl.uint8), (codes.shape[0], codes.shape[1] // 4, 2, 2)).to(tl.int32)
     c02, c13 = tl.split(lanes)
@@ -175,7 +175,7 @@ def put_codes(
     BITS: tl.constexpr = 8,
     LOW_FIRST: tl.constexpr = True,
 ):
-    """As put_words, of a tile of codes. With a buffer, those of 4 bits lie low bits first."""
+    """As put_words, for a tile of codes of any width. With a buffer: of 8 bits, or of 4 bits with low bits first."""
     row, column, m, k = at
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
@@ -191,18 +191,18 @@ def put_codes(
 def _row_words(
     pointer, row, word, rows, row_words, GROUPS: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr
 ):
-    """Words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, zeros outside."""
+    """Loads words of every Nth row from row + FIRST on: (GROUPS, WORDS) int32, with zeros outside the matrix."""
     i = tl.arange(0, GROUPS)[:, None] * N + FIRST
     j = tl.arange(0, WORDS)[None, :]
-    places = pointer + (row + i) * row_words + word + j
-    return tl.load(places, mask=(row + i < rows) & (word + j < row_words), other=0)
+    pointers = pointer + (row + i) * row_words + word + j
+    return tl.load(pointers, mask=(row + i < rows) & (word + j < row_words), other=0)
 
 
 @triton.jit
 def transpose_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """Bytes of a tile of (m, k) into a contiguous (k, m), four by four in words; m and k are multiples of 4.
+    """Transposes the bytes of a tile of (m, k) into a contiguous (k, m). m and k must be multiples of 4.
 
-    Words go through shared memory, a quarter of the accesses that bytes would need.
+    4 x 4 bytes are transposed in words, which takes a quarter of the accesses to shared memory that bytes would take.
     """
     source = data.to(tl.pointer_type(tl.int32))
     G: tl.constexpr = TILE_M // 4
@@ -216,7 +216,7 @@ def transpose_bytes(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: 
 
 @triton.jit
 def transpose_nibbles(data, out, row, column, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr):
-    """As transpose_bytes for two codes in a byte, low bits first, eight by eight; m and k are multiples of 8."""
+    """As transpose_bytes for codes of 4 bits, low bits first, 8 x 8 at a time. m and k must be multiples of 8."""
     source = data.to(tl.pointer_type(tl.int32))
     G: tl.constexpr = TILE_M // 8
     W: tl.constexpr = TILE_K // 8
@@ -245,10 +245,10 @@ def move_codes(
     PAD: tl.constexpr = NO_PADDING,
     WORDS: tl.constexpr = False,
 ):
-    """Codes of a tile of (m, k), of any width, into a buffer of the DIMS, sizes rounded up to PAD.
+    """Moves a tile of codes of a plane (m, k) into a buffer; does nothing if the buffer is None.
 
-    Zeros are around them; nothing is done where the buffer is None. WORDS: they can be transposed in whole words of 32
-    bits.
+    DIMS: "mk" or "km". PAD: what the buffer's sizes are rounded up to; the padding is filled with zeros. WORDS: codes
+    can be transposed in words of 32 bits, without padding.
     """
     row, column, m, k = at
     if out is not None:
@@ -281,10 +281,10 @@ def move_scales(
     FREE: tl.constexpr = ROWS_FREE,
     PLACE: tl.constexpr = None,
 ):
-    """Scales of a tile from a plane, one for each BLOCK of rows and columns, into a buffer, as _put_scales.
+    """Moves a tile's scales from a plane into a buffer, as _put_scales; does nothing if the buffer is None.
 
-    Nothing is done where the buffer is None. An axis that blocks do not cut has PER and BLOCK 0: its one entry is
-    written by the first tiles.
+    The plane has one scale for each BLOCK of rows and columns. BLOCK and PER are 0 for an axis that is one block; its
+    only entry is written by the first tiles.
     """
     row, column, m, k = at
     if out is not None:
@@ -292,12 +292,12 @@ def move_scales(
         STEP_K: tl.constexpr = PER[1] if PER[1] else TILE_K
         i = row // STEP_M + tl.arange(0, TILE_M // STEP_M)[:, None]
         j = column // STEP_K + tl.arange(0, TILE_K // STEP_K)[None, :]
-        there = (i * STEP_M < m) & (j * STEP_K < k)
+        inside = (i * STEP_M < m) & (j * STEP_K < k)
         at_m = i * STEP_M // BLOCK[0] if BLOCK[0] else i * 0
         at_k = j * STEP_K // BLOCK[1] if BLOCK[1] else j * 0
         columns = tl.cdiv(k, BLOCK[1]) if BLOCK[1] else 1
-        values = tl.load(plane + at_m * columns + at_k, mask=there, other=0)
-        _put_scales(tl.where(there, values, 0), out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
+        values = tl.load(plane + at_m * columns + at_k, mask=inside, other=0)
+        _put_scales(tl.where(inside, values, 0), out, i, j, m, k, PER, PAD, DIMS, FREE, PLACE)
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def spread_scales(
     FREE: tl.constexpr = ROWS_FREE,
     PLACE: tl.constexpr = None,
 ):
-    """Scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales; nothing where that is None."""
+    """Writes the scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales, unless it is None."""
     row, column, m, k = at
     if out is not None:
         shape: tl.constexpr = (scales.shape[0], BLOCK[0] // PER[0], scales.shape[1], BLOCK[1] // PER[1])
@@ -337,10 +337,10 @@ def _put_scales(
     FREE: tl.constexpr,
     PLACE: tl.constexpr,
 ):
-    """Entries (i, j) of a buffer that has one for each PER[0] rows and PER[1] columns, counts rounded up to PAD.
+    """Writes entries (i, j) of a buffer with one entry for each PER[0] rows and PER[1] columns.
 
-    PLACE: where a GEMM reads the scale of (free, contracted), of so many of each, whose FREE axis is m or k; None: the
-    buffer has the DIMS, in order.
+    PAD: what the counts of entries are rounded up to. DIMS: "mk" or "km". PLACE: the recipe's gemm_place, for a buffer
+    in the GEMM's order, and FREE: the axis, "m" or "k", that the product keeps. None: the order is that of DIMS.
     """
     out_m = tl.cdiv(tl.cdiv(m, PER[0]), PAD[0]) * PAD[0] if PER[0] else 1
     out_k = tl.cdiv(tl.cdiv(k, PER[1]), PAD[1]) * PAD[1] if PER[1] else 1
