@@ -9,8 +9,8 @@ A weight has m rows (its leading dims flattened) and k columns, in any numbers.
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
 
-rowwise: quantized for itself.
-columnwise: same codes and scales as rowwise; data transposed; scale as it is.
+rowwise: quantized directly.
+columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 """
 
 import torch

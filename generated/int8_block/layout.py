@@ -11,7 +11,7 @@ Where a cut falls inside a block, the ranks on both sides hold and send its scal
 themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
 
-rowwise: quantized for itself.
+rowwise: quantized directly.
 columnwise: same codes and scales as rowwise; data transposed; scale transposed.
 """
 

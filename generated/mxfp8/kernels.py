@@ -179,7 +179,7 @@ KERNELS = Kernels(
         (4, False, True): (32, 128, 1, 2, None),
     },
     dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (32, 128, 2)},
-    lay_out_size=(128, 512, 4),  # scales alone move, which are few and narrow: long rows
+    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale", "columnwise_scale"),
     padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
 )

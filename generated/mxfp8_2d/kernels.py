@@ -152,7 +152,7 @@ KERNELS = Kernels(
         (4, True): (32, 64, 1, 2, None),
     },
     dequantize_sizes={"rowwise": (32, 128, 2), "columnwise": (32, 128, 2)},
-    lay_out_size=(128, 512, 4),  # scales alone move, which are few and narrow: long rows
+    lay_out_size=(128, 512, 4),  # only scales move, which are few and narrow: long rows
     moved=("rowwise_scale",),
     padding=(((1, 128), (32, 4)), ((1, 128), (32, 4))),
 )

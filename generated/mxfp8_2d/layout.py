@@ -11,8 +11,8 @@ Where a cut falls inside a block, the ranks on both sides hold and send its scal
 themselves.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 
-rowwise: quantized for itself.
-columnwise: same codes and scales as rowwise; data as it is; scale 32 times along k, zeros up to multiples of 4 x 128.
+rowwise: quantized directly.
+columnwise: same codes and scales as rowwise; data as stored; scale 32 times along k, zeros up to multiples of 4 x 128.
 """
 
 import torch

@@ -162,7 +162,7 @@ KERNELS = Kernels(
     serves={"rowwise": ("rowwise", "columnwise")},
     # Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers.
     quantize_sizes={
-        (2, True): (16, 64, 1, 1, None),  # one row of blocks: every candidate's elements are held
+        (2, True): (16, 64, 1, 1, None),  # one row of blocks: registers hold the elements of every candidate
         (4, True): (16, 64, 1, 2, None),
     },
     dequantize_sizes={"rowwise": (16, 256, 2), "columnwise": (16, 256, 2)},

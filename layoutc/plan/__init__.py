@@ -1,1 +1,1 @@
-"""Every decision that follows from a layout: what is stored, gathered, derived and cut. Pure."""
+"""Every decision that follows from a layout: what is gathered, derived, cut, and how kernels work. Pure functions."""

@@ -1,6 +1,6 @@
-"""How a kernel makes codes of a format and reads them: which function, with which constants, and where a card converts.
+"""How a kernel encodes and decodes a format: with which function and constants, and when by the card's own conversion.
 
-Functions are those of layoutc.runtime.triton, constants their parameters.
+Functions are those of `layoutc.runtime.triton`, and constants are their parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from layoutc.spec.formats import Format
 
 @dataclass(frozen=True)
 class Dtype:
-    """One of Triton's dtypes, by its name in triton.language."""
+    """A dtype of Triton, by its name in triton.language."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class NanCode:
-    """The code that a NaN becomes; generated code has a constant for it."""
+    """Stands for the code of NaN, which is a named constant in generated code."""
 
 
 Constant = int | float | bool | str | Dtype | NanCode
@@ -38,10 +38,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Codec:
-    """How codes of one format are made or read.
+    """How one format is encoded, or decoded.
 
-    software: in integer or fp32 arithmetic, on every card. hardware: by the card's own conversion, where it has one for
-    `level` of launch.hardware (90: to fp8; 100: to smaller formats as well).
+    software: in integer or fp32 arithmetic, on every card. hardware: by the card's conversion, on cards of at least
+    `level` (that of launch.hardware: 90 for fp8, 100 also for smaller formats); None if no card converts.
     """
 
     software: Conversion
@@ -49,10 +49,10 @@ class Codec:
     level: int = 0
 
 
-# Casts that the card does by itself, by torch dtype: Triton's dtype, and the code that the card gives a NaN.
+# Formats that cards cast to, by torch dtype: Triton's dtype, and the code that the card gives NaN.
 _CASTS = {"float8_e4m3fn": (Dtype("float8e4nv"), 0x7F), "float8_e5m2": (Dtype("float8e5"), 0x7F)}
 E2M1 = Format("", exponent=2, mantissa=1, bias=1)
-# Conversions of compute capability 10, by what the format is and how it is rounded.
+# Conversions of cards with compute capability 10, by format and rounding.
 _INSTRUCTIONS = {
     (E2M1, "nearest"): "convert_to_e2m1",
     (Format("", exponent=2, mantissa=3, bias=1), "nearest"): "convert_to_e2m3",
@@ -63,7 +63,7 @@ _NONE: Mapping[str, Constant] = MappingProxyType({})
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
-    """fp32 values -> codes, saturating."""
+    """How fp32 values become codes of a format, saturating. rounding: "nearest" (ties to even), "up" or "down"."""
     last = len(fmt.magnitudes) - 1
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
     nan = NanCode()
@@ -94,7 +94,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
 
 
 def decoding(fmt: Format) -> Codec | None:
-    """Codes -> fp32 values, exact; None for formats that no function reads."""
+    """How codes of a format become fp32 values, exactly; None for formats that no function decodes."""
     if fmt.integer:
         return Codec(Conversion("from_integer_codes", {"BITS": fmt.integer, "FRACTION": fmt.fraction}))
     if not fmt.subnormals:
@@ -111,11 +111,14 @@ def decoding(fmt: Format) -> Codec | None:
 
 
 def exponent_constants(fmt: Format) -> Mapping[str, Constant]:
-    """Of a format that has exponents alone."""
+    """The constants of functions that decode a format with only exponents."""
     return {"BIAS": fmt.bias, "NAN_FROM": len(fmt.magnitudes)}
 
 
 def is_small(fmt: Format) -> bool:
-    """Well inside fp32's range, so that adding 1.5 * 2^(23 - mantissa bits) binades keeps inside it."""
+    """True for a signed format with subnormals and a mantissa whose values `to_small_codes` can round.
+
+    It adds 1.5 * 2^(23 - mantissa bits) times a value's binade, which must stay inside fp32's range.
+    """
     lowest = 1 - fmt.bias
     return bool(fmt.sign and fmt.subnormals and fmt.mantissa and fmt.max < 2.0**60 and lowest > -60)

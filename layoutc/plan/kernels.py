@@ -1,6 +1,6 @@
-"""The kernels of a recipe: what each reads and writes, how codes are converted and stored, what is fused, and why not.
+"""The kernels of a recipe: what they read and write, how codes are converted and stored, what is fused, and why not.
 
-Pure functions of a layout. Emission prints what stands here and decides nothing.
+Pure functions of a layout. emit/ prints these decisions and makes none itself.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from layoutc.spec.rules import names
 
 AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
-_LARGEST_BLOCK = 16384  # elements that one program can hold
-_LARGEST_TILE = 65536  # the same where blocks of two sources must fit into one tile, which they share
-_WIDEST_MOVE = 256  # rows or columns of a tile that is laid out
+_LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
+_LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
+_WIDEST_MOVE = 256  # the most rows or columns of a tile that is laid out
 
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What a scale rule reads beside the amax of a block."""
+    """What a scale rule reads."""
 
-    block_range: bool  # the lowest and the highest value of the block, in place of its amax
-    tensor_amax: bool
+    block_range: bool  # the lowest and the highest value of the block, instead of its amax
+    tensor_amax: bool  # the amax of the whole weight
     input_max: bool  # the largest value of x's dtype
 
 
@@ -58,64 +58,64 @@ class Nibbles:
 
 @dataclass(frozen=True)
 class SourceKernel:
-    """How kernels make and read the planes of one source."""
+    """How kernels write and read the planes of one source."""
 
     source: Source
-    suffix: str  # what names of its functions end with
-    serves: tuple[str, ...]  # orientations
+    suffix: str  # of the names of its functions
+    serves: tuple[str, ...]  # the orientations that its planes serve
     amax_from: AmaxFrom
     inputs: RuleInputs
     nibbles: Nibbles | None  # None: codes are stored one at a time, or in groups that fill bytes
-    moves: tuple[Move, ...]  # what quantizing writes in the same launch, where it writes buffers
+    moves: tuple[Move, ...]  # the buffers that quantizing writes in the same launch
 
     @property
     def flag(self) -> str:
-        """The kernels' parameter that says whether the source is written, or read."""
+        """The kernels' parameter that says whether the source is used."""
         return self.source.name.upper()
 
     @property
     def transposed_into(self) -> str | None:
-        """The buffer that its codes are transposed into while they are quantized."""
+        """The buffer that quantizing writes transposed codes into, if any."""
         return next((move.buffer.name for move in self.moves if isinstance(move, CodeMove)), None)
 
     @property
     def scale_moves(self) -> tuple[ScaleMove, ...]:
-        """What becomes of its scales while they are quantized."""
+        """The buffers that quantizing writes scales into."""
         return tuple(move for move in self.moves if isinstance(move, ScaleMove))
 
 
 @dataclass(frozen=True)
 class QuantizeKernel:
-    """The kernel from values to planes; where `fused`, to buffers as well."""
+    """The kernel that quantizes values into planes; if `fused`, into buffers as well."""
 
-    tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes of a value of x, which sources are written, tile)
+    tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]  # (bytes per value of x, which sources are written, tile)
     buffer_tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]
-    not_fused: str | None  # why buffers take a second launch
-    not_batched: str | None  # why a launch quantizes one matrix
+    not_fused: str | None  # why buffers take a second launch; None if they don't
+    not_batched: str | None  # why a launch quantizes only one matrix; None if it quantizes many
 
     @property
     def fused(self) -> bool:
-        """True where one launch writes the buffers of a GEMM."""
+        """True if one launch can quantize into the buffers that a GEMM reads."""
         return self.not_fused is None
 
     @property
     def batched(self) -> bool:
-        """True where one launch quantizes many matrices."""
+        """True if one launch can quantize many matrices."""
         return self.not_batched is None
 
 
 @dataclass(frozen=True)
 class LayOutKernel:
-    """The kernel from planes to those buffers that are no planes."""
+    """The kernel that makes buffers from planes, except for buffers that are planes as they are."""
 
     moves: tuple[Move, ...]
     tile: MoveTile
-    word: int  # rows and columns whose codes are moved at a time
+    word: int  # how many rows and columns of codes are moved at a time
     padding: tuple[Padding, Padding]
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Those that it reads."""
+        """The names of the planes that it reads, in order."""
         return tuple(dict.fromkeys(move.buffer.plane.name for move in self.moves))
 
 
@@ -132,13 +132,13 @@ class Kernels:
 
 @dataclass(frozen=True)
 class NoKernels:
-    """The reference serves the recipe on every device."""
+    """A recipe without kernels, which the reference serves on every device."""
 
     reason: str
 
 
 def plan_kernels(layout: Layout) -> Kernels | NoKernels:
-    """The kernels of a recipe, or why it has none."""
+    """A layout -> the kernels of its recipe, or why it has none."""
     if reason := gap(layout):
         return NoKernels(reason)
     moves = moves_of(layout)
@@ -161,13 +161,13 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
 
 
 def suffixes_of(layout: Layout) -> dict[str, str]:
-    """What the functions of a source end with: nothing where all sources share them, else the source's name."""
+    """The suffix of each source's functions: empty if all sources can share them, else the source's name."""
     same = {replace(source.quantization, block=Block(None, None), low_first=True) for source in layout.sources}
     return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
 
 
 def inputs_of(quantization: Quantization) -> RuleInputs:
-    """What the active steps of a rule, and the decoding, read."""
+    """What the active steps of a quantization's rule read, decoding included."""
     parameters = dict(quantization.parameters)
     read = frozenset().union(*(names(expression) for _, expression in quantization.definition.program(parameters)))
     input_max = "input_max" in read or ("overflow" in read and parameters.get("overflow") == "input-max")
@@ -175,17 +175,18 @@ def inputs_of(quantization: Quantization) -> RuleInputs:
 
 
 def gap(layout: Layout) -> str | None:
-    """Why a recipe has no kernels; None where it has."""
+    """Why a recipe has no kernels; None if it has."""
     blocks = [source.quantization.block for source in layout.sources]
     rows, columns = max(block.m or 1 for block in blocks), max(block.k or 1 for block in blocks)
     if rows * columns > _LARGEST_TILE:
         return f"a program holds blocks of all sources, which would take {rows} x {columns}"
     if (span := widest(moves_of(layout))) > _WIDEST_MOVE:
-        return f"a program lays out {_WIDEST_MOVE} rows or columns, and a scale stands for {span}"
+        return f"a program lays out at most {_WIDEST_MOVE} rows or columns, and a scale covers {span}"
     return next(filter(None, map(_source_gap, layout.sources)), None)
 
 
 def _source_gap(source: Source) -> str | None:
+    """Why kernels can't serve a source; None if they can."""
     q = source.quantization
     sizes = [size for size in (q.block.m, q.block.k) if size is not None]
     if any(size & (size - 1) for size in sizes):
@@ -194,26 +195,27 @@ def _source_gap(source: Source) -> str | None:
         return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {q.block.m} x {q.block.k}"
     contracted = q.block.k if source.name == ORIENTATIONS[0] else q.block.m
     if q.definition.candidates and (contracted or 0) > 32:
-        return f"errors are added up along 32 elements at most, and blocks of {source.name} have {contracted}"
+        return f"errors are summed along at most 32 elements, and blocks of {source.name} have {contracted}"
     if q.definition.makes_zero and q.block.k is None:
-        return "the range of a block of whole rows would need a pass of its own"
+        return "the range of a block of whole rows would need another pass over them"
     for fmt in (q.element, q.scale):
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
-            return f"codes of {fmt.name} have no short decoding"
+            return f"no function of the kernels decodes {fmt.name}"
     return None
 
 
 def _not_batched(layout: Layout) -> str | None:
+    """Why a launch can't quantize many matrices; None if it can."""
     if all(source.quantization.block.k or not source.quantization.block.m for source in layout.sources):
         return None
     return (
-        "a block of whole rows wants a pass over them first, whose amaxes lie elsewhere on every call, so that a table "
-        "of addresses would have to be made and copied each time"
+        "blocks of whole rows need a pass over them first, whose amaxes get new memory at every call, so a table of "
+        "addresses would have to be made and copied each time"
     )
 
 
 def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
-    """Why quantizing can't write the buffers of a GEMM at once; None where it can."""
+    """Why quantizing can't write a GEMM's buffers in the same launch; None if it can."""
     if not moves:
         return "every buffer is a plane"
     for move in moves:
@@ -221,13 +223,13 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
         if isinstance(move, CodeMove) and not move.in_words:
             return f"codes of {move.buffer.name} are not transposed in whole words"
         if isinstance(move, ScaleMove) and not (plane.per_m and plane.per_k):
-            return f"{move.buffer.name} is made of {plane.name}, which has no entry for each block"
+            return f"{move.buffer.name} is made from {plane.name}, whose entries span a whole axis"
     for source in layout.sources:
         block = source.quantization.block
         if source.zero is not None:
             return f"{source.name} has zero points"
         if source.quantization.definition.candidates:
-            return f"{source.name} tries several scales a block, which leaves no registers to transpose with"
+            return f"{source.name} tries several scales for each block, which leaves no registers for transposing"
         if (block.m is None) != (block.k is None):
             return f"a block of {source.name} spans a whole axis"
     transposed = [move.buffer.plane.name for move in moves if isinstance(move, CodeMove)]
@@ -247,12 +249,14 @@ def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> S
 
 
 def _amax_from(block: Block) -> AmaxFrom:
+    """What a block's amax is taken over: all of it is in the tile, or it spans rows, columns, or the whole matrix."""
     if block.m is None:
         return "tensor" if block.k is None else "columns"
     return "rows" if block.k is None else "block"
 
 
 def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
+    """How codes of 4 bits are converted eight at a time; None for other formats, and if rows are not whole words."""
     fmt, block = quantization.element, quantization.block
     if fmt.bits != 4 or fmt.integer or not conversions.is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
@@ -261,7 +265,10 @@ def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
 
 
 def _is_bounded(quantization: Quantization) -> bool:
-    """True where a scale is never below amax / element_max by more than rounding of that, so that no element is cut."""
+    """True if amax times the multiplier rounds to at most element_max, so that no element needs clamping.
+
+    That holds if the scale is amax / element_max, rounded up to a power of two.
+    """
     steps = quantization.definition.active_steps(dict(quantization.parameters))
     divides = [step.expression for step in steps] == ["to_scale(amax * inverse_element_max)", "1 / from_scale(scale)"]
     return divides and quantization.scale.is_exponent and quantization.rounding == "up"

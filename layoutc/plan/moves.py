@@ -1,4 +1,4 @@
-"""How planes get into buffers that are no planes: which entries move where, and how large a tile moves them."""
+"""How buffers are made from planes: which entries move where, and in tiles of which size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size 
 
 @dataclass(frozen=True)
 class CodeMove:
-    """Codes into a buffer: transposed, or padded, or both. in_words: in whole words of 32 bits, where shapes allow."""
+    """Moves codes into a buffer: transposed, padded, or both. in_words: in words of 32 bits, if shapes allow."""
 
     buffer: Buffer
     transposed: bool
@@ -23,9 +23,10 @@ class CodeMove:
 
 @dataclass(frozen=True)
 class ScaleMove:
-    """Scales or zero points into a buffer that has an entry for each per_m x per_k; 0: the axis has one entry.
+    """Moves scales or zero points into a buffer.
 
-    The plane has one for each block_m x block_k. pad_m, pad_k: what counts of entries are rounded up to.
+    The plane has an entry for each block_m x block_k elements, the buffer for each per_m x per_k; 0 means that the axis
+    has one entry. pad_m, pad_k: what the buffer's counts of entries are rounded up to. swizzled: the GEMM's order.
     """
 
     buffer: Buffer
@@ -45,7 +46,7 @@ Move = CodeMove | ScaleMove
 
 @dataclass(frozen=True)
 class MoveTile:
-    """Rows, columns and warps of a program that lays out."""
+    """Rows, columns and warps of a program that lays out, and why."""
 
     rows: int
     columns: int
@@ -54,7 +55,7 @@ class MoveTile:
 
 
 def moves_of(layout: Layout) -> tuple[Move, ...]:
-    """One for each buffer that is no plane, in order."""
+    """A move for each buffer that is not a plane as it is, in order."""
     return tuple(_move(buffer, layout) for buffer in layout.buffers if buffer.dims and not buffer.is_plane)
 
 
@@ -80,23 +81,24 @@ def _move(buffer: Buffer, layout: Layout) -> Move:
 
 
 def _in_words(buffer: Buffer) -> bool:
+    """True if codes are transposed without padding, and are of 8 bits, or of 4 bits with low bits first."""
     bits = buffer.plane.bits
     return buffer.permutes and not buffer.pads and (bits == 8 or (bits == 4 and buffer.low_first))
 
 
 def word_of(moves: tuple[Move, ...]) -> int:
-    """Rows and columns whose codes are moved at a time, where codes are of one width that fits words; else 1."""
+    """How many rows and columns of codes are moved at a time: the codes of a word of 32 bits, or 1 for odd widths."""
     bits = {move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)}
     return 32 // min(bits, default=32) if bits <= {4, 8} else 1
 
 
 def widest(moves: tuple[Move, ...]) -> int:
-    """The most rows or columns that one entry of a buffer stands for."""
+    """The most rows or columns that one entry of a buffer is for."""
     return max([1, *(dim.per for move in moves for dim in move.buffer.dims)])
 
 
 def padding_of(moves: tuple[Move, ...]) -> tuple[Padding, Padding]:
-    """Of m and of k: what sizes are rounded up to in any buffer, so that tiles that cover all of it reach all zeros."""
+    """For m and for k: what sizes are rounded up to in any buffer. Tiles must cover that much, to write all zeros."""
     m, k = (_padding(moves, axis) for axis in ("m", "k"))
     return m, k
 
@@ -107,11 +109,11 @@ def _padding(moves: tuple[Move, ...], axis: Axis) -> Padding:
 
 
 def move_tile(moves: tuple[Move, ...]) -> MoveTile:
-    """What was fastest on an H200 at 8192 x 8192."""
+    """The tile that was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md)."""
     wide = widest(moves)
     bits = [move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)]
     if not bits:
-        return MoveTile(max(128, wide), 512, 4, "scales alone move, which are few and narrow: long rows")
+        return MoveTile(max(128, wide), 512, 4, "only scales move, which are few and narrow: long rows")
     rows, columns = {4: (128, 256), 8: (256, 128)}.get(min(bits), (128, 128))
     return MoveTile(
         max(rows, wide), max(columns, wide), 8, "square in bytes: both sides of a transpose have whole sectors"

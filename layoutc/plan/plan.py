@@ -1,4 +1,4 @@
-"""What follows from a layout: where cuts cost nothing, gather plan for each pass, derivations, dispatch rules.
+"""The plan of a layout: where cuts cost nothing, what each pass gathers, how orientations are derived, dispatch rules.
 
 Pure functions.
 """
@@ -20,9 +20,9 @@ PassName = Literal["forward", "backward", "both"]
 
 @dataclass(frozen=True)
 class Gather:
-    """What one pass gathers: the planes that travel, in slot order, and the orientations that they serve.
+    """What one pass gathers: planes, in the order in which they are sent, and the orientations that they serve.
 
-    A plane that all shards hold alike (its values cover all rows) does not travel.
+    A plane whose values cover all rows is the same on all shards, and is not gathered.
     """
 
     name: PassName
@@ -37,7 +37,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Derivation:
-    """Whether an orientation's buffers follow without loss from another's planes, and why."""
+    """Which source an orientation's buffers are made from, whether without loss, and why."""
 
     orientation: str
     source: str
@@ -47,7 +47,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """Operators that are exact on stored bytes, and when."""
+    """Operators that are exact on stored bytes, and under which condition."""
 
     operators: str
     condition: str
@@ -55,7 +55,7 @@ class DispatchRule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that emit prints for a recipe."""
+    """Everything that emit/ prints for a recipe, except for its kernels."""
 
     layout: Layout
     layout_id: str
@@ -70,36 +70,36 @@ class Plan:
 
     @property
     def sharded(self) -> tuple[Plane, ...]:
-        """Planes whose rows are cut with the weight's."""
+        """The planes that are cut along with the weight's rows."""
         return tuple(plane for plane in self.layout.planes if plane.per_m is not None)
 
     @property
     def shared(self) -> tuple[Plane, ...]:
-        """Planes that every shard holds whole, and alike."""
+        """The planes that are the same on all shards."""
         return tuple(plane for plane in self.layout.planes if plane.per_m is None)
 
     @property
     def shares_amax(self) -> bool:
-        """True when a scale depends on rows of other shards, so that shards must agree on an amax."""
+        """True if a scale depends on rows of other shards, so that shards must agree on an amax."""
         return bool(self.shared)
 
     @property
     def amax_columns(self) -> int | None:
-        """The shared amax has one value for each block of this many columns; None: one for the whole weight."""
+        """How many columns each value of the shared amax covers; None if one value covers the whole weight."""
         per_k = {source.scale.per_k for source in self.layout.sources if source.scale.per_m is None}
         return next(iter(per_k), None)
 
     @property
     def block_rows(self) -> int:
-        """Rows that share values of some plane: at multiples of it, rows have values that are theirs alone."""
+        """A cut at a multiple of this many rows splits no value of any plane."""
         return block_rows(self.layout)
 
     @property
     def extremes(self) -> bool:
-        """True when a block's scales follow from the least and the greatest value of each of its columns.
+        """True if a block's scales follow from the minimum and maximum of each of its columns.
 
-        Rules that weigh the errors of several candidates want every value, and so do rows that share some scales of a
-        block and not others.
+        Rules that compare the errors of several candidates need every value. So do blocks of different heights, whose
+        rows share some scales and not others.
         """
         shared = {plane.per_m or 1 for plane in self.layout.planes} - {1}
         tries = any(source.quantization.definition.candidates for source in self.layout.sources)
@@ -107,25 +107,25 @@ class Plan:
 
     @property
     def passes_differ(self) -> bool:
-        """True when backward gathers other planes than forward."""
+        """True if backward gathers other planes than forward."""
         return self.forward.planes != self.backward.planes
 
     @property
     def slots_differ(self) -> bool:
-        """True when the passes' planes differ in bytes for some shape, so that a slot must hold the larger."""
+        """True if, for some shape, the passes' planes differ in bytes, so that the smaller ones must be padded."""
         pairs = zip(self.forward.planes, self.backward.planes, strict=False)
         return len(self.forward.planes) != len(self.backward.planes) or any(
             _density(a) != _density(b) or not (self._whole(a) and self._whole(b)) for a, b in pairs if a != b
         )
 
     def _whole(self, plane: Plane) -> bool:
-        """True when accepted shapes always cut into whole values of the plane."""
+        """True if every accepted shape consists of whole values of the plane."""
         layout = self.layout
         return layout.multiple_m % (plane.per_m or 1) == 0 and layout.multiple_k % (plane.per_k or 1) == 0
 
 
 def derive(layout: Layout) -> Plan:
-    """A layout -> its plan. Raises nothing: every layout has a plan."""
+    """A layout -> its plan. Raises nothing, since every layout has a plan."""
     shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
     columns = lcm(*(plane.column_multiple for source in layout.sources for plane in source.planes))
     forward = _gather(layout, "forward", ("rowwise",))
@@ -146,36 +146,38 @@ def derive(layout: Layout) -> Plan:
 
 
 def block_rows(layout: Layout) -> int:
-    """The least common multiple of the rows that values of the planes cover; 1 where no two rows share a value."""
+    """The least common multiple of the rows that values of the planes cover; 1 if no two rows share a value."""
     return lcm(*(plane.per_m or 1 for plane in layout.planes))
 
 
 def _gather(layout: Layout, name: PassName, wanted: tuple[str, ...]) -> Gather:
-    """The fewest planes that serve the wanted orientations, each once."""
+    """The fewest planes that serve the orientations in `wanted`."""
     planes: list[Plane] = []
     for orientation in wanted:
         source = layout.source(orientation)
         planes += [p for p in source.planes if p.per_m is not None and p not in planes]
-    held = {source.name for source in layout.sources if source.data in planes}
-    serves = tuple(orientation for orientation, source_name in layout.source_of if source_name in held)
+    gathered = {source.name for source in layout.sources if source.data in planes}
+    serves = tuple(orientation for orientation, source_name in layout.source_of if source_name in gathered)
     return Gather(name, tuple(planes), serves)
 
 
 def _density(plane: Plane) -> Fraction:
-    """Bytes for each element of a large weight."""
+    """Bytes per element of a large weight."""
     if plane.per_m is None or plane.per_k is None:
         return Fraction(0)
     return Fraction(plane.bits, 8 * plane.per_m * plane.per_k)
 
 
 def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
-    """What a cut between rows must be a multiple of, and why: rows that share a scale, rows that share a byte."""
-    found = [(s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources]
+    """The multiples that a cut between rows must be at, and why: rows share a scale, or share a byte."""
+    multiples = [
+        (s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources
+    ]
     for buffer in layout.buffers:
         codes = codes_per_group(buffer.plane.bits)
         if buffer.kind == "data" and buffer.axes[-1] == "m" and codes > 1:
-            found.append((codes, f"{codes} rows share bytes of {buffer.name}, which is packed along m"))
-    return found
+            multiples.append((codes, f"{codes} rows share bytes of {buffer.name}, which is packed along m"))
+    return multiples
 
 
 def _shard_reason(layout: Layout, shard_rows: int) -> str:
@@ -191,7 +193,7 @@ def _shard_reason(layout: Layout, shard_rows: int) -> str:
 def _derivation(layout: Layout, orientation: str) -> Derivation:
     source = layout.source(orientation)
     if source.name == orientation:
-        reason = "quantized for itself"
+        reason = "quantized directly"
         other = next((s for s in layout.sources if s.name != orientation), None)
         if other is not None:
             reason = f"has its own codes: {_difference(source, other)}"
@@ -208,7 +210,7 @@ def _difference(a: Source, b: Source) -> str:
 
 
 def _how(buffer: Buffer) -> str:
-    return f"{buffer.kind} {', '.join(buffer.made_by) or 'as it is'}"
+    return f"{buffer.kind} {', '.join(buffer.made_by) or 'as stored'}"
 
 
 def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
@@ -231,9 +233,9 @@ def _dispatch(block: int, columns: int) -> tuple[DispatchRule, ...]:
 
 
 def layout_id(layout: Layout) -> str:
-    """A short hash over everything that decides stored bytes or arithmetic, and nothing else.
+    """A short hash of everything that decides stored bytes or arithmetic, and of nothing else.
 
-    Names of recipes and formats, summaries, accepted shapes and the GEMM swizzle (never stored) don't count.
+    Names of recipes and formats, summaries, accepted shapes and the GEMM's swizzle (never stored) do not count.
     """
     facts = {
         "sources": [
@@ -258,8 +260,10 @@ def _program(source: Source) -> list[list[str]]:
 
 
 def _quantization_facts(source: Source) -> dict[str, object]:
-    """What decides codes and scales, but for the rule's program. Defaults are left out, so that a language that grows
-    keeps the ids of what it could say before."""
+    """What decides codes and scales, except for the rule's program.
+
+    Defaults are left out, so that layouts keep their ids if the language gets new fields.
+    """
     quantization = source.quantization
     defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
     return {
@@ -274,5 +278,5 @@ def _quantization_facts(source: Source) -> dict[str, object]:
 
 
 def _bits(fmt: Format) -> dict[str, object]:
-    """A format's numbers; its name and torch's dtype label the same bits."""
+    """The fields of a format that decide its values. Its name and torch dtype do not."""
     return {f.name: getattr(fmt, f.name) for f in fields(fmt) if f.compare and getattr(fmt, f.name) != f.default}

@@ -1,4 +1,4 @@
-"""Tiles of programs: how many rows and columns one has, and why. Found on an H200 (tests/bench/RESULTS.md)."""
+"""Tiles of programs: how many rows and columns they have, and why. Measured on an H200 (tests/bench/RESULTS.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layoutc.plan.moves import CodeMove, Move, widest
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's rows and columns, 16-byte pieces of a row in one thread, warps, most registers of a thread."""
+    """Rows and columns of a program, adjacent 16-byte pieces of a row in a thread, warps, and a cap on registers."""
 
     rows: int
     columns: int
@@ -22,11 +22,11 @@ class Tile:
 
 
 def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
-    """A program that quantizes: it holds whole blocks of all sources; x has `itemsize` bytes a value.
+    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x.
 
-    Found at 8192 x 8192. Blocks of several rows want all of them in one warp, since a reduction across warps goes
-    through shared memory, and as many elements in a thread as its registers hold. A cap on registers lets more programs
-    run beside each other, where that is worth more.
+    Measured at 8192 x 8192. All rows of a block should be in one warp, since a reduction across warps goes through
+    shared memory; and a thread should have as many elements as its registers hold. In some cases a cap on registers is
+    worth more, since it lets more programs run at once.
     """
     block_m = max(source.quantization.block.m or 1 for source in sources)
     block_k = max(source.quantization.block.k or 1 for source in sources)
@@ -47,7 +47,7 @@ def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
         cap = None if square or wide or len(sources) > 1 else 168
         return Tile(block_m, columns, 1, max(2, block_m * columns // 4096), cap, "one row of large blocks")
     if any(source.quantization.definition.candidates for source in sources):
-        reason = "one row of blocks: every candidate's elements are held"
+        reason = "one row of blocks: registers hold the elements of every candidate"
         return Tile(block_m, max(block_k, 1024 // block_m), 1, 2 if wide else 1, None, reason)
     rows_reason = "one row of blocks, all rows of a block in a warp"
     if len(sources) > 1:
@@ -68,7 +68,7 @@ def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
 
 
 def dequantize_tile(source: Source) -> Tile:
-    """A program that dequantizes; found in the same way."""
+    """The tile of a program that dequantizes. Measured like quantize_tile."""
     block_m, block_k = source.quantization.block.m or 1, source.quantization.block.k or 1
     if block_m == 1:
         rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
@@ -82,10 +82,10 @@ def dequantize_tile(source: Source) -> Tile:
 
 
 def buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...]) -> Tile:
-    """As quantize_tile, of a program that writes buffers.
+    """As quantize_tile, for a program that writes buffers.
 
-    Where codes are transposed it has rows enough for whole sectors of the transposed codes; more of them, and more
-    warps, made for more traffic through shared memory than that was worth.
+    If codes are transposed, it has enough rows to write whole sectors of the transposed codes. More rows and warps cost
+    more in traffic through shared memory than they gained.
     """
     least = quantize_tile(sources, itemsize)
     span = widest(moves)

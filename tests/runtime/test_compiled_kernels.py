@@ -106,7 +106,7 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     ("rowwise", "columnwise", "reason"),
     [
         ("m: 1, k: 4096", "m: 128, k: 1", "blocks of all sources, which would take 128 x 4096"),
-        ("m: 1, k: 512", "m: 1, k: 512", "a scale stands for 512"),
+        ("m: 1, k: 512", "m: 1, k: 512", "a scale covers 512"),
         ("m: 3, k: 16", "m: 16, k: 16", "blocks of powers of two"),
         ("m: 256, k: 128", "m: 16, k: 16", "up to 16384 elements"),
     ],

@@ -276,7 +276,7 @@ orientations:
     spec, texts, _ = pipeline.read(text.encode(), "made_up.yaml")
     assert spec is not None
     assert "kernels.py" not in texts
-    assert gap(pipeline.plan_for(spec).layout) == "codes of own_s have no short decoding"
+    assert gap(pipeline.plan_for(spec).layout) == "no function of the kernels decodes own_s"
     reference = loaded(texts).reference
     assert reference.decode_scale(torch.tensor([0xFD, 0xFE], dtype=torch.uint8)).tolist() == [2.0**126, float("inf")]
     same_but_inf = text.replace("inf: [0xfe], ", "")
