@@ -4,11 +4,11 @@
 
 An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
 
-A weight has m rows (its leading dims flattened) and k columns, in any numbers.
+A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
-Shards may be cut at any row. At multiples of 64 rows that costs nothing: one rowwise scale covers 64 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 64 rows is free: one rowwise scale covers 64 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 
 rowwise: quantized directly.
@@ -24,7 +24,7 @@ require(6, "e3m4_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e3m4 codes
         "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # f32 scale of each 64x64 block
@@ -32,7 +32,7 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((cdiv(m, 64), cdiv(k, 64)), torch.float32),  # as stored

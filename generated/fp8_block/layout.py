@@ -4,15 +4,15 @@
 
 E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 
-A weight has m rows (its leading dims flattened) and k columns, in any numbers.
+A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
-Shards may be cut at any row. At multiples of 128 rows that costs nothing: one rowwise scale covers 128 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 128 rows is free: one rowwise scale covers 128 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Each pass gathers rowwise_data and rowwise_scale: 1.00024 B/element.
 
 rowwise: quantized directly.
-columnwise: same codes and scales as rowwise; data transposed; scale transposed, zeros up to multiples of 1 x 4.
+columnwise: same codes and scales as rowwise; data transposed; scale transposed, zero-padded to multiples of 1 x 4.
 """
 
 import torch
@@ -24,7 +24,7 @@ require(6, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
         "rowwise_scale": Facts((cdiv(m, 128), cdiv(k, 128)), torch.float32),  # f32 scale of each 128x128 block
@@ -32,12 +32,13 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),  # zeros up to multiples of 1 x 4
+        # zero-padded to multiples of 1 x 4
+        "rowwise_scale": Facts((cdiv(m, 128), up(cdiv(k, 128), 4)), torch.float32),
         "columnwise_data": Facts((k, m), torch.uint8),  # rowwise_data transposed
-        # rowwise_scale transposed, zeros up to multiples of 1 x 4
+        # rowwise_scale transposed, zero-padded to multiples of 1 x 4
         "columnwise_scale": Facts((cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32),
     }
 

@@ -4,11 +4,11 @@
 
 E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
 
-A weight has m rows (its leading dims flattened) and k columns, in any numbers.
+A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
-Shards may be cut at any row. At multiples of 128 rows that costs nothing: one columnwise scale covers 128 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.03125 B/element. A weight that stays gathered after forward gets all of them at once: 2.0625
 B/element.
@@ -26,7 +26,7 @@ require(6, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
         "rowwise_scale": Facts((m, cdiv(k, 128)), torch.float32),  # f32 scale of each 1x128 block
@@ -36,12 +36,13 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),  # transposed, zeros up to multiples of 1 x 4
+        # transposed, zero-padded to multiples of 1 x 4
+        "rowwise_scale": Facts((cdiv(k, 128), up(m, 4)), torch.float32),
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
-        "columnwise_scale": Facts((cdiv(m, 128), up(k, 4)), torch.float32),  # zeros up to multiples of 1 x 4
+        "columnwise_scale": Facts((cdiv(m, 128), up(k, 4)), torch.float32),  # zero-padded to multiples of 1 x 4
     }
 
 

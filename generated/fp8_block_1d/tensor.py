@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class FP8Block1DTensor(QuantizedTensor):
     """E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -36,10 +36,11 @@ class FP8Block1DTensor(QuantizedTensor):
     columnwise_scale = plane("columnwise_scale")  # (cdiv(m, 128), k) float32: f32 scale of each 128x1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward columnwise_data and columnwise_scale, filled up to the
-        same bytes, since FSDP2 wants the same sizes in each pass; a weight that stays gathered sends all of them once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, padded to the
+        same sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them
+        once.
         """
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
@@ -57,9 +58,10 @@ class FP8Block1DTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
@@ -76,7 +78,7 @@ class FP8Block1DTensor(QuantizedTensor):
 
 @register_cast
 class FP8Block1DCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to FP8Block1DTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to FP8Block1DTensor."""
 
     QUANTIZED = FP8Block1DTensor
 

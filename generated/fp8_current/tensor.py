@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class FP8CurrentTensor(QuantizedTensor):
     """E4M3 weights under one FP32 scale, taken from the weight's own amax.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -34,9 +34,9 @@ class FP8CurrentTensor(QuantizedTensor):
     rowwise_scale = plane("rowwise_scale")  # (1,) float32: the scale
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Both passes send the same planes. rowwise_scale, equal on all shards, goes along as metadata.
+        Both passes send the same planes. rowwise_scale, which is equal on all shards, is sent as metadata.
         """
         gathering = hooks.begin(self, mesh)
         data = wire.outgoing(self, gathering, "rowwise_data")
@@ -50,9 +50,10 @@ class FP8CurrentTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {
@@ -64,7 +65,7 @@ class FP8CurrentTensor(QuantizedTensor):
 
 @register_cast
 class FP8CurrentCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to FP8CurrentTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to FP8CurrentTensor."""
 
     QUANTIZED = FP8CurrentTensor
 

@@ -4,7 +4,7 @@
 
 E4M3 weights under one FP32 scale, taken from a history of amaxes.
 
-A weight has m rows (its leading dims flattened) and k columns, in any numbers.
+A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Each pass gathers rowwise_data: 1 B/element.
@@ -22,7 +22,7 @@ require(6, "fp8_delayed")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
         "rowwise_scale": Facts((1,), torch.float32),  # the scale
@@ -31,7 +31,7 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((1,), torch.float32),  # as stored

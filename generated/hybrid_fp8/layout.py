@@ -4,11 +4,11 @@
 
 E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
 
-Shards may be cut at any row. At multiples of 128 rows that costs nothing: one columnwise scale covers 128 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 128 rows is free: one columnwise scale covers 128 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Forward gathers rowwise_data and rowwise_scale: 1.03125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 1.00024 B/element. A weight that stays gathered after forward gets all of them at once: 2.03149
 B/element.
@@ -26,7 +26,7 @@ require(6, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
         "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
@@ -36,12 +36,12 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zeros up to multiples of 128 x 4
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m), torch.uint8),  # transposed
-        # transposed, zeros up to multiples of 1 x 4
+        # transposed, zero-padded to multiples of 1 x 4
         "columnwise_scale": Facts((cdiv(k, 128), up(cdiv(m, 128), 4)), torch.float32),
     }
 

@@ -4,12 +4,12 @@
 
 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
 
-Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
-Forward gathers rowwise_data and rowwise_scale and rowwise_zero: 0.65625 B/element. Backward gathers columnwise_data and
+Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
+Forward gathers rowwise_data, rowwise_scale and rowwise_zero: 0.65625 B/element. Backward gathers columnwise_data,
 columnwise_scale and columnwise_zero: 0.65625 B/element. A weight that stays gathered after forward gets all of them at
 once: 1.3125 B/element.
 
@@ -26,19 +26,19 @@ require(6, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 in a byte, low bits first
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 per byte, low bits first
         "rowwise_scale": Facts((m, k // 32), torch.float32),  # f32 scale of each 1x32 block
         "rowwise_zero": Facts((m, k // 32), torch.uint8),  # int8 zero point of each 1x32 block
-        "columnwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 in a byte, low bits first
+        "columnwise_data": Facts((m, k // 2), torch.uint8),  # int4_full codes, 2 per byte, low bits first
         "columnwise_scale": Facts((m // 32, k), torch.float32),  # f32 scale of each 32x1 block
         "columnwise_zero": Facts((m // 32, k), torch.uint8),  # int8 zero point of each 32x1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((m, k // 32), torch.float32),  # as stored

@@ -23,26 +23,26 @@ from .layout import LAYOUT
 class INT4GROUP32Tensor(QuantizedTensor):
     """4-bit integers with a scale and a zero point for each group of 32 along the contraction.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
 
-    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: int4_full codes, 2 in a byte, low bits first
+    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: int4_full codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 32) float32: f32 scale of each 1x32 block
     rowwise_zero = plane("rowwise_zero")  # (m, k // 32) uint8: int8 zero point of each 1x32 block
-    columnwise_data = plane("columnwise_data")  # (m, k // 2) uint8: int4_full codes, 2 in a byte, low bits first
+    columnwise_data = plane("columnwise_data")  # (m, k // 2) uint8: int4_full codes, 2 per byte, low bits first
     columnwise_scale = plane("columnwise_scale")  # (m // 32, k) float32: f32 scale of each 32x1 block
     columnwise_zero = plane("columnwise_zero")  # (m // 32, k) uint8: int8 zero point of each 32x1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale and rowwise_zero; backward columnwise_data and columnwise_scale and
-        columnwise_zero, of the same bytes, since FSDP2 wants the same sizes in each pass; a weight that stays gathered
-        sends all of them once.
+        Forward sends rowwise_data, rowwise_scale and rowwise_zero; backward sends columnwise_data, columnwise_scale and
+        columnwise_zero, of the same sizes, because FSDP2 expects equal sizes in all passes. A weight that stays
+        gathered sends all of them once.
         """
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
@@ -63,9 +63,10 @@ class INT4GROUP32Tensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
@@ -84,7 +85,7 @@ class INT4GROUP32Tensor(QuantizedTensor):
 
 @register_cast
 class INT4GROUP32CastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to INT4GROUP32Tensor."""
+    """A weight that stays in high precision. Each gather quantizes it to INT4GROUP32Tensor."""
 
     QUANTIZED = INT4GROUP32Tensor
 

@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class INT8BlockTensor(QuantizedTensor):
     """8-bit integers in 128x128 blocks, one FP32 scale each.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -34,7 +34,7 @@ class INT8BlockTensor(QuantizedTensor):
     rowwise_scale = plane("rowwise_scale")  # (cdiv(m, 128), cdiv(k, 128)) float32: f32 scale of each 128x128 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
         Both passes send the same planes.
         """
@@ -51,9 +51,10 @@ class INT8BlockTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {
@@ -65,7 +66,7 @@ class INT8BlockTensor(QuantizedTensor):
 
 @register_cast
 class INT8BlockCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to INT8BlockTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to INT8BlockTensor."""
 
     QUANTIZED = INT8BlockTensor
 

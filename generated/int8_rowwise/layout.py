@@ -4,7 +4,7 @@
 
 8-bit integers with one FP32 scale for each row, columnwise for each column.
 
-A weight has m rows (its leading dims flattened) and k columns, in any numbers.
+A weight has m rows (its leading dims, flattened) and k columns. Both may have any size.
 
 A cut between shards costs nothing at any row: no scale covers more than one row of a shard, and rows are whole bytes.
 Forward gathers rowwise_data and rowwise_scale: 1 B/element. Backward gathers columnwise_data: 1 B/element. A weight
@@ -23,7 +23,7 @@ require(6, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # int8 codes
         "rowwise_scale": Facts((m, 1), torch.float32),  # f32 scale of each 1xall block
@@ -33,7 +33,7 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
         "rowwise_scale": Facts((m,), torch.float32),  # as stored

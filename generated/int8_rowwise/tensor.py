@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class INT8RowwiseTensor(QuantizedTensor):
     """8-bit integers with one FP32 scale for each row, columnwise for each column.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -36,10 +36,10 @@ class INT8RowwiseTensor(QuantizedTensor):
     columnwise_scale = plane("columnwise_scale")  # (1, k) float32: f32 scale of each allx1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward columnwise_data, filled up to the same bytes, since FSDP2
-        wants the same sizes in each pass; a weight that stays gathered sends all of them once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data, padded to the same sizes, because
+        FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them once.
         """
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
@@ -57,9 +57,10 @@ class INT8RowwiseTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = dict(metadata.shared)
@@ -75,7 +76,7 @@ class INT8RowwiseTensor(QuantizedTensor):
 
 @register_cast
 class INT8RowwiseCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to INT8RowwiseTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to INT8RowwiseTensor."""
 
     QUANTIZED = INT8RowwiseTensor
 

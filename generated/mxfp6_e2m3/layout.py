@@ -4,11 +4,11 @@
 
 E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
 
-Shards may be cut at any row. At multiples of 32 rows that costs nothing: one columnwise scale covers 32 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 32 rows is free: one columnwise scale covers 32 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Forward gathers rowwise_data and rowwise_scale: 0.78125 B/element. Backward gathers columnwise_data and
 columnwise_scale: 0.78125 B/element. A weight that stays gathered after forward gets all of them at once: 1.5625
 B/element.
@@ -26,22 +26,22 @@ require(6, "mxfp6_e2m3")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 in 3 bytes, low bits first
+        "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 per 3 bytes, low bits first
         "rowwise_scale": Facts((m, k // 32), torch.uint8),  # e8m0 scale of each 1x32 block
-        "columnwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 in 3 bytes, low bits first
+        "columnwise_data": Facts((m, k // 4 * 3), torch.uint8),  # e2m3 codes, 4 per 3 bytes, low bits first
         "columnwise_scale": Facts((m // 32, k), torch.uint8),  # e8m0 scale of each 32x1 block
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 4 * 3), torch.uint8),  # as stored
-        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zeros up to multiples of 128 x 4
+        "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 4 * 3), torch.uint8),  # transposed, packed along m
-        # transposed, zeros up to multiples of 128 x 4
+        # transposed, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 32, 4)), torch.uint8),
     }
 

@@ -4,15 +4,16 @@
 
 E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 32 and 32.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 32, and k of 32.
 
-Shards may be cut at any row. At multiples of 32 rows that costs nothing: one rowwise scale covers 32 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 32 rows is free: one rowwise scale covers 32 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Each pass gathers rowwise_data and rowwise_scale: 1.00098 B/element.
 
 rowwise: quantized directly.
-columnwise: same codes and scales as rowwise; data as stored; scale 32 times along k, zeros up to multiples of 4 x 128.
+columnwise: same codes and scales as rowwise; data as stored; scale repeated 32x along k, zero-padded to multiples of 4
+x 128.
 """
 
 import torch
@@ -24,7 +25,7 @@ require(6, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # e4m3 codes
         "rowwise_scale": Facts((m // 32, k // 32), torch.uint8),  # e8m0 scale of each 32x32 block
@@ -32,13 +33,13 @@ def planes(m: int, k: int) -> dict[str, Facts]:
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k), torch.uint8),  # as stored
-        # 32 times along m, zeros up to multiples of 128 x 4
+        # repeated 32x along m, zero-padded to multiples of 128 x 4
         "rowwise_scale": Facts((up(m, 128), up(k // 32, 4)), torch.uint8),
         "columnwise_data": Facts((m, k), torch.uint8),  # the plane rowwise_data
-        # rowwise_scale 32 times along k, zeros up to multiples of 4 x 128
+        # rowwise_scale repeated 32x along k, zero-padded to multiples of 4 x 128
         "columnwise_scale": Facts((up(m // 32, 4), up(k, 128)), torch.uint8),
     }
 

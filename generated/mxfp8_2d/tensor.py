@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class MXFP82DTensor(QuantizedTensor):
     """E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -34,7 +34,7 @@ class MXFP82DTensor(QuantizedTensor):
     rowwise_scale = plane("rowwise_scale")  # (m // 32, k // 32) uint8: e8m0 scale of each 32x32 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
         Both passes send the same planes.
         """
@@ -51,9 +51,10 @@ class MXFP82DTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {
@@ -65,7 +66,7 @@ class MXFP82DTensor(QuantizedTensor):
 
 @register_cast
 class MXFP82DCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to MXFP82DTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to MXFP82DTensor."""
 
     QUANTIZED = MXFP82DTensor
 

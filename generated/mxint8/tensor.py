@@ -23,7 +23,7 @@ from .layout import LAYOUT
 class MXINT8Tensor(QuantizedTensor):
     """8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
@@ -36,10 +36,10 @@ class MXINT8Tensor(QuantizedTensor):
     columnwise_scale = plane("columnwise_scale")  # (m // 32, k) uint8: e8m0 scale of each 32x1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward columnwise_data and columnwise_scale, of the same bytes,
-        since FSDP2 wants the same sizes in each pass; a weight that stays gathered sends all of them once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, of the same
+        sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them once.
         """
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
@@ -57,9 +57,10 @@ class MXINT8Tensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered: dict[str, Tensor] = {}
@@ -76,7 +77,7 @@ class MXINT8Tensor(QuantizedTensor):
 
 @register_cast
 class MXINT8CastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to MXINT8Tensor."""
+    """A weight that stays in high precision. Each gather quantizes it to MXINT8Tensor."""
 
     QUANTIZED = MXINT8Tensor
 

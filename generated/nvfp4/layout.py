@@ -4,16 +4,16 @@
 
 E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 16 and 16.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
 
-Shards may be cut at any row. At multiples of 16 rows that costs nothing: one rowwise scale covers 16 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 16 rows is free: one rowwise scale covers 16 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Each pass gathers rowwise_data and rowwise_scale: 0.503906 B/element.
 
 rowwise: quantized directly.
-columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed, 16 times along k, zeros
-up to multiples of 128 x 4.
+columnwise: same codes and scales as rowwise; data transposed, packed along m; scale transposed, repeated 16x along k,
+zero-padded to multiples of 128 x 4.
 """
 
 import torch
@@ -25,22 +25,22 @@ require(6, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
         "rowwise_scale": Facts((m // 16, k // 16), torch.uint8),  # e4m3 scale of each 16x16 block
         "amax": Facts((1,), torch.float32),  # amax of the whole weight
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        # 16 times along m, zeros up to multiples of 128 x 4
+        # repeated 16x along m, zero-padded to multiples of 128 x 4
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # rowwise_data transposed, packed along m
-        # rowwise_scale transposed, 16 times along k, zeros up to multiples of 128 x 4
+        # rowwise_scale transposed, repeated 16x along k, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
         "amax": Facts((1,), torch.float32),  # of the whole weight
     }

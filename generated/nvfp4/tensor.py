@@ -23,20 +23,20 @@ from .layout import LAYOUT
 class NVFP4Tensor(QuantizedTensor):
     """E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
 
-    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 in a byte, low bits first
+    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m // 16, k // 16) uint8: e4m3 scale of each 16x16 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Both passes send the same planes. amax, equal on all shards, goes along as metadata.
+        Both passes send the same planes. amax, which is equal on all shards, is sent as metadata.
         """
         gathering = hooks.begin(self, mesh)
         data = wire.outgoing(self, gathering, "rowwise_data")
@@ -51,9 +51,10 @@ class NVFP4Tensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {
@@ -66,7 +67,7 @@ class NVFP4Tensor(QuantizedTensor):
 
 @register_cast
 class NVFP4CastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to NVFP4Tensor."""
+    """A weight that stays in high precision. Each gather quantizes it to NVFP4Tensor."""
 
     QUANTIZED = NVFP4Tensor
 

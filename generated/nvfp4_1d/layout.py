@@ -4,11 +4,11 @@
 
 E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 
-A weight has m rows (its leading dims flattened) and k columns, multiples of 16 and 16.
+A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
 
-Shards may be cut at any row. At multiples of 16 rows that costs nothing: one columnwise scale covers 16 rows.
-Where a cut falls inside a block, the ranks on both sides hold and send its scales, and their shards have no buffers by
-themselves.
+Shards may be cut at any row. A cut at a multiple of 16 rows is free: one columnwise scale covers 16 rows.
+If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
+own.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
 0.5625 B/element. A weight that stays gathered after forward gets all of them at once: 1.125 B/element.
 
@@ -25,23 +25,23 @@ require(6, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """What a tensor of (m, k) stores: compact, m-major."""
+    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
-        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
         "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
-        "columnwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 in a byte, low bits first
+        "columnwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
         "columnwise_scale": Facts((m // 16, k), torch.uint8),  # e4m3 scale of each 16x1 block
         "amax": Facts((1,), torch.float32),  # amax of the whole weight
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """What a GEMM reads of it, padding included."""
+    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
-        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zeros up to multiples of 128 x 4
+        "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
-        # transposed, zeros up to multiples of 128 x 4
+        # transposed, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
         "amax": Facts((1,), torch.float32),  # of the whole weight
     }

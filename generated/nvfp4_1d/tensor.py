@@ -23,23 +23,23 @@ from .layout import LAYOUT
 class NVFP41DTensor(QuantizedTensor):
     """E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 
-    It behaves as a tensor of its outer shape and of the dtype that it dequantizes to.
+    It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """
 
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
 
-    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 in a byte, low bits first
+    rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 16) uint8: e4m3 scale of each 1x16 block
-    columnwise_data = plane("columnwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 in a byte, low bits first
+    columnwise_data = plane("columnwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     columnwise_scale = plane("columnwise_scale")  # (m // 16, k) uint8: e4m3 scale of each 16x1 block
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
-        """What this shard sends in the pass, as bytes; a short shard is filled up with zeros.
+        """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
-        Forward sends rowwise_data and rowwise_scale; backward columnwise_data and columnwise_scale, of the same bytes,
-        since FSDP2 wants the same sizes in each pass; a weight that stays gathered sends all of them once.
+        Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, of the same
+        sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them once.
         """
         gathering = hooks.begin(self, mesh)
         sent: list[Tensor] = []
@@ -57,9 +57,10 @@ class NVFP41DTensor(QuantizedTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight: rows of all shards in rank order, filling cut off. With `out`, the same object refreshed.
+        """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
-        Views of the gather's outputs, which FSDP2 frees; but what cuts inside a block have doubled is copied.
+        Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
+        once; they are copied.
         """
         received = wire.receive(all_gather_outputs, metadata)
         gathered = dict(metadata.shared)
@@ -76,7 +77,7 @@ class NVFP41DTensor(QuantizedTensor):
 
 @register_cast
 class NVFP41DCastTensor(CastOnGather):
-    """A weight that stays in high precision; each gather quantizes it to NVFP41DTensor."""
+    """A weight that stays in high precision. Each gather quantizes it to NVFP41DTensor."""
 
     QUANTIZED = NVFP41DTensor
 

@@ -1,1 +1,1 @@
-"""A plan as Python text: one view for each generated file, and the templates that place them. Decides nothing."""
+"""Prints a plan as Python code: the text of each generated file, and its template. Decides nothing."""

@@ -1,4 +1,4 @@
-"""Pieces of generated code: calls with their constants by name, lines that are not too long."""
+"""Pieces of generated code: calls with named constants, indentation, line breaks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Lines = tuple[str, ...]
 
 
 def call(function: str, *values: str, **constants: str | int | float | bool) -> str:
-    """A call: values as they are written, constants by their names."""
+    """A call: positional arguments as they are, and constants as keyword arguments."""
     named = (f"{name}={value if isinstance(value, str) else repr(value)}" for name, value in constants.items())
     return f"{function}({', '.join([*values, *named])})"
 
 
 def converted(conversion: Conversion, value: str, prefix: str) -> str:
-    """A value converted, where constants of the format begin with a prefix (`SCALE`)."""
+    """The call that converts a value. prefix: of the format's named constants, as `SCALE`."""
 
     def spelled(constant: Constant) -> str:
         match constant:
@@ -35,34 +35,37 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
 
 
 def constants(*names: str) -> str:
-    """Parameters that are known when a kernel is compiled."""
+    """Parameters that are constants when a kernel is compiled."""
     return " ".join(f"{name}: tl.constexpr," for name in names)
 
 
 def indented(lines: Lines, steps: int = 1) -> Lines:
-    """Lines further to the right."""
+    """Lines, indented by some steps."""
     return tuple(f"{'    ' * steps}{line}" if line else "" for line in lines)
 
 
 def wrapped(lines: Lines, width: int) -> Lines:
-    """Calls that the formatter would write with an argument a line, filled up to the width instead."""
-    found: list[str] = []
+    """Breaks lines that are longer than `width` and are one call, with as many arguments per line as fit.
+
+    The formatter would write one argument per line, which fmt: skip prevents.
+    """
+    broken: list[str] = []
     for line in lines:
         start = line[: len(line) - len(line.lstrip())]
         opened, arguments = line.find("("), line[line.find("(") + 1 : -1]
         one_call = line.endswith(")") and balanced(arguments)
         if len(line) <= width or not one_call or len(start) + 4 + len(arguments) <= width:
-            found.append(line)
+            broken.append(line)
             continue
         whole = re.sub(r"\([^()]*\)", lambda one: one[0].replace(" ", "\0"), f"{arguments},")  # stays on one line
         filled = textwrap.wrap(whole, width - len(start) - 4, break_long_words=False, break_on_hyphens=False)
-        kept = (f"{start}    {one}".replace("\0", " ") for one in filled)
-        found += [line[: opened + 1], *kept, f"{start})  # fmt: skip"]
-    return tuple(found)
+        inner = (f"{start}    {one}".replace("\0", " ") for one in filled)
+        broken += [line[: opened + 1], *inner, f"{start})  # fmt: skip"]
+    return tuple(broken)
 
 
 def balanced(text: str) -> bool:
-    """True where no parenthesis in a text closes one that stands before it."""
+    """True if no parenthesis in a text closes one that was opened before the text."""
     depth = 0
     for character in text:
         depth += (character == "(") - (character == ")")

@@ -1,4 +1,4 @@
-"""Renders a plan to files. Deterministic: no dates, no versions, nothing that depends on the machine."""
+"""Renders a plan to files. The result has no dates, no versions, and nothing that depends on the machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
-_FACTS = ("Facts", "Layout", "Plane", "cdiv", "up")  # what templates may use of layoutc.runtime.facts
+_FACTS = ("Facts", "Layout", "Plane", "cdiv", "up")  # names of layoutc.runtime.facts that templates may use
 
 
 @dataclass(frozen=True)
 class Imports:
-    """What a file needs: names of layoutc.runtime.facts, and whether torch itself."""
+    """What a file imports: these names of layoutc.runtime.facts, and torch if `torch`."""
 
     facts: str
     torch: bool
@@ -51,29 +51,29 @@ def _environment() -> Environment:
 
 
 def _wrap(text: str, indent: int = 0) -> str:
-    """A paragraph of a docstring, broken at the line length; the first line stands where the template puts it."""
+    """A paragraph of a docstring, broken at the line length. The template indents its first line."""
     lines = textwrap.wrap(text, LINE_LENGTH - indent, break_long_words=False, break_on_hyphens=False)
     return ("\n" + " " * indent).join(lines)
 
 
 def emit(plan: Plan, sha256: str) -> dict[str, str]:
-    """A plan -> {file name: text}, before formatting. `sha256` is that of the spec file."""
+    """A plan -> {file name: text}, not yet formatted. `sha256`: that of the spec file."""
     kernels = plan_kernels(plan.layout)
     recipe = recipe_text(plan, sha256, has_kernels=not isinstance(kernels, NoKernels))
-    found = {name: _render(f"{name}.j2", recipe) for name in FILES}
+    files = {name: _render(f"{name}.j2", recipe) for name in FILES}
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
-        found[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
-    return found
+        files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
+    return files
 
 
 def emit_index(recipes: list[tuple[str, str]]) -> str:
-    """The package's __init__: (name, summary) of every recipe -> text."""
+    """(name, summary) of every recipe -> the text of the package's __init__.py."""
     return _environment().get_template("index.py.j2").render(recipes=sorted(recipes))
 
 
 def _render(template: str, recipe: RecipeText) -> str:
-    """Renders twice: the first text tells which imports the second needs."""
+    """Renders twice: the first text shows which imports the second needs."""
     loaded, texts = _environment().get_template(template), vars(recipe)
     code = _code(loaded.render(texts, imports=Imports("", False)))
     words = set(re.findall(r"(?<!\.)\b\w+\b(?!\.py)", code))
@@ -82,13 +82,12 @@ def _render(template: str, recipe: RecipeText) -> str:
 
 
 def _code(text: str) -> str:
-    """The text without docstrings and comments, whose words are not uses."""
+    """The text without docstrings and comments."""
     return re.sub(r'"""[\s\S]*?"""|#.*', "", text)
 
 
 def format_files(files: dict[str, str]) -> dict[str, str]:
-    """The files as ruff formats them, in one process; raises RuntimeError with ruff's message when a file is not
-    Python."""
+    """{path: text} -> the same, formatted by one call of ruff. Raises RuntimeError if a file is not valid Python."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         for name, text in files.items():
@@ -98,17 +97,20 @@ def format_files(files: dict[str, str]) -> dict[str, str]:
         command = [*_ruff(), "format", "--isolated", "--no-cache", f"--line-length={LINE_LENGTH}", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"a template wrote what is not Python; this is a bug in layoutc: {done.stderr.strip()}")
+            raise RuntimeError(f"a template wrote invalid Python, which is a bug in layoutc: {done.stderr.strip()}")
         return {name: (root / name).read_text(encoding="utf-8") for name in files}
 
 
 def _ruff() -> list[str]:
-    """The ruff that is installed beside layoutc, before any other on the path: its version is pinned with layoutc's."""
+    """The command that runs ruff: the one installed with layoutc, whose version is pinned, before any other.
+
+    Raises RuntimeError if there is none.
+    """
     beside = Path(sysconfig.get_path("scripts")) / "ruff"
     if beside.exists():
         return [str(beside)]
     if find_spec("ruff") is not None:
         return [sys.executable, "-m", "ruff"]
-    if (found := shutil.which("ruff")) is None:
+    if (on_path := shutil.which("ruff")) is None:
         raise RuntimeError("`layoutc build` formats with ruff, which is not installed: pip install 'ruff>=0.17,<0.18'")
-    return [found]
+    return [on_path]

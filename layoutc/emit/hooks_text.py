@@ -1,7 +1,8 @@
-"""What the templates print of the FSDP2 hooks: which planes a pass moves, and the bodies of the two hooks."""
+"""The text of the FSDP2 hooks: which planes a pass gathers, and the bodies of the two hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layoutc.layout.layout import Plane
@@ -28,14 +29,14 @@ class HooksText:
 
 
 def gather_text(gather: Gather) -> GatherText:
-    """A pass, as the layout's table has it."""
+    """A pass, for the table in layout.py."""
     return GatherText(gather.name, tuple(plane.name for plane in gather.planes), gather.serves)
 
 
 def gather_lines(plan: Plan) -> list[str]:
-    """What each pass moves, in words; one line where all passes move the same."""
+    """What each pass gathers, in words, as one paragraph."""
     cost = f"{float(plan.forward.bytes_per_element):.6g} B/element"
-    forward, backward = (_names(gather) for gather in (plan.forward, plan.backward))
+    forward, backward = (_listed(gather.planes) for gather in (plan.forward, plan.backward))
     if not plan.passes_differ:
         return [f"Each pass gathers {forward}: {cost}."]
     both = f"{float(plan.both.bytes_per_element):.6g} B/element"
@@ -45,17 +46,20 @@ def gather_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _names(gather: Gather) -> str:
-    return " and ".join(plane.name for plane in gather.planes)
+def _listed(planes: Sequence[Plane]) -> str:
+    """Names of planes as a list in a sentence."""
+    *others, last = (plane.name for plane in planes)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def hooks_text(plan: Plan) -> HooksText:
-    """The bodies of the two hooks: straight lines where all passes gather the same, else a branch for each pass."""
+    """The bodies of the two hooks: without branches if all passes gather the same, else with one for each pass."""
     shared = [f'"{plane.name}": metadata.shared["{plane.name}"],' for plane in plan.shared]
     pre_doc = "Both passes send the same planes."
     if plan.shared:
-        names = ", ".join(plane.name for plane in plan.shared)
-        pre_doc += f" {names}, equal on all shards, {'goes' if len(plan.shared) == 1 else 'go'} along as metadata."
+        names = _listed(plan.shared)
+        verb = "is" if len(plan.shared) == 1 else "are"
+        pre_doc += f" {names}, which {verb} equal on all shards, {verb} sent as metadata."
     if not plan.passes_differ:
         pre = [f"{plane.kind} = {_wire(plane)}" for plane in plan.forward.planes]
         post = ["gathered = {", *(f"    {_receive(p, i)}" for i, p in enumerate(plan.forward.planes))]
@@ -74,11 +78,11 @@ def hooks_text(plan: Plan) -> HooksText:
         post += [f"    gathered[{_receive(p, i, 'slot')}" for i, p in enumerate(gather.planes)]
         post += [f"    slot += {len(gather.planes)}"]
     post = [line.replace('": ', '"] = ', 1).rstrip(",") if line.startswith("    gathered[") else line for line in post]
-    forward, backward = _names(plan.forward), _names(plan.backward)
-    sizes_text = "filled up to the same bytes" if plan.slots_differ else "of the same bytes"
+    forward, backward = _listed(plan.forward.planes), _listed(plan.backward.planes)
+    sizes_text = "padded to the same sizes" if plan.slots_differ else "of the same sizes"
     pre_doc = (
-        f"Forward sends {forward}; backward {backward}, {sizes_text}, since FSDP2 wants the same sizes in each pass; "
-        "a weight that stays gathered sends all of them once."
+        f"Forward sends {forward}; backward sends {backward}, {sizes_text}, because FSDP2 expects equal sizes in all "
+        "passes. A weight that stays gathered sends all of them once."
     )
     return HooksText(pre, post[:-1], "tuple(sent)", pre_doc)
 

@@ -1,4 +1,4 @@
-"""Text of the tile functions: from a tile of x to planes and buffers, from planes to values, from planes to buffers."""
+"""The text of the tile functions, which quantize, dequantize and lay out what one program works on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TILE = ("TILE_M", "TILE_K")
 
 @dataclass(frozen=True)
 class TileFunction:
-    """What a program does with one tile."""
+    """A function of generated code that works on one tile."""
 
     name: str
     parameters: Lines
@@ -28,7 +28,7 @@ class TileFunction:
 
 def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
     """The tile functions of a recipe, as layoutc.runtime.triton.kernels calls them."""
-    also = " and buffer" if kernels.quantize.fused else ""
+    also = " and buffers" if kernels.quantize.fused else ""
     found = [
         TileFunction(
             "quantize_tile",
@@ -36,7 +36,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
                 "tile, source, shared, planes, buffers, at,",
                 constants("ROWWISE", "COLUMNWISE", "SWIZZLED", "EVEN", "HARDWARE"),
             ),
-            f"A tile of x -> its part of each plane{also}. {_bytes_text(kernels.layout)}",
+            f"Quantizes a tile of x into planes{also}. {_bytes_text(kernels.layout)}",
             _quantize_body(kernels),
         ),
         TileFunction(
@@ -45,7 +45,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
                 f"planes, amax, at, {constants('ROWWISE', 'COLUMNWISE')}",
                 constants("TILE_M", "TILE_K", "EVEN", "HARDWARE"),
             ),
-            "A tile of the planes of one source -> fp32 values.",
+            "Dequantizes a tile of the planes of one source to fp32.",
             _dequantize_body(kernels),
         ),
     ]
@@ -54,7 +54,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
             TileFunction(
                 "lay_out_tile",
                 ("planes, buffers, at,", constants("SWIZZLED", "WORDS", "TILE_M", "TILE_K", "HARDWARE")),
-                "A tile of the planes -> its part of every buffer that is no plane.",
+                "Lays out a tile of planes into all buffers that are not planes as they are.",
                 _lay_out_body(kernels, kernels.lay_out),
             )
         )
@@ -62,14 +62,14 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
 
 
 def _plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
-    """The planes that a function is given, by name."""
+    """Lines that give each plane its name."""
     return [
         f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
     ]
 
 
 def _buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
-    """The same of buffers."""
+    """Lines that give each buffer its name."""
     buffers = [move.buffer for move in moves]
     return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
 
@@ -88,7 +88,7 @@ def _quantize_body(kernels: Kernels) -> Lines:
 
 
 def _shared_lines(kernels: Kernels) -> list[str]:
-    """What scales share, by name."""
+    """Lines that give names to what all scales share."""
     lines = ["tensor_amax = tl.load(shared[0])  # (1,) float32"] if kernels.layout.tensor_amax else []
     if any(source.amax_from in ("tensor", "columns") for source in kernels.sources):
         lines.append("amax = shared[0]  # float32")
@@ -101,18 +101,19 @@ def _shared_lines(kernels: Kernels) -> list[str]:
 
 
 def _block(source: SourceKernel) -> tuple[str, str]:
-    """Rows and columns of a block, as a tile is split; where blocks span an axis, the tile's."""
+    """Rows and columns of a block inside a tile: all of the tile's, along an axis that blocks span."""
     block = source.source.quantization.block
     return str(block.m or "tile.shape[0]"), str(block.k or "tile.shape[1]")
 
 
 def _blocks_of(source: SourceKernel) -> dict[str, str]:
+    """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
     block = source.source.quantization.block
     return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
 
 
 def _quantize_source(source: SourceKernel) -> Lines:
-    """From a tile of x to the planes, and buffers, of one source."""
+    """Lines from a tile of x to the planes, and buffers, of one source."""
     lines = [*_find_scales(source), *_put_elements(source)]
     planes = source.source
     for plane, value in ((planes.scale, "scale"), (planes.zero, "zero")):
@@ -124,7 +125,7 @@ def _quantize_source(source: SourceKernel) -> Lines:
 
 
 def _find_scales(source: SourceKernel) -> Lines:
-    """Lines that give `scale`, `multiplier` and the `scaled` tile."""
+    """Lines that compute `scale`, `multiplier` and the `scaled` tile."""
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
     results, inputs = rule_text.results(q), source.inputs
     extra = [one.name for one in rule_text.shared_arguments(q)]
@@ -132,16 +133,16 @@ def _find_scales(source: SourceKernel) -> Lines:
         rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
         return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
     lines = [f"blocks = {call('lt.to_blocks', 'lt.to_float(tile)', bm, bk)}"]
-    measured = ["found"]
+    measured = ["block_amax"]
     block, at = _blocks_of(source), ("at", "tile.shape[0]", "tile.shape[1]", "EVEN")
     if inputs.block_range:
-        lines.append("found = lt.block_lowest(blocks), lt.block_highest(blocks)")
-        measured = ["found[0]", "found[1]"]
+        lines += ["lowest = lt.block_lowest(blocks)", "highest = lt.block_highest(blocks)"]
+        measured = ["lowest", "highest"]
     elif source.amax_from == "block":
-        lines.append(f"found = {call('lt.block_amax', 'tile', bm, bk, 'HARDWARE')}")
+        lines.append(f"block_amax = {call('lt.block_amax', 'tile', bm, bk, 'HARDWARE')}")
     else:
-        given = "amax" if source.amax_from == "columns" else f"{source.source.name}_amax"
-        lines.append(f"found = {call('lt.load_blocks', given, *at, **block)}")
+        pointer = "amax" if source.amax_from == "columns" else f"{source.source.name}_amax"
+        lines.append(f"block_amax = {call('lt.load_blocks', pointer, *at, **block)}")
     if q.definition.candidates:
         lines += _try_candidates(source, measured, extra)
     else:
@@ -153,7 +154,7 @@ def _find_scales(source: SourceKernel) -> Lines:
 
 
 def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str]) -> Lines:
-    """Of several scales, the first whose errors sum to least."""
+    """Lines that choose, of several scales, the first with the least sum of errors."""
     q, suffix = source.source.quantization, source.suffix
     contracts_k = repr(source.source.name == "rowwise")
     first, *others = rule_text.candidates(q, suffix)
@@ -161,12 +162,12 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str])
     def tried(value: str) -> str:
         return call(f"scales{suffix}", *measured, *extra, value, "HARDWARE")
 
-    def missed(scale: str, multiplier: str) -> str:
+    def error(scale: str, multiplier: str) -> str:
         return call(f"block_error{suffix}", "blocks", scale, multiplier, *extra, contracts_k, "HARDWARE")
 
-    lines = [f"scale, multiplier = {tried(first)}", f"least = {missed('scale', 'multiplier')}"]
+    lines = [f"scale, multiplier = {tried(first)}", f"least = {error('scale', 'multiplier')}"]
     for index, value in enumerate(others):
-        lines += [f"other, factor = {tried(value)}", f"error = {missed('other', 'factor')}"]
+        lines += [f"other, factor = {tried(value)}", f"error = {error('other', 'factor')}"]
         chosen = "tl.where(error < least, other, scale), tl.where(error < least, factor, multiplier)"
         lines.append(f"scale, multiplier = {chosen}")
         lines += ["least = tl.where(error < least, error, least)"] if index + 1 < len(others) else []
@@ -174,7 +175,7 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str])
 
 
 def _put_elements(source: SourceKernel) -> Lines:
-    """From the tile to stored codes."""
+    """Lines that store the codes of the `scaled` tile."""
     data, q = source.source.data, source.source.quantization
     into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "HARDWARE")
     encode = f"encode{source.suffix}"
@@ -185,9 +186,9 @@ def _put_elements(source: SourceKernel) -> Lines:
     form["CARD_CONVERTS"] = source.nibbles.card_converts
     if not source.nibbles.in_blocks:
         return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
-    given = ("scaled", "source", "tile", "found", "multiplier", *into)
+    arguments = ("scaled", "source", "tile", "block_amax", "multiplier", *into)
     bounded = source.nibbles.is_bounded
-    return (call("lt.put_nibbles_of", *given, ENCODE=encode, **_blocks_of(source), **form, BOUNDED=bounded),)
+    return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **_blocks_of(source), **form, BOUNDED=bounded),)
 
 
 # ----------------------------------------------------------------------------------------------------------- dequantize
@@ -203,10 +204,10 @@ def _dequantize_body(kernels: Kernels) -> Lines:
 
 
 def _dequantize_source(source: SourceKernel) -> Lines:
-    """From the planes of one source to `values`."""
+    """Lines from the planes of one source to `values`."""
     q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
-    known = {"scale": "scale", "tensor_amax": "tensor_amax"}
-    factor = rule_text.expression(q.definition.decode, q, known, suffix, rule_text.TRITON)
+    variables = {"scale": "scale", "tensor_amax": "tensor_amax"}
+    factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
     lines = [_read_elements(source)]
     coded = "" if q.scale.is_f32 else ".to(tl.int32)"
     if source.amax_from == "tensor":
@@ -224,13 +225,14 @@ def _dequantize_source(source: SourceKernel) -> Lines:
 
 
 def _read_elements(source: SourceKernel) -> str:
+    """The line that loads and decodes the elements of a tile."""
     data, q, decode = source.source.data, source.source.quantization, f"decode{source.suffix}"
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
         return f"element = {decode}({call('lt.load_codes', data.name, 'at', *_TILE, **packing)}, HARDWARE)"
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
-    given = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
-    return f"element = {call('lt.load_nibbles', *given, DECODE=decode, **form)}"
+    arguments = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
+    return f"element = {call('lt.load_nibbles', *arguments, DECODE=decode, **form)}"
 
 
 # -------------------------------------------------------------------------------------------------------------- lay out
@@ -239,24 +241,25 @@ def _lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
     lines = [*_plane_lines((planes[name] for name in lay_out.planes), sizes), *_buffer_lines(lay_out.moves, sizes)]
     lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if kernels.layout.swizzle else []
     for move in lay_out.moves:
-        lines += [_comment(move), _moved(move)]
+        lines += [_comment(move), _move(move)]
     return tuple(lines)
 
 
 def _comment(move: Move) -> str:
-    """The field of the spec that a move comes from, and what it says."""
+    """A comment: the field of the spec that a move comes from, and how the buffer is made."""
     buffer = move.buffer
     return f"# orientations.{buffer.orientation}.{buffer.kind}: {', '.join(buffer.made_by)}"
 
 
-def _moved(move: Move) -> str:
+def _move(move: Move) -> str:
+    """The call that moves a tile of a plane into a buffer."""
     plane = move.buffer.plane
     if isinstance(move, ScaleMove):
         return _scale_move("lt.move_scales", plane.name, move, _TILE)
     form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
     words: dict[str, str | int | bool] = {"WORDS": "WORDS"} if move.in_words else {}
-    given = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
-    return call("lt.move_codes", *given, **form, **words)
+    arguments = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
+    return call("lt.move_codes", *arguments, **form, **words)
 
 
 def _scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ...]) -> str:
@@ -266,19 +269,19 @@ def _scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, .
 
 
 def _dims(move: Move) -> dict[str, str]:
-    """Of a buffer, what its sizes are rounded up to, and the order of its dims."""
+    """Arguments for a buffer: what its sizes are rounded up to, and the order of its dims, unless they are defaults."""
     pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
     return pads | ({"DIMS": '"km"'} if move.transposed else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
 def _bytes_text(layout: Layout) -> str:
-    """What quantizing writes, beside x that it reads."""
+    """How many bytes quantizing writes, besides reading x."""
     parts = [f"{float(bytes_of(source)):.6g} ({source.name})" for source in layout.sources]
-    return f"Bytes an element: {', '.join(parts)}."
+    return f"Bytes per element: {', '.join(parts)}."
 
 
 def bytes_of(source: Source) -> Fraction:
-    """Bytes of a source's planes for each element, where blocks are whole and the weight is large."""
+    """Bytes of a source's planes per element of a large weight of whole blocks."""
     whole = [plane for plane in source.planes if plane.per_m is not None and plane.per_k is not None]
     return sum((Fraction(p.bits, 8) / ((p.per_m or 1) * (p.per_k or 1)) for p in whole), Fraction(0))

@@ -1,4 +1,4 @@
-"""Text of a kernel's arithmetic: codecs, the scale rule, the errors of candidates, the GEMM's order of scales."""
+"""The text of a kernel's arithmetic: codecs, the scale rule, errors of candidates, the GEMM's order of scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layoutc.spec.formats import Format
 
 @dataclass(frozen=True)
 class Function:
-    """A small function: its signature, what it does, and its body."""
+    """A small function of generated code: its signature, its docstring, and its body."""
 
     signature: str
     doc: str
@@ -23,39 +23,41 @@ class Function:
 
 
 def functions(kernels: Kernels) -> tuple[Function, ...]:
-    """All that the kernels of a recipe compute with, in the order of use."""
+    """The functions that a recipe's tile functions call, in the order of use."""
     kinds = {source.suffix: source.source.quantization for source in kernels.sources}
-    found: list[Function] = []
+    result: list[Function] = []
     for suffix, quantization in kinds.items():
         eights = all(source.nibbles is not None for source in kernels.sources if source.suffix == suffix)
-        found += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
-        found += _over_scale(quantization, suffix)
-        found.append(_scales(quantization, suffix))
-        found += _block_error(quantization, suffix)
-    return (*found, *_gemm_place(kernels.layout))
+        result += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
+        result += _over_scale(quantization, suffix)
+        result.append(_scales(quantization, suffix))
+        result += _block_error(quantization, suffix)
+    return (*result, *_gemm_place(kernels.layout))
 
 
 def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> list[Function]:
-    """only_software: where a card converts, elements are not encoded by this function."""
+    """Codecs of the element, the scale and the zero point.
+
+    only_software: kernels call the element's encoder only if the card has no conversion.
+    """
     prefix = rule_text.prefix_of(suffix)
-    element = _codec("", quantization.element, f"{prefix}ELEMENT", "nearest", suffix, only_software)
-    found = list(element)
+    codecs = list(_codec("", quantization.element, f"{prefix}ELEMENT", "nearest", suffix, only_software))
     if not quantization.scale.is_f32:
-        found += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
+        codecs += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
     if quantization.zero is not None:
-        found += _codec("_zero", quantization.zero, f"{prefix}ZERO", "nearest", suffix)
-    return found
+        codecs += _codec("_zero", quantization.zero, f"{prefix}ZERO", "nearest", suffix)
+    return codecs
 
 
 def _codec(
     what: str, fmt: Format, prefix: str, rounding: str, suffix: str, only_software: bool = False
 ) -> tuple[Function, Function]:
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
-    assert decoding is not None  # recipes that have none have no kernels
+    assert decoding is not None  # recipes with a format that kernels can't decode have no kernels
     return (
         Function(
             f"encode{what}{suffix}(x, HARDWARE: tl.constexpr)",
-            f"fp32 -> {fmt.name} codes; rounded {rounding}, saturating.",
+            f"fp32 -> {fmt.name} codes; {rule_text.ROUNDED[rounding]}; saturating.",
             _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
         ),
         Function(
@@ -75,7 +77,7 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
 
 
 def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
-    """1 / a decoded scale, where that needs no division and the rule asks for it."""
+    """1 / a decoded scale, for a rule that needs it and a scale that has only an exponent: no division."""
     program = quantization.definition.program(dict(quantization.parameters))
     if not quantization.scale.is_exponent or not any("1 / from_scale" in expression for _, expression in program):
         return []
@@ -95,7 +97,7 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
     results = rule_text.results(quantization)
     return Function(
         f"scales{suffix}({arguments}, HARDWARE: tl.constexpr)",
-        f"{measured} -> ({results}); the reference's operations, in its order.",
+        f"{measured} -> ({results}), by the reference's operations in the same order.",
         (*rule_text.steps(quantization, suffix, rule_text.TRITON), f"return {results}"),
     )
 
@@ -108,7 +110,7 @@ def _block_error(quantization: Quantization, suffix: str) -> list[Function]:
     return [
         Function(
             f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr)",
-            "What the elements of each block miss of its values under a candidate, summed: (m blocks, k blocks).",
+            "The sum of the errors of each block's elements under a candidate: (m blocks, k blocks).",
             (
                 "x = blocks",
                 f"element = decode{suffix}({encoded}, HARDWARE)",
@@ -121,7 +123,7 @@ def _block_error(quantization: Quantization, suffix: str) -> list[Function]:
 
 
 def _gemm_place(layout: Layout) -> list[Function]:
-    """Where a GEMM reads a scale: positions along the axes of the swizzle's tiles, and the place that they make up."""
+    """The function gemm_place: positions along the axes of the swizzle, and the flat index that they add up to."""
     swizzle = layout.swizzle
     if swizzle is None:
         return []
@@ -141,7 +143,7 @@ def _gemm_place(layout: Layout) -> list[Function]:
     return [
         Function(
             "gemm_place(free, contracted, free_count, contracted_count)",
-            f"Where a GEMM reads the scale of (free, contracted): {swizzle.pattern}.",
+            f"The flat index at which a GEMM reads the scale of (free, contracted): {swizzle.pattern}.",
             (*lines, f"return {place}"),
         )
     ]

@@ -1,4 +1,4 @@
-"""Text of a recipe's kernels.py, from the plan of its kernels."""
+"""The text of a recipe's kernels.py, from the plan of its kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from layoutc.layout.layout import is_swizzled
 from layoutc.plan.kernels import Kernels
 from layoutc.plan.tiles import Tile
 
-WIDTH = 116  # of a line in the body of a function
+WIDTH = 116  # of a line in a function's body, which the template indents by 4
 
 
 @dataclass(frozen=True)
 class KernelsText:
-    """What the template of kernels.py places."""
+    """Everything that the template of kernels.py prints."""
 
     header: str
     name: str
@@ -32,7 +32,7 @@ class KernelsText:
 
 
 def kernels_text(kernels: Kernels, header: str) -> KernelsText:
-    """The text of a recipe's kernels; `header`: the first lines of each of its files."""
+    """The text of a recipe's kernels. `header`: the first lines of each of its files."""
     functions, tiles = kernel_codecs.functions(kernels), _tile_functions(kernels)
     bodies = (*(one.body for one in functions), *(one.body for one in tiles))
     words = "\n".join(line for body in bodies for line in body)
@@ -53,27 +53,28 @@ def _tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
 
 
 def _constants(kernels: Kernels, words: str) -> Lines:
+    """Lines that define the constants whose names occur in the code `words`."""
     kinds = {source.suffix: source.source.quantization for source in kernels.sources}
-    found = [one for suffix, quantization in kinds.items() for one in constants_of(quantization, suffix)]
+    constants = [one for suffix, quantization in kinds.items() for one in constants_of(quantization, suffix)]
     return tuple(
         f"{one.name} = tl.constexpr({one.value})" + (f"  # {one.doc}" if one.doc else "")
-        for one in found
+        for one in constants
         if re.search(rf"\b{one.name}\b", words)
     )
 
 
 def _has_swizzled_plane(kernels: Kernels) -> bool:
-    """True where a plane is read by a GEMM in another order, which the reference gives."""
+    """True if a buffer is a plane as it is, except that a GEMM reads it in another order."""
     layout = kernels.layout
     return any(is_swizzled(layout, buffer) and buffer.is_plane for buffer in layout.buffers)
 
 
 def _facts(kernels: Kernels) -> Lines:
-    """What launches go by."""
+    """Lines of arguments for Kernels: sizes of launches, and other facts."""
     quantize, lay_out = kernels.quantize, kernels.lay_out
     served = {source.source.name: source.serves for source in kernels.sources}
     lines = [f"serves={served},"]
-    lines += ["# Bytes of a value of x, what is written: rows, columns, pieces in a thread, warps, most registers."]
+    lines += ["# (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)"]
     lines += ["quantize_sizes={", *_tiles(quantize.tiles), "},"]
     if quantize.fused:
         lines += ["buffer_sizes={", *_tiles(quantize.buffer_tiles), "},"]

@@ -1,4 +1,4 @@
-"""What the templates print of the arithmetic: codecs, the scale rule, bodies of the references, the GEMM swizzle."""
+"""The text of reference.py: codecs, the scale rule, quantizing and dequantizing, the GEMM's order of scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutc.spec.rule_constants import CONSTANTS, constant
 
 @dataclass(frozen=True)
 class CodecText:
-    """How codes of a format are made and read; f32 needs neither."""
+    """How codes of a format are encoded and decoded; without either for f32."""
 
     name: str
     max: str
@@ -28,13 +28,13 @@ class CodecText:
 
     @property
     def coded(self) -> bool:
-        """True where values are stored as codes."""
+        """True if values are stored as codes."""
         return bool(self.encode)
 
 
 @dataclass(frozen=True)
 class CandidatesText:
-    """How the scales of a rule that tries several are chosen."""
+    """How a rule that tries several scales chooses one."""
 
     name: str
     tried: str
@@ -59,7 +59,7 @@ class RuleText:
 
 @dataclass(frozen=True)
 class ArithmeticText:
-    """Codecs and the scale rule of one quantization; `suffix`: what names of its functions end with."""
+    """Codecs and the scale rule of one quantization. `suffix`: of the names of its functions."""
 
     suffix: str
     element: CodecText
@@ -70,7 +70,7 @@ class ArithmeticText:
 
 @dataclass(frozen=True)
 class ConstantText:
-    """A constant: its value as text, and what it is."""
+    """A constant: its name, its value as code, and a comment."""
 
     name: str
     value: str
@@ -79,7 +79,7 @@ class ConstantText:
 
 @dataclass(frozen=True)
 class SourceText:
-    """When, and how, the planes of one source are made."""
+    """How the planes of one source are made, and the condition for it."""
 
     condition: str
     quantize: list[str]
@@ -101,7 +101,7 @@ class SwizzleText:
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """What the template of reference.py places, beside what all files of a recipe share."""
+    """Everything that the template of reference.py prints, besides what all files of a recipe share."""
 
     arithmetics: list[ArithmeticText]
     decode_texts: list[str]
@@ -114,9 +114,9 @@ class ReferenceText:
 
 
 def reference_text(plan: Plan) -> ReferenceText:
-    """Codecs, the scale rule and the bodies of the references.
+    """The text of a recipe's reference.
 
-    Where orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
+    If orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
     """
     layout, suffixes = plan.layout, suffixes_of(plan.layout)
     kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
@@ -135,13 +135,14 @@ def reference_text(plan: Plan) -> ReferenceText:
 
 
 def _prologue(plan: Plan) -> list[str]:
+    """The first lines of quantize_reference."""
     lines = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in plan.layout.sources) else []
     reads_input_max = any(inputs_of(source.quantization).input_max for source in plan.layout.sources)
     lines += ["input_max = torch.finfo(x.dtype).max"] if reads_input_max else []
     lines += ["x = x.float().contiguous()"]
     if plan.shares_amax:
-        found = f"num.column_amax(x, {plan.amax_columns})" if plan.amax_columns else "num.tensor_amax(x)"
-        lines += ["if amax is None:", f"    amax = {found}"]
+        amax = f"num.column_amax(x, {plan.amax_columns})" if plan.amax_columns else "num.tensor_amax(x)"
+        lines += ["if amax is None:", f"    amax = {amax}"]
     return lines
 
 
@@ -149,13 +150,13 @@ def _amax_doc(plan: Plan) -> str:
     if not plan.shares_amax:
         return "amax must be None: no scale depends on anything outside its block."
     if plan.layout.history:
-        return "amax: (1,) fp32, the one that decides the scale; that of x when not given."
+        return "amax: (1,) fp32, the one that the scale follows from; default: that of x."
     shape, what = "(1,)", "of the whole weight"
     if plan.amax_columns:
         each = "column" if plan.amax_columns == 1 else f"{plan.amax_columns} columns"
         shape = "(1, k)" if plan.amax_columns == 1 else f"(1, k / {plan.amax_columns})"
         what = f"of each {each}, over all rows"
-    return f"amax: {shape} fp32, the largest magnitude {what}; taken from x when not given."
+    return f"amax: {shape} fp32, the largest magnitude {what}; default: that of x."
 
 
 def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
@@ -200,10 +201,8 @@ def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | Non
 
 
 def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
-    """How codes of a format are made and read: through torch's dtype, or through tables of thresholds and values."""
-    text = CodecText(
-        fmt.name, f"{fmt.max:.17g}", f"rounded {rounding}" + (", ties to even" if rounding == "nearest" else "")
-    )
+    """How codes of a format are encoded and decoded: by torch's dtype, or by tables of thresholds and values."""
+    text = CodecText(fmt.name, f"{fmt.max:.17g}", rule_text.ROUNDED[rounding])
     if fmt.is_f32:
         return text
     if fmt.integer:
@@ -216,12 +215,12 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
         sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
         encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
         decode = f"num.from_codes(codes, {prefix}_VALUES)"
-    # A format without NaN saturates: the largest magnitude, positive, is as far from a silent number as it has.
+    # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
     return replace(text, nan_text=f"0x{nan_code(fmt):02x}", encode=encode, decode=decode)
 
 
 def nan_code(fmt: Format) -> int:
-    """What NaN is encoded as: the format's first NaN, or the largest magnitude where it has none."""
+    """The code of NaN: the format's first NaN, or its largest magnitude if it has none."""
     return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
 
 
@@ -229,10 +228,10 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
     """The constants of one quantization's codecs and rule."""
     element, scale = quantization.element, quantization.scale
     used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
-    found: list[ConstantText] = []
+    constants: list[ConstantText] = []
 
     def add(name: str, value: str, doc: str = "") -> None:
-        found.append(ConstantText(prefix + name, value, doc))
+        constants.append(ConstantText(prefix + name, value, doc))
 
     kinds = [(element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)]
     kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero else []
@@ -245,17 +244,17 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
         doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
         add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
         if not native and not fmt.integer:
-            add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "|x| at or above: the next code")
-            add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "by code")
+            add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "thresholds: from here on, |x| gets the next code")
+            add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "the value of each code")
     for name in CONSTANTS:
         if name.upper() in used:
             value, doc = constant(name, element, scale, dict(quantization.parameters))
             add(name.upper(), repr(value), doc)
-    return found
+    return constants
 
 
 def _table(values: Iterable[float]) -> str:
-    """A tuple of fp32 values as text: a formula where one gives exactly these values, else the values themselves."""
+    """A tuple of fp32 values as code: a formula if one gives exactly these values, else the values themselves."""
     items = list(values)
     if len(items) > 32:
         for formula in _formulas(items):
@@ -270,7 +269,7 @@ def _table(values: Iterable[float]) -> str:
 
 
 def _formulas(items: list[float]) -> Iterator[str]:
-    """Formulas for tables of powers of two: values, and thresholds rounding down, up and to nearest."""
+    """Formulas for tables of powers of two: values, and thresholds for rounding down, up and to nearest."""
     first = round(math.log2(items[1]))
     exponents = f"range({first}, {first + len(items) - 1})"
     yield f'({items[0]!r}, *(2.0**e for e in range({first}, {first + len(items) - 2})), float("nan"))'

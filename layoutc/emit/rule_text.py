@@ -1,4 +1,4 @@
-"""Scale rules printed as torch or Triton code: the one place where a rule's program becomes text."""
+"""Scale rules as torch or Triton code. A rule's program becomes text only here."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from layoutc.layout.layout import Quantization
 from layoutc.plan.kernels import inputs_of
 from layoutc.spec.rules import names
 
+ROUNDED = {"nearest": "rounded to nearest, ties to even", "up": "rounded up", "down": "rounded down"}
 _OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.BitOr: "|", ast.BitAnd: "&"}
 _COMPARE = {ast.Eq: "==", ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">="}
 
 
 def prefix_of(suffix: str) -> str:
-    """What constants of a quantization begin with, where functions end with `suffix`: `_rowwise` -> `ROWWISE_`."""
+    """The prefix of a quantization's constants, from the suffix of its functions: `_rowwise` -> `ROWWISE_`."""
     return f"{suffix[1:].upper()}_" if suffix else ""
 
 
 def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
-    """How each constant of a rule is spelled in generated code."""
+    """Each constant of a rule's language -> its name in generated code."""
     parameters, prefix = dict(quantization.parameters), prefix_of(suffix)
     own = (
         "element_min",
@@ -72,56 +73,56 @@ def scale_arguments(quantization: Quantization) -> tuple[Argument, ...]:
 
 
 def results(quantization: Quantization) -> str:
-    """The names of what a scale rule returns, in order."""
+    """What the function `scales` returns: names, in order."""
     return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
 
 
 def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
-    """The rule's active steps as assignments, in order; in torch where no dialect is given."""
+    """The rule's active steps as assignments, in order. Default dialect: torch."""
     active = quantization.definition.active_steps(dict(quantization.parameters))
-    spoken = dialect or TORCH
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, spoken)}" for step in active]
+    code = dialect or TORCH
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
 
 
 def error_steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
-    """What an element misses of x, as assignments, in order; in torch where no dialect is given."""
+    """The steps that compute an element's error, as assignments, in order. Default dialect: torch."""
     active = quantization.definition.active_error(dict(quantization.parameters))
-    spoken = dialect or TORCH
-    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, spoken)}" for step in active]
+    code = dialect or TORCH
+    return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
 
 
 def candidates(quantization: Quantization, suffix: str) -> list[str]:
-    """The values that the rule tries."""
+    """The values that the rule tries, as code."""
     spelled = (expression(value, quantization, {}, suffix) for value in quantization.definition.candidates)
     return [f"{value}.0" if value.isdigit() else value for value in spelled]
 
 
 def decode(quantization: Quantization, scale: str, suffix: str) -> str:
-    """What a decoded element is multiplied by, from the stored scale plane `scale`."""
-    known = {"scale": scale, "tensor_amax": 'planes["amax"]'}
-    return expression(quantization.definition.decode, quantization, known, suffix)
+    """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane."""
+    variables = {"scale": scale, "tensor_amax": 'planes["amax"]'}
+    return expression(quantization.definition.decode, quantization, variables, suffix)
 
 
 def uses(quantization: Quantization) -> frozenset[str]:
-    """Names that the active steps and the decode use, parameters replaced by the constants that they stand for."""
+    """Names that the active steps and the decoding use. Names of constants are those of generated code, unprefixed."""
     program = quantization.definition.program(dict(quantization.parameters))
-    found = frozenset().union(*(names(expression) for _, expression in program))
+    used = frozenset().union(*(names(expression) for _, expression in program))
     spelled = constant_names(quantization, "")
-    return frozenset(spelled.get(name, name) for name in found)
+    return frozenset(spelled.get(name, name) for name in used)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the functions of the rules' language are spelled in one kind of generated code."""
+    """How the rules' language is written in torch, or in Triton."""
 
-    codec: str  # what a call of a codec passes beside the value
-    methods: dict[str, str]  # function -> text with {0}, {1}, ...
-    divide: str
-    divide_constant: str  # a number {0} over {1}
-    divide_by_constant: str  # {0} over a number {1}
-    constant: str  # a number in the shape of the other operand {0}
+    codec: str  # what calls of codecs pass after the value
+    methods: dict[str, str]  # function -> code with {0}, {1}, ... for its arguments
+    divide: str  # tensor {0} / tensor {1}
+    divide_constant: str  # number {0} / tensor {1}
+    divide_by_constant: str  # tensor {0} / number {1}
+    constant: str  # number {1} as an operand beside tensor {0}
     f32_max: str = "F32_MAX"
-    over_exponent: str = ""  # 1 / a scale whose codes are exponents alone, where that is not a division
+    over_exponent: str = ""  # 1 / a decoded scale that has only an exponent; empty: a division
 
 
 TORCH = Dialect(
@@ -162,13 +163,16 @@ TRITON = Dialect(
 
 
 def expression(
-    text: str, quantization: Quantization, known: Mapping[str, str], suffix: str, dialect: Dialect = TORCH
+    text: str, quantization: Quantization, variables: Mapping[str, str], suffix: str, dialect: Dialect = TORCH
 ) -> str:
-    """One expression of a rule as code. Division is spelled so that it is rounded once."""
+    """One expression of a rule as code. Divisions are correctly rounded. variables: names -> code that replaces them.
+
+    Raises ValueError for an operation that the language does not have.
+    """
     constants = constant_names(quantization, suffix)
     spelled = {
         **{name: dialect.f32_max if text == "F32_MAX" else text for name, text in constants.items()},
-        **known,
+        **variables,
     }
     coded = not quantization.scale.is_f32
 
@@ -237,12 +241,12 @@ def expression(
 
 
 def _needs_parentheses(inner: ast.expr, outer: ast.BinOp, *, right: bool) -> bool:
-    """True where an operand must be parenthesised to keep the order of operations. A division is printed as a call."""
+    """True if an operand needs parentheses to keep the order of operations. Divisions are printed as calls."""
     if isinstance(inner, ast.Compare):
         return True
     return isinstance(inner, ast.BinOp) and _is_operation(inner) and (right or type(inner.op) is not type(outer.op))
 
 
 def _is_operation(node: ast.expr) -> bool:
-    """True for what is printed with an operator in it. A division is printed as a call."""
+    """True for a node that is printed with an operator. Divisions are printed as calls."""
     return isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div)

@@ -6,13 +6,13 @@ from layoutc.layout.layout import Buffer, Dim, Layout, Plane, codes_per_group
 
 
 class Sizes:
-    """Sizes as Python expressions in m and k, exact divisions where the accepted shapes guarantee them."""
+    """Sizes as Python expressions in m and k. Divisions are exact if accepted shapes guarantee that, else cdiv."""
 
     def __init__(self, layout: Layout) -> None:
         self._multiples = {"m": layout.multiple_m, "k": layout.multiple_k}
 
     def count(self, axis: str, per: int | None, size: str | None = None) -> str:
-        """How many groups of `per` an axis has; `size` replaces the axis's name."""
+        """The number of groups of `per` along an axis; 1 for None. `size` replaces the axis's name."""
         size = size or axis
         if per is None:
             return "1"
@@ -27,7 +27,7 @@ class Sizes:
         return count if sure % dim.multiple == 0 else f"up({count}, {dim.multiple})"
 
     def width(self, axis: str, per: int | None, bits: int) -> str:
-        """The last dim of a plane: bytes of packed codes, or values."""
+        """The size of a plane's last dim: bytes if codes are packed, else values."""
         if bits >= 8:
             return self.count(axis, per)
         return in_bytes(axis, bits)
@@ -39,7 +39,7 @@ class Sizes:
         return f"({self.count('m', plane.per_m)}, {self.width('k', plane.per_k, plane.bits)})"
 
     def buffer(self, buffer: Buffer) -> str:
-        """A buffer's shape, the last dim in bytes where codes are packed."""
+        """A buffer's shape, with the last dim in bytes if codes are packed."""
         dims = [self.padded(dim) for dim in buffer.dims]
         if not dims:
             return "(1,)"
@@ -56,5 +56,5 @@ def in_bytes(size: str, bits: int) -> str:
 
 
 def start_of(name: str, per: int) -> str:
-    """The start of a cut, which is known to fall on a boundary."""
+    """The start of a cut, which always falls on a boundary."""
     return name if per == 1 else f"{name} // {per}"

@@ -176,14 +176,14 @@ class Buffer:
 
     @property
     def made_by(self) -> tuple[str, ...]:
-        """The steps from the plane to the buffer, in words; () where the buffer is the plane."""
+        """The steps from the plane to the buffer, in words; () if the buffer is the plane as it is."""
         words = ["transposed"] if self.permutes else []
         for dim, times in zip(self.dims, self.repeats, strict=True):
-            words += [f"{times} times along {dim.axis}"] if times > 1 else []
+            words += [f"repeated {times}x along {dim.axis}"] if times > 1 else []
         if codes_per_group(self.plane.bits) > 1 and self.permutes:
             words.append(f"packed along {self.axes[-1]}")
         if self.pads:
-            words.append(f"zeros up to multiples of {' x '.join(str(dim.multiple) for dim in self.dims)}")
+            words.append(f"zero-padded to multiples of {' x '.join(str(dim.multiple) for dim in self.dims)}")
         return tuple(words)
 
     def chain(self, m: int, k: int) -> Chain:

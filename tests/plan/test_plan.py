@@ -224,7 +224,7 @@ def test_a_derivation_says_how_often_a_buffer_has_what_is_stored_once(rows: int)
             orientation |= {"block": {"m": rows, "k": 32}, "scale": {"layout": "m k/32"}}
 
     of_columns = next(d for d in derive(variant("mxfp8", scale_of_each_row)).derivations if d.orientation != d.source)
-    how = f"{rows} times along m" if rows > 1 else "as stored"
+    how = f"repeated {rows}x along m" if rows > 1 else "as stored"
     assert of_columns.reason == f"same codes and scales as rowwise; data as stored; scale {how}"
 
 
