@@ -29,7 +29,7 @@ class TileFunction:
 def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
     """The tile functions of a recipe, as layoutc.runtime.triton.kernels calls them."""
     also = " and buffers" if kernels.quantize.fused else ""
-    found = [
+    functions = [
         TileFunction(
             "quantize_tile",
             (
@@ -50,7 +50,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
         ),
     ]
     if kernels.lay_out is not None:
-        found.append(
+        functions.append(
             TileFunction(
                 "lay_out_tile",
                 ("planes, buffers, at,", constants("SWIZZLED", "WORDS", "TILE_M", "TILE_K", "HARDWARE")),
@@ -58,7 +58,7 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
                 _lay_out_body(kernels, kernels.lay_out),
             )
         )
-    return tuple(found)
+    return tuple(functions)
 
 
 def _plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:

@@ -262,7 +262,7 @@ def _cut(plane: Plane, sizes: Sizes) -> str:
     return f"[{rows}, {start_of('c0', plane.per_k)}:{sizes.count('k', plane.per_k, 'c1')}]"
 
 
-def _each_plane(plan: Plan, expressions: dict[str, str], given: str, result: str) -> list[str]:
+def _each_plane(plan: Plan, expressions: dict[str, str], mapping: str, result: str) -> list[str]:
     """Lines that build a dict with an expression for each plane.
 
     One literal; or a branch for each source if there are several, since a tensor may hold one without the others.
@@ -273,7 +273,7 @@ def _each_plane(plan: Plan, expressions: dict[str, str], given: str, result: str
     shared = "".join(f'"{name}": {by_name.pop(name)}' for name in ("amax",) if name in by_name)
     lines = [f"{result} = {{{shared}}}"]
     for source in plan.layout.sources:
-        lines.append(f'if "{source.data.name}" in {given}:')
+        lines.append(f'if "{source.data.name}" in {mapping}:')
         lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
     return [*lines, f"return {result}"]
 

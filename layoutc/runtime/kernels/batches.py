@@ -63,15 +63,15 @@ def split(
     """
     if len(outs) != len(xs) or (shared is not None and len(shared) != len(xs)):
         raise ValueError(f"{layout.name}: {len(xs)} matrices need as many outs, and as many amaxes if there are any")
-    where = xs[0].get_device()
-    if not _same_dtype_and_device(xs, xs[0].dtype, where):
+    device_index = xs[0].get_device()
+    if not _same_dtype_and_device(xs, xs[0].dtype, device_index):
         raise ValueError(f"{layout.name}: the matrices of a batch must have one dtype and be on one device")
-    if shared and not _same_dtype_and_device(shared, torch.float32, where):
+    if shared and not _same_dtype_and_device(shared, torch.float32, device_index):
         raise ValueError(f"{layout.name}: amaxes of a batch must be float32, and on the device of its matrices")
     shapes = [x.shape for x in xs]
     columns, wide = [_addresses(xs)], [True]
     for name, expected in zip(names, _written(layout, tuple(names), tuple(orientations), *shapes), strict=True):
-        columns.append(_plane_addresses(layout, name, expected, outs, where) if expected else (0,) * len(xs))
+        columns.append(_plane_addresses(layout, name, expected, outs, device_index) if expected else (0,) * len(xs))
         wide.append(bool(expected) and len(expected[0].shape) > 1)
     base, *_ = starts = _addresses(shared) if shared else (0,) * len(xs)
     offsets = [(start - base) // 4 for start in starts]  # in fp32 values from the first amax
@@ -88,17 +88,17 @@ def _written(
 
 
 def _plane_addresses(
-    layout: Layout, name: str, expected: Sequence[Facts], outs: Sequence[Mapping[str, Tensor]], where: int
+    layout: Layout, name: str, expected: Sequence[Facts], outs: Sequence[Mapping[str, Tensor]], device_index: int
 ) -> tuple[int, ...]:
     """The address of one plane of each matrix. Raises ValueError if a kernel can't write into one of them."""
     planes = [out[name] for out in outs]
     addresses = _addresses(planes)
     same = [plane.shape for plane in planes] == [shape for shape, _ in expected]
-    same = same and _same_dtype_and_device(planes, expected[0].dtype, where)
+    same = same and _same_dtype_and_device(planes, expected[0].dtype, device_index)
     if not (same and _all_contiguous(planes) and reduce(or_, addresses) % 4 == 0):
         for out, plane, facts in zip(outs, planes, expected, strict=True):
             launch.checked_planes(layout, {name: facts}, out)
-            if plane.get_device() != where:
+            if plane.get_device() != device_index:
                 raise ValueError(f"{layout.name}: {name} is on {plane.device}, and the matrices are on another device")
     return addresses
 
@@ -135,8 +135,8 @@ def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], b
     from layoutc.runtime.kernels import direct
     from layoutc.runtime.triton import batch
 
-    where = packed.get_device()
-    if any(x.get_device() != where for x in xs):
+    device_index = packed.get_device()
+    if any(x.get_device() != device_index for x in xs):
         raise ValueError("matrices whose amaxes are computed together must be on one device")
     kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
     for offset, x in zip(offsets, xs, strict=True):
@@ -208,10 +208,11 @@ def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
     return all(map(Tensor.is_contiguous, tensors))
 
 
-def _same_dtype_and_device(tensors: Sequence[Tensor], dtype: torch.dtype, where: int) -> bool:
-    """True if all tensors have the dtype and are on the device. `where`: its index, -1 for the CPU."""
-    count = len(tensors)
-    return [one.dtype for one in tensors].count(dtype) == [one.get_device() for one in tensors].count(where) == count
+def _same_dtype_and_device(tensors: Sequence[Tensor], dtype: torch.dtype, device_index: int) -> bool:
+    """True if all tensors have the dtype and are on the device. device_index: -1 for the CPU."""
+    same_dtype = [one.dtype for one in tensors].count(dtype)
+    same_device = [one.get_device() for one in tensors].count(device_index)
+    return same_dtype == same_device == len(tensors)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

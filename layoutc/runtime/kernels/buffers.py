@@ -69,11 +69,11 @@ def _stackable_buffers(
 
     A buffer whose size is no multiple of 16 bytes is alone, since the next one in its allocation would not be aligned.
     """
-    found: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, Facts, int], list[int]] = defaultdict(list)
     for index, (m, k) in enumerate(shapes):
         for name, facts in layout.laid_out(m, k, orientations).items():
-            found[name, facts, index if facts.nbytes % 16 else -1].append(index)
-    return [(name, facts, members) for (name, facts, _), members in found.items()]
+            groups[name, facts, index if facts.nbytes % 16 else -1].append(index)
+    return [(name, facts, members) for (name, facts, _), members in groups.items()]
 
 
 def split(

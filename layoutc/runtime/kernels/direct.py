@@ -156,8 +156,8 @@ def tells_apart(target: Any) -> bool:
         backend = make_backend(target)
         for probe in (*(space[step:] for step in steps), *numbers):
             special = jit.native_specialize_impl(backend, probe, False, True, True)
-            found, _ = key((probe,), 1)
-            if found is None or seen.setdefault(tuple(found), special) != special:
+            classes, _ = key((probe,), 1)
+            if classes is None or seen.setdefault(tuple(classes), special) != special:
                 return False
     except Exception:
         return False

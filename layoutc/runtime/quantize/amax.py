@@ -35,7 +35,7 @@ def reduce_max(values: Tensor, group: dist.ProcessGroup | Groups | None, tag: in
     packed = bits.reshape(-1)
     if tag is not None:
         packed = torch.cat([packed, packed.new_tensor([tag, -tag])])
-    # CPU-offloaded shards are reduced where the group's backend can.
+    # Shards that are offloaded to the CPU are reduced on a device that the group's backend supports.
     device = torch.device("cuda") if dist.get_backend(groups[0]) == "nccl" else packed.device
     packed = packed.to(device, copy=True)
     for one in groups:

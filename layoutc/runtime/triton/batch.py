@@ -99,7 +99,7 @@ def amax_batch_kernel(
     EVEN: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """As amax_kernel, for the matrices of a table; amax holds the amaxes of all."""
+    """As amax_kernel, for all matrices of a table. `amax` has room for the amaxes of all of them."""
     fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
