@@ -99,4 +99,4 @@ def _amax_text(layout: Layout) -> str:
 def _refused_text(layout: Layout) -> str:
     if layout.multiple_m == layout.multiple_k == 1:
         return "of fewer than 2 dims"
-    return f"whose m and k are not multiples of {layout.multiple_m} and {layout.multiple_k}"
+    return f"whose m is not a multiple of {layout.multiple_m}, or k of {layout.multiple_k}"
