@@ -42,8 +42,8 @@ def read_item(folder: Path, name: str, info: StorageInfo, is_tensor: bool) -> An
     directory = zips.check(memoryview(data.numpy()), where)  # type: ignore[arg-type]
     if getattr(info, "crc32", directory.crc32) != directory.crc32:
         raise DamagedError(f"{where} is not the item that was saved there; read another copy of the file")
-    program, places = _program(data, directory, where)
-    if is_tensor and program and (value := _tensor(data, directory, program, places, where)) is not None:
+    program, slices = _program(data, directory, where)
+    if is_tensor and program and (value := _tensor(data, directory, program, slices, where)) is not None:
         return value
     unpickling.check(program, where, longest=255)
     return _any(data, name, where)
@@ -87,26 +87,26 @@ class _Storage(NamedTuple):
 
 
 def _program(data: Tensor, directory: zips.Directory, where: str) -> tuple[bytes, dict[str, slice]]:
-    """The pickle of an item, b"" if it has none; and where each of its records lies."""
+    """The pickle of an item, b"" if it has none; and the slice of its bytes that each record has."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
 
-    def place_of(record: zips.Record) -> slice:
-        first = zips.place_of(lambda offset, length: view[offset : offset + length], record, where)
+    def slice_of(record: zips.Record) -> slice:
+        first = zips.data_start(lambda offset, length: view[offset : offset + length], record, where)
         return slice(first, first + record.size)
 
     root = directory.records[0].name.split("/")[0]
-    places = {record.name.removeprefix(f"{root}/"): place_of(record) for record in directory.records}
-    return bytes(view[places["data.pkl"]]) if "data.pkl" in places else b"", places
+    slices = {record.name.removeprefix(f"{root}/"): slice_of(record) for record in directory.records}
+    return bytes(view[slices["data.pkl"]]) if "data.pkl" in slices else b"", slices
 
 
 def _tensor(
-    data: Tensor, directory: zips.Directory, program: bytes, places: dict[str, slice], where: str
+    data: Tensor, directory: zips.Directory, program: bytes, slices: dict[str, slice], where: str
 ) -> Tensor | None:
     """The tensor of an item, as a view of the item's bytes; None if torch.load must read the item, or refuse it."""
-    order = data[places["byteorder"]].numpy().tobytes() if "byteorder" in places else b"little"
-    if len(places) < len(directory.records) or order != sys.byteorder.encode():
+    order = data[slices["byteorder"]].numpy().tobytes() if "byteorder" in slices else b"little"
+    if len(slices) < len(directory.records) or order != sys.byteorder.encode():
         return None
-    starts = (data.data_ptr() + record.start for record in places.values())
+    starts = (data.data_ptr() + record.start for record in slices.values())
     checked = {(start, one.size): one.crc32 for start, one in zip(starts, directory.records, strict=True) if one.size}
 
     def crc32_of(plane: Tensor) -> int:
@@ -117,7 +117,7 @@ def _tensor(
         if not is_storage(pid):
             raise DamagedError(f"{where} has a persistent id that does not name a storage")
         _, dtype, key, _, elements = pid
-        record = places.get(f"data/{key}")
+        record = slices.get(f"data/{key}")
         if record is None or (content := data[record]).numel() != elements * dtype.itemsize:
             raise DamagedError(f"{where} has a storage whose size is not what its tensor says")
         return _Storage(dtype, content)

@@ -149,15 +149,15 @@ def _read(planner: _Planner, metadata: Metadata, folder: Path, convert: bool) ->
         if item.type != LoadItemType.BYTE_IO and item.dest_index not in loaded.tensors:
             live = planner.lookup_tensor(item.dest_index).detach()
             loaded.tensors[item.dest_index] = Destination(item.dest_index.fqn, live, convert)
-    places = metadata.storage_data
-    missing = [index.fqn for index in wanted if index not in places]
+    storage = metadata.storage_data
+    missing = [index.fqn for index in wanted if index not in storage]
     if missing:
         raise DamagedError(f"{folder / '.metadata'} does not say where {missing[0]} is stored")
-    order = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
+    order = sorted(wanted, key=lambda index: (storage[index].relative_path, storage[index].offset))
 
     def read(index: MetadataIndex) -> Any:
         is_tensor = wanted[index][0].type != LoadItemType.BYTE_IO
-        return read_item(folder, index.fqn, places[index], is_tensor)
+        return read_item(folder, index.fqn, storage[index], is_tensor)
 
     for index, value in _ahead(read, order):
         for item in wanted[index]:

@@ -104,7 +104,7 @@ def header_of(folder: Path, info: StorageInfo) -> dict[str, Any] | None:
         pickles = [r for r in directory.records if r.name.count("/") == 1 and r.name.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].size > _PICKLE_BYTES:
             raise DamagedError(f"{where} is not a complete torch.save zip: it has no data.pkl of a plausible size")
-        first = zips.place_of(read, pickles[0], where)
+        first = zips.data_start(read, pickles[0], where)
         data = bytes(read(first, pickles[0].size))
     if zlib.crc32(data) != pickles[0].crc32:
         raise DamagedError(f"{where}: the bytes of data.pkl are not those that were written (CRC-32 differs)")

@@ -73,8 +73,8 @@ def in_backward() -> bool:
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
     """Inside, writes don't raise the tensor's version, so autograd does not consider saved tensors modified."""
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
-    return kept
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return context
 
 
 def set_element(state: Any, path: tuple[str | int, ...], value: Any) -> None:

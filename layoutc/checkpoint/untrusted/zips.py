@@ -72,8 +72,8 @@ def directory(read: Read, length: int, where: str) -> Directory:
     return Directory(tuple(r._replace(end=e) for r, e in zip(records, starts[1:], strict=True)), zlib.crc32(data))
 
 
-def place_of(read: Read, record: Record, where: str) -> int:
-    """Where a record's bytes begin. Raises DamagedError if the header before them contradicts the directory."""
+def data_start(read: Read, record: Record, where: str) -> int:
+    """The offset of a record's bytes. Raises DamagedError if the header before them contradicts the directory."""
     head = bytes(read(record.start, _LOCAL.size))
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
         raise _damaged(where, f"{record.name} has no header")
@@ -104,7 +104,7 @@ def check(data: memoryview, where: str) -> Directory:
 
     contents = directory(read, len(data), where)
     for record in contents.records:
-        first = place_of(read, record, where)
+        first = data_start(read, record, where)
         last = first + record.size
         if zlib.crc32(data[first:last]) != record.crc32:
             raise _damaged(where, f"the bytes of {record.name} are not those that were written (CRC-32 differs)")

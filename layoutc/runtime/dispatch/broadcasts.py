@@ -121,12 +121,12 @@ def _exchanged(
     """As `received`: along each of the groups in turn, so that all ranks of their mesh have the planes in the end."""
     whole = _whole(like, found, slices)
     for group in groups:
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, _described(whole), group=group)
-        sources = [rank for rank, one in enumerate(told) if one is not None]
+        described: list[Any] = [None] * group.size()
+        dist.all_gather_object(described, _described(whole), group=group)
+        sources = [rank for rank, one in enumerate(described) if one is not None]
         if not sources or group.size() == 1:
             continue
-        layout_id, names = told[sources[0]]
+        layout_id, names = described[sources[0]]
         lacking = [name for name in like._planes if name not in names]
         if layout_id == like.LAYOUT.layout_id and lacking:
             raise LayoutError(f"{like._label()}: the weight that was broadcast lacks {', '.join(lacking)}")
@@ -184,24 +184,24 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
     weight, key = getattr(module, "weight", None), f"{prefix}weight"
     like = meshes.local_of(weight) if isinstance(weight, Tensor) else None
     found = state.get(key)
-    given = meshes.local_of(found) if isinstance(found, Tensor) else None
-    if not isinstance(like, QuantizedTensor) or given is None or not given.is_floating_point() or given.is_meta:
+    values = meshes.local_of(found) if isinstance(found, Tensor) else None
+    if not isinstance(like, QuantizedTensor) or values is None or not values.is_floating_point() or values.is_meta:
         return
-    if given.shape != like.shape or isinstance(found, DTensor) != isinstance(weight, DTensor):
+    if values.shape != like.shape or isinstance(found, DTensor) != isinstance(weight, DTensor):
         return
-    assigns, is_plain = metadata.get("assign_to_params_buffers", False), type(given) in (Tensor, nn.Parameter)
+    assigns, is_plain = metadata.get("assign_to_params_buffers", False), type(values) in (Tensor, nn.Parameter)
     with torch.no_grad():
         if isinstance(found, DTensor):
-            if assigns and (is_plain or getattr(given, "_sent", None) is not None):
-                state[key] = with_local(found, _as_shard(like, received(found, like, given.detach())))
+            if assigns and (is_plain or getattr(values, "_sent", None) is not None):
+                state[key] = with_local(found, _as_shard(like, received(found, like, values.detach())))
             return
         if _is_broadcast():
-            slices = tuple(slice(0, size) for size in given.shape)
+            slices = tuple(slice(0, size) for size in values.shape)
             world: Any = dist.group.WORLD
-            given = _exchanged([world], given.device.type, slices, tuple(given.shape), like, given.detach())
-            state[key] = _as_shard(like, given) if assigns else given
+            values = _exchanged([world], values.device.type, slices, tuple(values.shape), like, values.detach())
+            state[key] = _as_shard(like, values) if assigns else values
         elif assigns and is_plain:
-            state[key] = _as_shard(like, given.detach())
+            state[key] = _as_shard(like, values.detach())
 
 
 def _as_shard(like: QuantizedTensor, found: Tensor) -> Tensor:

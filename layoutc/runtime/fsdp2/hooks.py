@@ -43,7 +43,7 @@ class Gatherable(Shard, Protocol):
 class Gathered:
     """State that all gathers of one FSDPParam share for as long as it lives, whichever shard it holds."""
 
-    keeps: bool | None = None  # stays gathered after forward; decided at the first gather
+    stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     routes: dict[PassName, Route] = field(default_factory=dict)
 
@@ -144,9 +144,9 @@ def _pass(sharding: Sharding) -> PassName:
     FSDP2 allocates a parameter's gather outputs once, so whether it stays gathered is decided at the first gather.
     """
     gathered = gathered_of(sharding)
-    if gathered.keeps is None:
-        gathered.keeps = not sharding.frees_after_forward
-    if gathered.keeps:
+    if gathered.stays_gathered is None:
+        gathered.stays_gathered = not sharding.frees_after_forward
+    if gathered.stays_gathered:
         return "both"
     return "backward" if sharding.gathers_for_backward else "forward"
 
