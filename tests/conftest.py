@@ -14,6 +14,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder
 from interpreter import quicken
 
+from layoutc.conformance import ranks
+
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 if not torch.cuda.is_available():
@@ -25,10 +27,28 @@ def pytest_configure() -> None:
     quicken()
 
 
-def pytest_collection_finish() -> None:
-    """Puts aside what lives as long as the session, modules and tests: each collection would look at them again."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of one folder, tests that run on ranks come last, so that their groups of processes are started once."""
+    folders = {path: number for number, path in enumerate(dict.fromkeys(item.path.parent for item in items))}
+    items.sort(key=lambda item: (folders[item.path.parent], runs_on_ranks(item)))
+
+
+def runs_on_ranks(item: pytest.Item) -> bool:
+    """Whether a test asks for a group of processes."""
+    return not {"two", "four"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Puts aside what lives as long as the session, modules and tests: each collection would look at them again.
+
+    The process that all ranks are copied from starts with what most of them need, whichever test asks first for ranks.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*ranks.COLLECTED_AFTER)
+    if any(map(runs_on_ranks, session.items)) and not session.config.option.collectonly:
+        sys.modules["harness"].prepare()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -39,9 +59,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("checkout") and not PROJECT.is_file():
         pytest.skip("needs a checkout: reads files that are not installed")
     harness = sys.modules.get("harness")
-    if harness is not None and not {"two", "four"}.intersection(getattr(item, "fixturenames", ())):
-        for ranks in harness.STARTED:
-            ranks.stop()
+    if harness is not None and not runs_on_ranks(item):
+        for group in harness.STARTED:
+            group.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

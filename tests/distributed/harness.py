@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
+from multiprocessing import forkserver, get_all_start_methods
 from typing import Any
 
 from layoutc.conformance import ranks
 
 # Here layoutc stands where all processes look.
-PRELOADED = (*ranks.PRELOADED, "torch.distributed.tensor.parallel", "layoutc.checkpoint", "pytest")
+PRELOADED = (
+    *ranks.PRELOADED,
+    "torch.distributed.tensor.parallel",
+    "torch._inductor.pattern_matcher",  # takes as long to import as two graphs to compile
+    "layoutc.checkpoint",
+    "pytest",
+)
 STARTED: list[Ranks] = []
 
 
@@ -22,6 +29,13 @@ class Ranks(ranks.Ranks):
     def __init__(self, world: int) -> None:
         super().__init__(world, PRELOADED)
         STARTED.append(self)
+
+
+def prepare() -> None:
+    """Starts the process that all ranks are copied from: it imports once what the first group to start asks for."""
+    if "forkserver" in get_all_start_methods():
+        ranks.process_context(PRELOADED)
+        forkserver.ensure_running()
 
 
 @cache
