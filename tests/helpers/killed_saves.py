@@ -1,4 +1,4 @@
-"""A program that saves one checkpoint after another and is killed at random points; prints what it found as JSON.
+"""A program that saves one checkpoint after another and is killed at random points; prints what it found as JSON lines.
 
 Each child is a fork, so that torch is imported once. The parent, which no save runs in, then looks at every folder.
 """
@@ -102,17 +102,22 @@ def look(folder: Path, first: int, saved: list[int], overwrite: bool) -> dict[st
     return {"whole": whole, "torn": torn}
 
 
-def main(folder: Path, times: int, overwrite: bool) -> None:
-    """Kills `times` children at random points."""
-    torch.set_num_threads(1)
-    dice, found = random.Random(times), {"whole": 0, "torn": 0, "reported": 0}
+def seconds(target: Path) -> float:
+    """What a save takes. The first imports, and any may wait for other processes: the quickest says how long one is."""
     start = time.monotonic()
-    checkpoint.save(state(0), folder / "warm")
-    one = time.monotonic() - start
+    checkpoint.save(state(0), target)
+    return time.monotonic() - start
+
+
+def kill(folder: Path, times: int, overwrite: bool) -> None:
+    """Kills `times` children at random points."""
+    folder.mkdir()
+    dice, found = random.Random(times), {"whole": 0, "torn": 0, "reported": 0}
+    one = min(seconds(folder / f"warm_{number}") for number in range(4))
     (run := folder / "run").mkdir()
     first = 1
     for _ in range(times):
-        saved = killed_run(run, first, overwrite, dice.uniform(0, 4 * one))
+        saved = killed_run(run, first, overwrite, dice.uniform(0, 6 * one))
         told = look(run, first, saved, overwrite)
         first += len(saved) + 1
         found = {
@@ -123,5 +128,13 @@ def main(folder: Path, times: int, overwrite: bool) -> None:
     print(json.dumps(found))
 
 
+def main(folder: Path, ways: list[str]) -> None:
+    """Each of the ways, written as apart:20, in a folder of its name."""
+    torch.set_num_threads(1)
+    for way in ways:
+        how, _, times = way.partition(":")
+        kill(folder / how, int(times), how == "overwrite")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "overwrite")
+    main(Path(sys.argv[1]), sys.argv[2:])
