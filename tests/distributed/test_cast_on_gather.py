@@ -46,7 +46,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
 ALL = (*RECIPES, "int8_rowwise", "mxfp6_e2m3")
-STEPS, FEW = 20, 4  # of one recipe whose history of amaxes goes on; of all others, and with other options
+STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others, and with other options
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "foreach": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True),

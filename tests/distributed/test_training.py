@@ -37,7 +37,7 @@ import layoutc
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
-STEPS, FEW = 20, 4  # of one recipe whose history of amaxes goes on; of all others, and with other options
+STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others, and with other options
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 
 
