@@ -83,7 +83,7 @@ def _quantize_body(kernels: Kernels) -> Lines:
         lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if layout.swizzle else []
     lines += _shared_lines(kernels)
     for source in kernels.sources:
-        lines += [f"if {source.flag}:", *indented(_quantize_source(source))]
+        lines += [f"if {source.flag}:", *indented(_quantize_source(source, kernels))]
     return tuple(lines)
 
 
@@ -94,16 +94,20 @@ def _shared_lines(kernels: Kernels) -> list[str]:
         lines.append("amax = shared[0]  # float32")
     if any(source.inputs.input_max for source in kernels.sources):
         lines.append("input_max = shared[1]  # the largest value of x's dtype")
-    rows = {source.source.name for source in kernels.sources if source.amax_from == "rows"}
+    rows = {source.source.name: source for source in kernels.sources if source.amax_from == "rows"}
     for index, name in ((2, "rowwise"), (3, "columnwise")):
-        lines += [f"{name}_amax = shared[{index}]  # (m blocks, 1) float32"] if name in rows else []
+        if name in rows and rows[name].inputs.block_range:
+            lines.append(f"{name}_range = shared[{index}]  # (2, m blocks, 1) float32: lowest, highest")
+        elif name in rows:
+            lines.append(f"{name}_amax = shared[{index}]  # (m blocks, 1) float32")
     return lines
 
 
 def _block(source: SourceKernel) -> tuple[str, str]:
-    """Rows and columns of a block inside a tile: all of the tile's, along an axis that blocks span."""
+    """Rows and columns of a block, or of a unit, inside a tile: all of the tile's, along an axis that blocks span."""
     block = source.source.quantization.block
-    return str(block.m or "tile.shape[0]"), str(block.k or "tile.shape[1]")
+    m, k = source.units.sizes if source.units else (block.m, block.k)
+    return str(m or "tile.shape[0]"), str(k or "tile.shape[1]")
 
 
 def _blocks_of(source: SourceKernel) -> dict[str, str]:
@@ -112,9 +116,19 @@ def _blocks_of(source: SourceKernel) -> dict[str, str]:
     return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
 
 
-def _quantize_source(source: SourceKernel) -> Lines:
+def _to_units(entries: str, source: SourceKernel) -> str:
+    """An expression for the entries of blocks, as entries of their units; the same if blocks are not cut into units."""
+    if source.units is None:
+        return entries
+    return call("lt.to_units", entries, "blocks", UNITS=str(source.units.counts))
+
+
+def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
     """Lines from a tile of x to the planes, and buffers, of one source."""
-    lines = [*_find_scales(source), *_put_elements(source)]
+    # A tile with idle lanes sticks out of the matrix, with blocks that the matrix does not have.
+    even = "False" if any(one.units for one in kernels.sources) else "EVEN"
+    sized = any(one.units for one in kernels.sources if one.suffix == source.suffix)
+    lines = [*_find_scales(source, even, sized), *_put_elements(source)]
     planes = source.source
     for plane, value in ((planes.scale, "scale"), (planes.zero, "zero")):
         if plane is not None:
@@ -124,36 +138,58 @@ def _quantize_source(source: SourceKernel) -> Lines:
     return tuple(lines)
 
 
-def _find_scales(source: SourceKernel) -> Lines:
-    """Lines that compute `scale`, `multiplier` and the `scaled` tile."""
+def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
+    """Lines that compute `scale`, `multiplier` and the `scaled` tile.
+
+    even: an expression that is true if a tile's blocks are inside the matrix. sized: block_error takes a block's size.
+    """
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
     results, inputs = rule_text.results(q), source.inputs
     extra = [one.name for one in rule_text.shared_arguments(q)]
     if source.amax_from == "tensor":
         rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
         return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
-    lines = [f"blocks = {call('lt.to_blocks', 'lt.to_float(tile)', bm, bk)}"]
-    measured = ["block_amax"]
-    block, at = _blocks_of(source), ("at", "tile.shape[0]", "tile.shape[1]", "EVEN")
-    if inputs.block_range:
-        lines += ["lowest = lt.block_lowest(blocks)", "highest = lt.block_highest(blocks)"]
-        measured = ["lowest", "highest"]
-    elif source.amax_from == "block":
-        lines.append(f"block_amax = {call('lt.block_amax', 'tile', bm, bk, 'HARDWARE')}")
-    else:
-        pointer = "amax" if source.amax_from == "columns" else f"{source.source.name}_amax"
-        lines.append(f"block_amax = {call('lt.load_blocks', pointer, *at, **block)}")
+    units = source.units
+    cut = f"  # units: {' x '.join(map(str, units.counts))} of them make up a block" if units else ""
+    lines = [f"blocks = {call('lt.to_blocks', 'lt.to_float(tile)', bm, bk)}{cut}", *_measure(source, bm, bk, even)]
+    measured = ["lowest", "highest"] if inputs.block_range else ["block_amax"]
     if q.definition.candidates:
-        lines += _try_candidates(source, measured, extra)
+        lines += _try_candidates(source, measured, extra, sized)
     else:
         lines.append(f"{results} = {call(f'scales{suffix}', *measured, *extra, 'HARDWARE')}")
+    if units is not None and source.nibbles is not None and source.nibbles.in_blocks:
+        lines.append(f"block_amax = {_to_units('block_amax', source)}")
+    if units is not None:
+        lines.append(f"multiplier = {_to_units('multiplier', source)}")
     scaled = "blocks * multiplier[:, None, :, None]"
-    if q.zero is not None:
+    if q.zero is not None and units is not None:
+        lines.append(f"shift = {_to_units(f'decode_zero{suffix}(zero, HARDWARE)', source)}")
+        scaled += " + shift[:, None, :, None]"
+    elif q.zero is not None:
         scaled += f" + decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
     return (*lines, f"scaled = lt.from_blocks({scaled})")
 
 
-def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str]) -> Lines:
+def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
+    """Lines that compute what the scales of blocks depend on, `block_amax` or `lowest` and `highest`, or load it."""
+    name, counts = source.source.name, {"UNITS": str(source.units.counts)} if source.units else {}
+    at, block = ("at", "tile.shape[0]", "tile.shape[1]", even), _blocks_of(source)
+    if source.amax_from == "rows" and source.inputs.block_range:
+        return [f"lowest, highest = {call('lt.load_ranges', f'{name}_range', *at, **block)}"]
+    if source.inputs.block_range:
+        lowest, highest = "lt.block_lowest(blocks)", "lt.block_highest(blocks)"
+        if counts:
+            lowest = call("lt.smallest_of_units", lowest, **counts)
+            highest = call("lt.largest_of_units", highest, **counts)
+        return [f"lowest = {lowest}", f"highest = {highest}"]
+    if source.amax_from == "block":
+        amax = call("lt.block_amax", "tile", bm, bk, "HARDWARE")
+        return [f"block_amax = {call('lt.largest_of_units', amax, **counts) if counts else amax}"]
+    pointer = "amax" if source.amax_from == "columns" else f"{name}_amax"
+    return [f"block_amax = {call('lt.load_blocks', pointer, *at, **block)}"]
+
+
+def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str], sized: bool) -> Lines:
     """Lines that choose, of several scales, the first with the least sum of errors."""
     q, suffix = source.source.quantization, source.suffix
     contracts_k = repr(source.source.name == "rowwise")
@@ -163,7 +199,9 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str])
         return call(f"scales{suffix}", *measured, *extra, value, "HARDWARE")
 
     def error(scale: str, multiplier: str) -> str:
-        return call(f"block_error{suffix}", "blocks", scale, multiplier, *extra, contracts_k, "HARDWARE")
+        arguments = [_to_units(scale, source), _to_units(multiplier, source), *extra, contracts_k, "HARDWARE"]
+        block = _blocks_of(source) if sized else {}
+        return call(f"block_error{suffix}", "blocks", *arguments, **block)
 
     lines = [f"scale, multiplier = {tried(first)}", f"least = {error('scale', 'multiplier')}"]
     for index, value in enumerate(others):
@@ -188,7 +226,8 @@ def _put_elements(source: SourceKernel) -> Lines:
         return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
     arguments = ("scaled", "source", "tile", "block_amax", "multiplier", *into)
     bounded = source.nibbles.is_bounded
-    return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **_blocks_of(source), **form, BOUNDED=bounded),)
+    block = {"BLOCK": str(source.units.sizes)} if source.units else _blocks_of(source)
+    return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
 
 
 # ----------------------------------------------------------------------------------------------------------- dequantize
@@ -213,10 +252,12 @@ def _dequantize_source(source: SourceKernel) -> Lines:
     if source.amax_from == "tensor":
         return (*lines, f"scale = tl.load({source.source.scale.name}){coded}", f"values = element * ({factor})")
     at, sizes = ("at", *_TILE, "EVEN"), _blocks_of(source)
+    unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
+    sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
     lines.append(f"scale = {call('lt.load_blocks', source.source.scale.name, *at, **sizes)}{coded}")
     lines += [
         f"factor = {factor}",
-        f"blocks = {call('lt.to_blocks', 'element', str(block.m or 'TILE_M'), str(block.k or 'TILE_K'))}",
+        f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
     ]
     if source.source.zero is not None:
         lines.append(f"zero = {call('lt.load_blocks', source.source.zero.name, *at, **sizes)}.to(tl.int32)")

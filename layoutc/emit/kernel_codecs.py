@@ -31,7 +31,8 @@ def functions(kernels: Kernels) -> tuple[Function, ...]:
         result += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
         result += _over_scale(quantization, suffix)
         result.append(_scales(quantization, suffix))
-        result += _block_error(quantization, suffix)
+        in_units = any(source.units for source in kernels.sources if source.suffix == suffix)
+        result += _block_error(quantization, suffix, in_units)
     return (*result, *_gemm_place(kernels.layout))
 
 
@@ -102,21 +103,23 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
     )
 
 
-def _block_error(quantization: Quantization, suffix: str) -> list[Function]:
+def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> list[Function]:
+    """in_units: some source's blocks are cut into units, which are put together for the sums."""
     if not quantization.definition.candidates:
         return []
     arguments = ["blocks", "scale", "multiplier", *(one.name for one in rule_text.shared_arguments(quantization))]
+    block, whole = (", BLOCK: tl.constexpr", "lt.whole_blocks(error, BLOCK)") if in_units else ("", "error")
     encoded = f"encode{suffix}(blocks * multiplier[:, None, :, None], HARDWARE)"
     return [
         Function(
-            f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr)",
+            f"block_error{suffix}({', '.join(arguments)}, CONTRACTS_K: tl.constexpr, HARDWARE: tl.constexpr{block})",
             "The sum of the errors of each block's elements under a candidate: (m blocks, k blocks).",
             (
                 "x = blocks",
                 f"element = decode{suffix}({encoded}, HARDWARE)",
                 "scale = scale[:, None, :, None]",
                 *rule_text.error_steps(quantization, suffix, rule_text.TRITON),
-                "return lt.block_sum(error, CONTRACTS_K)",
+                f"return lt.block_sum({whole}, CONTRACTS_K)",
             ),
         )
     ]

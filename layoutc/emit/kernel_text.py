@@ -76,6 +76,14 @@ def _facts(kernels: Kernels) -> Lines:
     lines = [f"serves={served},"]
     lines += ["# (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)"]
     lines += ["quantize_sizes={", *_tiles(quantize.tiles), "},"]
+    covers = [(size, flags, tile) for size, flags, tile in quantize.tiles if tile.covers]
+    if covers:
+        lines += ["# The rows and columns of a tile that hold whole blocks; the others are idle."]
+        lines += [
+            "covers={",
+            *(f"    ({', '.join(map(str, (size, *flags)))}): {tile.covers}," for size, flags, tile in covers),
+            "},",
+        ]
     if quantize.fused:
         lines += ["buffer_sizes={", *_tiles(quantize.buffer_tiles), "},"]
     reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
@@ -88,6 +96,8 @@ def _facts(kernels: Kernels) -> Lines:
         lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
     rows = {s.source.name: s.source.quantization.block.m for s in kernels.sources if s.amax_from == "rows"}
     lines += [f"row_blocks={rows},", "batched=False,"] if rows else []
+    ranges = tuple(s.source.name for s in kernels.sources if s.source.name in rows and s.inputs.block_range)
+    lines += [f"row_ranges={ranges},"] if ranges else []
     lines += ["takes_input_max=True,"] if any(source.inputs.input_max for source in kernels.sources) else []
     return (*lines, *(["gemm_scale=gemm_scale,"] if _has_swizzled_plane(kernels) else []))
 

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from layoutc.layout.layout import ORIENTATIONS, Block, Layout, Quantization, Source
+from layoutc.layout.layout import Block, Layout, Quantization, Source
 from layoutc.plan import conversions
 from layoutc.plan.moves import (
     CodeMove,
@@ -24,6 +24,7 @@ from layoutc.plan.moves import (
     word_of,
 )
 from layoutc.plan.tiles import Tile, buffer_tile, dequantize_tile, quantize_tile
+from layoutc.plan.units import Units, lanes, steps, units_of
 from layoutc.spec.rules import names
 
 AmaxFrom = Literal["block", "columns", "rows", "tensor"]
@@ -64,6 +65,7 @@ class SourceKernel:
     suffix: str  # of the names of its functions
     serves: tuple[str, ...]  # the orientations that its planes serve
     amax_from: AmaxFrom
+    units: Units | None  # what its blocks are cut into; None: their sizes are powers of two
     inputs: RuleInputs
     nibbles: Nibbles | None  # None: codes are stored one at a time, or in groups that fill bytes
     moves: tuple[Move, ...]  # the buffers that quantizing writes in the same launch
@@ -176,28 +178,28 @@ def inputs_of(quantization: Quantization) -> RuleInputs:
 
 def gap(layout: Layout) -> str | None:
     """Why a recipe has no kernels; None if it has."""
-    blocks = [source.quantization.block for source in layout.sources]
-    rows, columns = max(block.m or 1 for block in blocks), max(block.k or 1 for block in blocks)
+    rows, columns = map(lanes, steps(layout.sources))
     if rows * columns > _LARGEST_TILE:
         return f"a program holds blocks of all sources, which would take {rows} x {columns}"
     if (span := widest(moves_of(layout))) > _WIDEST_MOVE:
         return f"a program lays out at most {_WIDEST_MOVE} rows or columns, and a scale covers {span}"
-    return next(filter(None, map(_source_gap, layout.sources)), None)
+    if reason := next(filter(None, map(_source_gap, layout.sources)), None):
+        return reason
+    in_units = any(units_of(source.quantization.block) for source in layout.sources)
+    if in_units and rows * columns > _LARGEST_BLOCK:
+        return (
+            f"a program holds up to {_LARGEST_BLOCK} elements, and blocks of all sources take {rows} x {columns} lanes"
+        )
+    return None
 
 
 def _source_gap(source: Source) -> str | None:
     """Why kernels can't serve a source; None if they can."""
     q = source.quantization
-    sizes = [size for size in (q.block.m, q.block.k) if size is not None]
-    if any(size & (size - 1) for size in sizes):
-        return f"a program holds blocks of powers of two, and {source.name} has {q.block.m} x {q.block.k}"
-    if len(sizes) == 2 and sizes[0] * sizes[1] > _LARGEST_BLOCK:
-        return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {q.block.m} x {q.block.k}"
-    contracted = q.block.k if source.name == ORIENTATIONS[0] else q.block.m
-    if q.definition.candidates and (contracted or 0) > 32:
-        return f"errors are summed along at most 32 elements, and blocks of {source.name} have {contracted}"
-    if q.definition.makes_zero and q.block.k is None:
-        return "the range of a block of whole rows would need another pass over them"
+    if q.block.m and q.block.k and lanes(q.block.m) * lanes(q.block.k) > _LARGEST_BLOCK:
+        size = f"{q.block.m} x {q.block.k}"
+        size += f" in {lanes(q.block.m)} x {lanes(q.block.k)} lanes" if units_of(q.block) else ""
+        return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {size}"
     for fmt in (q.element, q.scale):
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
             return f"no function of the kernels decodes {fmt.name}"
@@ -226,6 +228,8 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
             return f"{move.buffer.name} is made from {plane.name}, whose entries span a whole axis"
     for source in layout.sources:
         block = source.quantization.block
+        if units_of(block):
+            return f"sizes of {source.name}'s blocks are not powers of two, so tiles have idle lanes"
         if source.zero is not None:
             return f"{source.name} has zero points"
         if source.quantization.definition.candidates:
@@ -242,6 +246,7 @@ def _source_kernel(source: Source, layout: Layout, moves: tuple[Move, ...]) -> S
         suffix=suffixes_of(layout)[source.name],
         serves=tuple(orientation for orientation, name in layout.source_of if name == source.name),
         amax_from=_amax_from(source.quantization.block),
+        units=units_of(source.quantization.block),
         inputs=inputs_of(source.quantization),
         nibbles=_nibbles(source.quantization, layout),
         moves=tuple(move for move in moves if move.buffer.plane in source.planes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layoutc.layout.layout import Buffer, Layout, is_swizzled
+from layoutc.plan.units import lanes
 from layoutc.spec.notation import Axis
 
 Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
@@ -110,7 +111,7 @@ def _padding(moves: tuple[Move, ...], axis: Axis) -> Padding:
 
 def move_tile(moves: tuple[Move, ...]) -> MoveTile:
     """The tile that was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md)."""
-    wide = widest(moves)
+    wide = lanes(widest(moves))
     bits = [move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)]
     if not bits:
         return MoveTile(max(128, wide), 512, 4, "only scales move, which are few and narrow: long rows")

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from layoutc.layout.layout import Source
 from layoutc.plan.moves import CodeMove, Move, widest
+from layoutc.plan.units import covered, sizes_of, steps, unit, units_of
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program, adjacent 16-byte pieces of a row in a thread, warps, and a cap on registers."""
+    """Rows and columns of a program, adjacent 16-byte pieces of a row in a thread, warps, and a cap on registers.
+
+    covers: the rows and columns that hold whole blocks; None: all of them.
+    """
 
     rows: int
     columns: int
@@ -19,6 +23,7 @@ class Tile:
     warps: int
     registers: int | None
     reason: str
+    covers: tuple[int, int] | None = None
 
 
 def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
@@ -32,6 +37,12 @@ def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
     block_k = max(source.quantization.block.k or 1 for source in sources)
     bits = min(source.data.bits for source in sources)
     wide = itemsize == 4
+    if any(units_of(source.quantization.block) for source in sources):
+        return _tile_of_units(sources, itemsize)
+    if any(source.quantization.definition.candidates for source in sources) and max(block_m, block_k) > 32:
+        columns = max(block_k, 1024 // block_m)
+        reason = "registers hold the elements of every candidate: 16 of each in a thread"
+        return Tile(block_m, columns, 1, max(2, block_m * columns // 512), None, reason)
     if block_m == 1:
         reason = "blocks lie along rows: long rows"
         rows, columns, run, warps = 4, 1024, 1, 4
@@ -67,9 +78,20 @@ def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
     return Tile(block_m, max(block_k, (4096 if bits == 6 else 8192) // block_m), 1, 2, None, rows_reason)
 
 
+def _tile_of_units(sources: Sequence[Source], itemsize: int) -> Tile:
+    """The tile with the fewest idle lanes, for blocks whose sizes are not powers of two. Not timed on any card."""
+    tries = any(source.quantization.definition.candidates for source in sources)
+    step = steps(sources)
+    rows, columns = size = sizes_of(step, 1024 if tries else 16384 // itemsize)
+    covers = covered(size, step)
+    reason = f"sizes of blocks are not powers of two: {covers[0]} x {covers[1]} hold whole blocks"
+    warps = max(1, rows * columns // (512 if tries else 1024))
+    return Tile(rows, columns, 1, warps, None, reason, covers)
+
+
 def dequantize_tile(source: Source) -> Tile:
-    """The tile of a program that dequantizes. Measured like quantize_tile."""
-    block_m, block_k = source.quantization.block.m or 1, source.quantization.block.k or 1
+    """The tile of a program that dequantizes, which holds whole units of blocks. Measured like quantize_tile."""
+    block_m, block_k = unit(source.quantization.block.m or 1), unit(source.quantization.block.k or 1)
     if block_m == 1:
         rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
         if block_k > columns:

@@ -48,12 +48,22 @@ def _sources(kernels: Kernels) -> Table:
     for source in kernels.sources:
         q = source.source.quantization
         rows.append((source.source.name, "scale from", _AMAX[source.amax_from], ""))
+        rows += [("", "blocks", _cut(source), "")] if source.units else []
         rows += [("", *one) for one in _conversions("element", q.element, "nearest")]
         rows += [] if q.scale.is_f32 else [("", *one) for one in _conversions("scale", q.scale, q.rounding)]
         rows += [("", *one) for one in _conversions("zero", q.zero, "nearest")] if q.zero else []
         rows.append(("", "stored", _stored(source), ""))
     heads = ("source", "what", "how", "on cards that convert")
     return Table("Codes: how they are made, read and stored", heads, tuple(rows))
+
+
+def _cut(source: SourceKernel) -> str:
+    """The units that blocks are cut into; an axis that they span is not cut."""
+    assert source.units is not None
+    block = source.source.quantization.block
+    sizes = [str(size or "all") for size in source.units.sizes]
+    counts = " x ".join(map(str, source.units.counts))
+    return f"{block.m or 'all'} x {block.k or 'all'}: {counts} units of {' x '.join(sizes)}"
 
 
 def _conversions(what: str, fmt: Format, rounding: str) -> list[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
     python tests/bench/kernels.py check [RECIPE...] every recipe, ragged shapes, special values, all dtypes
 
+Among them those of tests/unshipped, whose blocks are of other sizes than any shipped recipe has.
 `layoutc bench` times them.
 """
 
@@ -18,6 +19,9 @@ import triton
 import layoutc.recipes
 from layoutc.bench.peers import same
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
+import unshipped
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.4e38, 1e-45, -1e-40, 448.0, -6.0, 2.5]
 
@@ -28,9 +32,9 @@ def module(name: str, part: str) -> ModuleType:
 
 
 def recipes() -> list[str]:
-    """Recipes that have kernels."""
+    """Recipes that have kernels, and those that nobody ships."""
     folder = Path(layoutc.recipes.__file__).parent
-    return sorted(path.parent.name for path in folder.glob("*/kernels.py"))
+    return [*sorted(path.parent.name for path in folder.glob("*/kernels.py")), *unshipped.names()]
 
 
 def weights(m: int, k: int, seed: int) -> dict[str, torch.Tensor]:
@@ -48,6 +52,7 @@ def weights(m: int, k: int, seed: int) -> dict[str, torch.Tensor]:
 def check(chosen: list[str]) -> int:
     """Prints every difference from the reference, run on the CPU and on the card; returns how many."""
     bad = runs = 0
+    unshipped.add_all()
     for name in chosen or recipes():
         reference, kernels, layout = (
             module(name, "reference"),
@@ -55,7 +60,17 @@ def check(chosen: list[str]) -> int:
             module(name, "layout").LAYOUT,
         )
         cls = importlib.import_module(f"layoutc.recipes.{name}").Tensor
-        for shape in [(1, 1), (7, 33), (32, 32), (64, 160), (130, 257), (160, 288), (512, 4096), (1056, 2080)]:
+        for shape in [
+            (1, 1),
+            (7, 33),
+            (32, 32),
+            (64, 160),
+            (130, 257),
+            (160, 288),
+            (480, 960),
+            (512, 4096),
+            (1056, 2080),
+        ]:
             try:
                 m, k = layout.check_shape(shape)
             except ValueError:

@@ -1,7 +1,7 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
-Names of recipes may follow (`all`, if none), `amaxes` (of batches; in `all`), and `checks`: what compares a card's
-conversions with arithmetic.
+Names of recipes may follow (`all`, if none, are those that are shipped), `amaxes` (of batches and of whole rows; in
+`all`), and `checks`: what compares a card's conversions with arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
 kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
 conversions, instructions for each element. That takes as long as compiling. A process of its own, since the
@@ -25,11 +25,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+import unshipped
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch
+from layoutc.runtime.triton import amaxes as row_kernels
 from layoutc.runtime.triton import batch
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
@@ -38,7 +40,7 @@ Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 byte
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
-BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4"}  # a recipe of each kind of block
+BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
@@ -94,13 +96,19 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     return types | dict.fromkeys(none)
 
 
-def amax_variants() -> Iterator[tuple[str, dict[str, Any], Tile, str]]:
-    """(name, constants, tile, dtype) of the amaxes of a batch."""
+def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
+    """(name, kernel, constants, tile, dtype) of the amaxes of a batch, and of ranges of whole rows."""
+    kernel = batch.amax_batch_kernel
     for dtype in ("bf16", "fp32"):
         tile_m, tile_k, warps = batches.AMAX_TILE
-        yield f"amax_batch {dtype}", {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
-        tile_m, tile_k, warps = amaxes.column_tile(1)
-        yield f"amax_batch columns {dtype}", {"BLOCK_K": 1, "WHOLE": False}, (tile_m, tile_k, 1, warps, None), dtype
+        yield f"amax_batch {dtype}", kernel, {"BLOCK_K": tile_k, "WHOLE": True}, (tile_m, tile_k, 1, warps, None), dtype
+        tile = (*amaxes.column_tile(1)[:2], 1, amaxes.column_tile(1)[2], None)
+        yield f"amax_batch columns {dtype}", kernel, {"BLOCK_K": 1, "WHOLE": False}, tile, dtype
+    tile = (*amaxes.column_tile(24)[:2], 1, amaxes.column_tile(24)[2], None)
+    yield "amax_batch 24 columns bf16", kernel, {"BLOCK_K": 24, "WHOLE": False}, tile, "bf16"
+    for rows in (1, 20):
+        tile = (rows, 4096 >> (rows - 1).bit_length(), 1, 4, None)
+        yield f"row_range {rows} bf16", row_kernels.row_range_kernel, {"BLOCK_M": rows}, tile, "bf16"
 
 
 def compiled(
@@ -121,7 +129,7 @@ def compiled(
     constant |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32}
     constant |= {"ROWS": 0, "ALIGNED": False, "DTYPE": None} if "table" in given else {}
     constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
-    pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "table": "*i64", "input_max": "fp32"}
+    pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "table": "*i64", "input_max": "fp32", "ranges": "*fp32"}
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -148,10 +156,12 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     if name.startswith("dequantize"):
         return {"DEQUANTIZE": kernels.dequantize_tile, **sources}
     masks = kernels._masks if "batch" in name else (0, 0, 0)
+    written = (flag for source, flag in zip(("rowwise", "columnwise"), asked, strict=True) if source in kernels.serves)
+    cover = kernels.covers.get((2 if name.endswith("bf16") else 4, *written), (0, 0))
     return {
         "QUANTIZE": kernels.quantize_tile,
         **sources,
-        **dict(zip(("PLANES", "FLOATS", "SCALARS"), masks, strict=True)),
+        **dict(zip(("PLANES", "FLOATS", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
     }
 
 
@@ -220,13 +230,13 @@ def main() -> None:
 
     folder = Path(layoutc.recipes.__file__).parent
     if {"all", "amaxes"} & named:
-        for name, constants, tile, dtype in amax_variants():
-            kernel = batch.amax_batch_kernel
+        for name, kernel, constants, tile, dtype in amax_variants():
             tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
     level = launch.level_of(divmod(capability, 10))
     for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in named else ():
         tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
+    unshipped.add_all()
     for recipe in every if "all" in named else sorted(named - {"amaxes", "checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT

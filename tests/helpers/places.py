@@ -8,3 +8,4 @@ HELPERS = Path(__file__).parent
 TESTS = HELPERS.parent
 ROOT = TESTS.parent
 SPECS = ROOT / "specs"
+UNSHIPPED = TESTS / "unshipped"  # specs of recipes that are made where a test asks for them

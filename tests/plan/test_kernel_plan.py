@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from numpy_models import RECIPES, recipe_layout, variant
+from numpy_models import RECIPES, layout_of, recipe_layout, variant
+from places import UNSHIPPED
 
-from layoutc.layout.layout import Layout
+from layoutc.layout.layout import Block, Layout
 from layoutc.plan.conversions import decoding, encoding
 from layoutc.plan.kernels import Kernels, NoKernels, plan_kernels
 from layoutc.plan.moves import CodeMove, ScaleMove
+from layoutc.plan.units import Units, covered, sizes_of, units_of
 
 
 def planned(name: str) -> Kernels:
@@ -108,7 +111,66 @@ def test_each_format_is_made_and_read(name: str) -> None:
             assert (made.hardware is None) == (made.level == 0)
 
 
+def unshipped(name: str) -> Kernels:
+    """The plan of a recipe in tests/unshipped."""
+    made = plan_kernels(layout_of((UNSHIPPED / f"{name}.yaml").read_text(encoding="utf-8"), name))
+    assert isinstance(made, Kernels)
+    return made
+
+
+def test_blocks_that_are_no_powers_of_two_are_cut_into_units() -> None:
+    assert units_of(Block(24, 96)) == Units((8, 32), (3, 3))
+    assert units_of(Block(12, 128)) == Units((4, 128), (3, 1))
+    assert units_of(Block(None, 100)) == Units((0, 4), (1, 25))
+    assert units_of(Block(16, 1)) is None is units_of(Block(None, None))
+    assert unshipped("fp8_square24").sources[0].units == Units((8, 8), (3, 3))
+    assert [source.units for source in unshipped("int4_rows").sources] == [None, Units((4, 1), (5, 1))]
+
+
+@pytest.mark.parametrize("path", sorted(UNSHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_tiles_cover_whole_blocks_of_all_sources_and_whole_words(path: Path) -> None:
+    """Of as few rows and columns as sources need that are written; sizes of tiles are powers of two."""
+    kernels = unshipped(path.stem)
+    for size, written, tile in kernels.quantize.tiles:
+        rows, columns = tile.covers or (tile.rows, tile.columns)
+        assert tile.rows & (tile.rows - 1) == 0 == tile.columns & (tile.columns - 1)
+        assert tile.rows // 2 < rows <= tile.rows, "half of a tile is not idle along an axis"
+        assert tile.columns // 2 < columns <= tile.columns
+        chosen = [source for source, is_written in zip(kernels.sources, written, strict=True) if is_written]
+        for source in chosen:
+            block = source.source.quantization.block
+            assert rows % (block.m or 1) == 0 == columns % (block.k or 1), (size, written)
+            assert columns * source.source.data.bits % 8 == 0
+        assert (tile.covers is None) == all(source.units is None for source in chosen)
+    assert not kernels.quantize.fused
+    for orientation, tile in kernels.dequantize_tiles:
+        units = next(source.units for source in kernels.sources if orientation in source.serves)
+        assert units is None or all(
+            not one or size % one == 0 for size, one in zip((tile.rows, tile.columns), units.sizes, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    ("step", "most", "size", "cover"),
+    [
+        ((24, 24), 8192, (32, 256), (24, 240)),
+        ((1, 96), 8192, (8, 1024), (8, 960)),
+        ((48, 48), 4096, (64, 64), (48, 48)),
+        ((20, 8), 8192, (64, 128), (60, 128)),
+        ((12, 128), 8192, (64, 128), (60, 128)),
+        ((5000, 1), 4096, (8192, 1), (5000, 1)),
+    ],
+)
+def test_tiles_waste_few_lanes(step: tuple[int, int], most: int, size: tuple[int, int], cover: tuple[int, int]) -> None:
+    assert sizes_of(step, most) == size
+    assert covered(size, step) == cover
+
+
+def test_ranges_of_whole_rows_come_from_a_pass_before_the_launch() -> None:
+    source = unshipped("int4_rows").sources[0]
+    assert (source.amax_from, source.inputs.block_range) == ("rows", True)
+
+
 def test_a_reason_stands_in_place_of_kernels() -> None:
-    layout = with_blocks("fp8_block", 96, 128)
-    made = plan_kernels(layout)
-    assert made == NoKernels("a program holds blocks of powers of two, and rowwise has 96 x 128")
+    made = plan_kernels(with_blocks("fp8_block", 160, 80))
+    assert made == NoKernels("a program holds up to 16384 elements, and rowwise has 160 x 80 in 256 x 128 lanes")

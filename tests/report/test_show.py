@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from places import ROOT, TESTS
+from places import ROOT, TESTS, UNSHIPPED
 from test_describe import NAMES, plan_of, recipe
 
 from layoutc.cli.app import main
@@ -38,13 +38,20 @@ def test_kernels(name: str, golden: Callable[[Path, str], None]) -> None:
     golden(GOLDEN.parent / "kernels" / f"{name}.txt", result.stdout)
 
 
+@pytest.mark.parametrize("path", sorted(UNSHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_kernels_of_recipes_that_nobody_ships(path: Path, golden: Callable[[Path, str], None]) -> None:
+    result = run(path, "--kernels")
+    assert (result.exit_code, result.stderr) == (0, "")
+    golden(GOLDEN.parent / "kernels" / f"{path.stem}.txt", result.stdout)
+
+
 def test_kernels_of_a_recipe_that_has_none(tmp_path: Path) -> None:
     spec = yaml.safe_load((SPECS / "fp8_block.yaml").read_text(encoding="utf-8"))
-    text = yaml.safe_dump(spec, sort_keys=False).replace("128", "96")
+    text = yaml.safe_dump(spec, sort_keys=False).replace("128", "160")
     (tmp_path / "fp8_block.yaml").write_text(text, encoding="utf-8")
     result = run(tmp_path / "fp8_block.yaml", "--kernels")
     assert result.exit_code == 0, result.output
-    assert "none: a program holds blocks of powers of two, and rowwise has 96 x 96" in result.stdout
+    assert "none: a program holds up to 16384 elements, and rowwise has 160 x 160 in 256 x 256 lanes" in result.stdout
     assert "the reference, on every device" in result.stdout
 
 

@@ -102,12 +102,25 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     assert {name: count for name, count in taken.items() if count > budgets[name]} == {}
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+def test_blocks_of_other_sizes_compile_without_spills(capability: int) -> None:
+    """Square ones, those of codes that are packed, and candidates of which more is held than one run of elements."""
+    names = ("fp4_4over6_64", "fp4_group48", "fp8_square24")
+    found = compiled(capability, *names)
+    assert {one["recipe"] for one in found} == set(names)
+    assert [(one["recipe"], one["kernel"]) for one in found if one["stack"]] == []
+    for one in found:
+        if one["kernel"].startswith("quantize"):
+            assert {"ld 128", "ld 64"} & set(one["accesses"]), (one["recipe"], one["kernel"])
+
+
 @pytest.mark.parametrize(
     ("rowwise", "columnwise", "reason"),
     [
         ("m: 1, k: 4096", "m: 128, k: 1", "blocks of all sources, which would take 128 x 4096"),
         ("m: 1, k: 512", "m: 1, k: 512", "a scale covers 512"),
-        ("m: 3, k: 16", "m: 16, k: 16", "blocks of powers of two"),
+        ("m: 24, k: 24", "m: 1, k: 400", "blocks of all sources take 32 x 2048 lanes"),
+        ("m: 160, k: 80", "m: 16, k: 16", "160 x 80 in 256 x 128 lanes"),
         ("m: 256, k: 128", "m: 16, k: 16", "up to 16384 elements"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Amaxes of one matrix on a card: of all of it, of each block of columns, or of each block of rows."""
+"""Amaxes of one matrix on a card: of all of it, of each block of columns, or of each block of rows; ranges of rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ TILE = (8, 1024, 8)  # rows, columns and warps of a program
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """The modules that launch kernels and define them. They are imported here because both need Triton."""
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import tiles
+    from layoutc.runtime.triton import amaxes
 
-    return direct, tiles
+    return direct, amaxes
 
 
 def column_tile(block_k: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a program that computes amaxes of blocks of columns."""
-    return 64, max(128, block_k), 8
+    return 64, max(128, 1 << (block_k - 1).bit_length()), 8
+
+
+def covered(tile_k: int, block_k: int) -> int:
+    """How many of a tile's columns hold whole blocks."""
+    return tile_k // block_k * block_k
 
 
 def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
@@ -31,13 +36,14 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
 
     x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax.
     """
-    direct, tiles = _kernels()
+    direct, kernels = _kernels()
     m, k = x.shape
     columns = 1 if block_k is None else cdiv(k, block_k)
     amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
     if x.numel():
         tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)
-        grid = launch.programs(m, k, tile_m, tile_k)
+        block = tile_k if block_k is None else block_k
+        cover = covered(tile_k, block)
         args = (
             x,
             amax,
@@ -46,23 +52,39 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
             x.stride(0),
             x.stride(1),
             columns,
-            tile_k if block_k is None else block_k,
+            block,
             tile_m,
             tile_k,
             block_k is None,
-            m % tile_m == 0 and k % tile_k == 0,
+            m % tile_m == 0 and k % cover == 0,
             launch.hardware(x.device),
         )
-        direct.run(tiles.amax_kernel, grid, args, warps)
+        direct.run(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps)
     return amax.view(torch.float32)
 
 
 def row_amax(x: Tensor, block_m: int) -> Tensor:
     """(m, k) in fp32, bf16 or fp16 -> the amax of each `block_m` rows over all columns, (blocks, 1) fp32."""
-    direct, tiles = _kernels()
-    m, k = x.shape
-    amax = torch.empty((cdiv(m, block_m), 1), dtype=torch.float32, device=x.device)
-    if m:
-        args = (x, amax, m, k, x.stride(0), x.stride(1), block_m, max(8192 // block_m, 128), launch.hardware(x.device))
-        direct.run(tiles.row_amax_kernel, (cdiv(m, block_m),), args, 4)
+    direct, kernels = _kernels()
+    amax = torch.empty((cdiv(x.shape[0], block_m), 1), dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        direct.run(kernels.row_amax_kernel, (len(amax),), _row_args(x, amax, block_m, 8192), 4)
     return amax
+
+
+def row_range(x: Tensor, block_m: int) -> Tensor:
+    """The lowest and the highest value of each `block_m` rows over all columns, (2, blocks, 1) fp32; NaN propagates.
+
+    x: (m, k) in fp32, bf16 or fp16. 0 counts as one of the values.
+    """
+    direct, kernels = _kernels()
+    ranges = torch.empty((2, cdiv(x.shape[0], block_m), 1), dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        direct.run(kernels.row_range_kernel, (ranges.shape[1],), _row_args(x, ranges, block_m, 4096), 4)
+    return ranges
+
+
+def _row_args(x: Tensor, out: Tensor, block_m: int, elements: int) -> tuple[object, ...]:
+    """Arguments of the kernels that read whole rows. elements: how many a program holds at a time."""
+    columns = max(elements >> (block_m - 1).bit_length(), 128)
+    return x, out, *x.shape, *x.stride(), block_m, columns, launch.hardware(x.device)

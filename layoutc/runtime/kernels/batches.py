@@ -142,16 +142,18 @@ def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], b
     for offset, x in zip(offsets, xs, strict=True):
         kinds[x.dtype].append((offset, x))
     tile_m, tile_k, warps = AMAX_TILE if block_k is None else amaxes.column_tile(block_k)
+    block = tile_k if block_k is None else block_k
+    cover = amaxes.covered(tile_k, block)
     for dtype, members in kinds.items():
         starts, matrices = zip(*members, strict=True)
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
-        tables, single = _matrices(matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, tile_k))
+        tables, single = _matrices(matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, cover))
         for table in tables:
             args = (
                 table.entries,
                 packed,
                 batch.DTYPES[dtype],
-                tile_k if block_k is None else block_k,
+                block,
                 tile_m,
                 tile_k,
                 block_k is None,

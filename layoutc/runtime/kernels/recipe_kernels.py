@@ -19,6 +19,7 @@ from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, qu
 
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
 Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes per value of x, and which sources are written
+Covers = Mapping[tuple[int, *tuple[bool, ...]], tuple[int, int]]  # by the same: rows and columns of a tile
 Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
 Planes = Mapping[str, Tensor]
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
@@ -31,7 +32,13 @@ class _Choice(NamedTuple):
     columnwise: bool
     input_max: float | None
     tile: Tile
+    cover: tuple[int, int]  # the tile's rows and columns that hold whole blocks; (0, 0): all of them
     constants: dict[Any, Constants]  # by everything else that they depend on
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """Rows and columns from one tile to the next."""
+        return self.cover if self.cover[0] else (self.tile[0], self.tile[1])
 
 
 class _Entry(NamedTuple):
@@ -57,6 +64,7 @@ class Kernels:
     serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
     quantize_sizes: Tiles
     buffer_sizes: Tiles | None = None  # None: quantizing into buffers takes two launches
+    covers: Covers = field(default_factory=dict)  # what holds whole blocks, of tiles that do not consist of them
     dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
     lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
@@ -67,6 +75,7 @@ class Kernels:
     row_blocks: Mapping[str, int] = field(
         default_factory=dict
     )  # sources whose blocks are whole rows -> rows of a block
+    row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
 
     # ------------------------------------------------------------------------------------------------------- quantize
@@ -118,9 +127,10 @@ class Kernels:
             return
         if shared is None and self.layout.shares_amax:
             shared = batches.batch_amaxes(xs, self.layout.amax_columns)
-        rowwise, columnwise, input_max, tile, _ = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
+        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
+        rowwise, columnwise, input_max, tile, cover, _ = choice
         tile_m, tile_k, pieces, warps, registers = tile
-        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, (tile_m, tile_k))
+        tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, choice.step)
         for table in tables:
             args = (
                 *(table.entries, None, None, None, None, None, None),
@@ -129,7 +139,7 @@ class Kernels:
                 *_NONE,
                 *(self.quantize_tile, rowwise, columnwise, False, *self._masks),
                 *(DTYPES[xs[0].dtype], table.rows, table.aligned),
-                *(tile_m, tile_k, pieces, table.even, launch.hardware(xs[0].device)),
+                *(tile_m, tile_k, pieces, table.even, launch.hardware(xs[0].device), *cover),
             )
             run(quantize_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
         for index in alone:
@@ -148,27 +158,33 @@ class Kernels:
     ) -> None:
         """Quantizes x into planes and buffers. Those that are missing from `planes` and `made` are not written."""
         m, k = x.shape
-        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cached = choice
-        even = m % tile_m == 0 and k % tile_k == 0 and cover_m == m and cover_k == k
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
+        step_m, step_k = choice.step
+        even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
         device = x.device
         kind = swizzled, even, launch.hardware(device)
         constants = cached.get(kind)
         if constants is None:
             fixed = self.quantize_tile, rowwise, columnwise, swizzled, 0, 0, 0, None, 0, False
-            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:]))
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[1:], *cover))
         stride_m, stride_k = x.stride()
         p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
         b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
         amax_m, amax_k = self._row_amaxes(x, rowwise, columnwise) if self.row_blocks else (None, None)
         shared = amax, input_max, amax_m, amax_k
         args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
-        grid = launch.programs(cover_m, cover_k, tile_m, tile_k)
+        grid = launch.programs(cover_m, cover_k, step_m, step_k)
         run(quantize_kernel, grid, args, warps, launch.registers(device, registers), constants)
 
     def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The amax of each block of rows, (blocks, 1) fp32, for each written source whose blocks are whole rows."""
+        """For each written source whose blocks are whole rows: what their scales depend on, in fp32.
+
+        That is the amax of each block, (blocks, 1); for sources in row_ranges, its range, (2, blocks, 1).
+        """
         rowwise, columnwise = (
-            amaxes.row_amax(x, self.row_blocks[name]) if wanted and name in self.row_blocks else None
+            (amaxes.row_range if name in self.row_ranges else amaxes.row_amax)(x, self.row_blocks[name])
+            if wanted and name in self.row_blocks
+            else None
             for name, wanted in zip(("rowwise", "columnwise"), written, strict=True)
         )
         return rowwise, columnwise
@@ -185,8 +201,9 @@ class Kernels:
         if choice is None:
             written = {name: any(one in orientations for one in served) for name, served in self.serves.items()}
             input_max = torch.finfo(dtype).max if self.takes_input_max else None
-            tile = tiles[dtype.itemsize, *written.values()]
-            choice = _Choice(written.get("rowwise", False), written.get("columnwise", False), input_max, tile, {})
+            at: tuple[int, *tuple[bool, ...]] = (dtype.itemsize, *written.values())
+            flags = written.get("rowwise", False), written.get("columnwise", False)
+            choice = _Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), {})
             self._choices[key] = choice
         return choice
 

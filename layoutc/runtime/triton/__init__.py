@@ -41,8 +41,18 @@ from layoutc.runtime.triton.conversions import (
     convert_up_to_e8m0,
 )
 from layoutc.runtime.triton.nibbles import load_nibbles, put_nibbles, put_nibbles_of
-from layoutc.runtime.triton.tiles import load_blocks, load_codes, load_runs, store, store_blocks, tile_of, to_dtype
+from layoutc.runtime.triton.tiles import (
+    load_blocks,
+    load_codes,
+    load_ranges,
+    load_runs,
+    store,
+    store_blocks,
+    tile_of,
+    to_dtype,
+)
 from layoutc.runtime.triton.transposes import move_codes, move_scales, put_codes, spread_scales
+from layoutc.runtime.triton.units import largest_of_units, smallest_of_units, to_units, whole_blocks
 
 __all__ = [
     "F32_MAX",
@@ -67,10 +77,12 @@ __all__ = [
     "from_integer_codes",
     "isinf",
     "isnan",
+    "largest_of_units",
     "like",
     "load_blocks",
     "load_codes",
     "load_nibbles",
+    "load_ranges",
     "load_runs",
     "matrix_at",
     "maximum",
@@ -85,6 +97,7 @@ __all__ = [
     "put_codes",
     "put_nibbles",
     "put_nibbles_of",
+    "smallest_of_units",
     "spread_scales",
     "store",
     "store_blocks",
@@ -96,4 +109,6 @@ __all__ = [
     "to_float",
     "to_integer_codes",
     "to_small_codes",
+    "to_units",
+    "whole_blocks",
 ]

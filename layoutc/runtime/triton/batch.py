@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.tiles import raise_amax, tile_at
+from layoutc.runtime.triton.amaxes import raise_amax
+from layoutc.runtime.triton.tiles import tile_at
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -100,7 +101,7 @@ def amax_batch_kernel(
     HARDWARE: tl.constexpr,
 ):
     """As amax_kernel, for all matrices of a table. `amax` has room for the amaxes of all of them."""
-    fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+    fields, row, column, m, k = member_of(table, TILE_M, TILE_K // BLOCK_K * BLOCK_K, ROWS, ALIGNED)
     x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
     columns = 1 if WHOLE else tl.cdiv(k, BLOCK_K)
     own_amax = amax_at(amax, fields, ROWS)

@@ -156,7 +156,7 @@ def _add_32(total, x):
 
 @triton.jit
 def _sum_in_order(x):
-    """(a, b, c, n) -> (a, b, c): the sum over the last dim, from the first entry to the last. n: up to 32."""
+    """(a, b, c, n) -> (a, b, c): the sum over the last dim, from the first entry to the last."""
     total = tl.zeros((x.shape[0], x.shape[1], x.shape[2]), tl.float32)
     if x.shape[3] == 1:
         return _add_1(total, x)
@@ -168,16 +168,23 @@ def _sum_in_order(x):
         return _add_8(total, x)
     elif x.shape[3] == 16:
         return _add_16(total, x)
-    else:
-        tl.static_assert(x.shape[3] == 32)
+    elif x.shape[3] == 32:
         return _add_32(total, x)
+    else:
+        RUNS: tl.constexpr = x.shape[3] // 32
+        runs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], RUNS, 32))
+        number = tl.arange(0, RUNS)[None, None, None, :, None]
+        for run in range(RUNS):
+            # The sum over runs is exact in any order, since all runs but one are zeros.
+            total = _add_32(total, tl.sum(tl.where(number == run, runs, 0.0), 3))
+        return total
 
 
 @triton.jit
 def _sum_by_halves(x):
-    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one entry is left. n: up to 256."""
+    """(a, b, n) -> (a, b): the first half of the last dim plus the second, until one entry is left. n: up to 2^14."""
     x = tl.reshape(x, (x.shape[0], x.shape[1], 1, x.shape[2]))
-    for _ in tl.static_range(8):
+    for _ in tl.static_range(14):
         if x.shape[3] > 1:
             first, second = _halves(x)
             x = first + second

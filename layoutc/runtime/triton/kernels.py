@@ -2,7 +2,8 @@
 
 A recipe has up to six planes (p0 to p5, in the layout's order) and makes up to six buffers (b0 to b5). Planes and
 buffers that the recipe does not have, or that the caller did not ask for, are None and cost nothing. at: (row, column,
-m, k): where a tile begins, and the sizes of its matrix. Tile functions are generated (kernels.py of each recipe).
+m, k): where a tile begins, and the sizes of its matrix; quantizing appends COVER_M and COVER_K. Tile functions are
+generated (kernels.py of each recipe).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ def quantize_kernel(
     table,  # of a batch: sizes and addresses of all its matrices; None: one matrix, x
     x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16; each value is read once
     cover_k,  # the columns that tiles cover: k, and the padding of all buffers that are written
-    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: the shared one, the largest of x's dtype, of rows
+    amax, input_max, rowwise_amax, columnwise_amax,  # fp32: shared, the largest value of x's dtype, of rows (or ranges)
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
     PLANES: tl.constexpr, FLOATS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
+    COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
 ):  # fmt: skip
     """Quantizes: each program reads one tile of x, and writes its part of every plane and buffer."""
+    STEP_M: tl.constexpr = COVER_M if COVER_M else TILE_M
+    STEP_K: tl.constexpr = COVER_K if COVER_K else TILE_K
     if ROWS:
-        fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        fields, row, column, m, k = member_of(table, STEP_M, STEP_K, ROWS, ALIGNED)
         x = matrix_at(fields, DTYPE, ROWS, ALIGNED)
         stride_m = k
         stride_k = 1
@@ -48,14 +52,17 @@ def quantize_kernel(
         if PLANES > 5:
             p5 = _plane_of(fields, 5, FLOATS, SCALARS, ROWS, ALIGNED)
     else:
-        row, column = tile_of(m, cover_k, TILE_M, TILE_K)
-    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN)
+        row, column = tile_of(m, cover_k, STEP_M, STEP_K)
+    tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
     source = (x, stride_m, stride_k)
     shared = (amax, input_max, rowwise_amax, columnwise_amax)
     planes = (p0, p1, p2, p3, p4, p5)
     buffers = (b0, b1, b2, b3, b4, b5)
-    at = (row, column, m, k)
-    QUANTIZE(tile, source, shared, planes, buffers, at, ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE)
+    # COVER_M and COVER_K stay constants because the tuple is made inside the call.
+    QUANTIZE(
+        tile, source, shared, planes, buffers, (row, column, m, k, COVER_M, COVER_K),
+        ROWWISE, COLUMNWISE, SWIZZLED, EVEN, HARDWARE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -123,7 +123,7 @@ def store_nibbles(
     clamping. bf16 takes a shorter way, which is wrong for blocks with NaN, infinities or extreme multipliers: a program
     whose tile has such a block reads the tile again, and overwrites its codes.
     """
-    row, column, m, k = at
+    row, column, m, k = at[:4]
     BLOCK_M: tl.constexpr = BLOCK[0]
     BLOCK_K: tl.constexpr = BLOCK[1]
     if tl.bfloat16 == tile.dtype:
@@ -132,7 +132,7 @@ def store_nibbles(
         put_words(words, plane, transposed_out, at, 4, EVEN, True)
         ordinary = (factor >= 2.0**-126) & (factor < float("inf")) & (amax < float("inf"))
         if tl.min(tl.min(ordinary.to(tl.int32), 1), 0) == 0:
-            tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN)
+            tile = load(x, row, column, m, k, stride_m, stride_k, tile.shape[0], tile.shape[1], EVEN, at[4:])
             words = _values_to_nibbles(tile, multiplier, BLOCK_M, BLOCK_K, MANTISSA, BIAS, MAX, LOW_FIRST)
             tl.debug_barrier()  # other threads may have written these words just before
             put_words(words, plane, transposed_out, at, 4, EVEN, True)

@@ -1,6 +1,8 @@
-"""Tiles in generated kernels, as Triton functions: loads and stores, and the kernels that compute amaxes.
+"""Tiles in generated kernels, as Triton functions: loads and stores.
 
 A program works on a tile of TILE_M rows and TILE_K columns of a matrix (m, k). EVEN: every tile is inside the matrix.
+COVER: the rows and columns of a tile that hold whole blocks. The others are idle: they are neither loaded nor stored.
+(0, 0): no row or column is idle.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.blocks import block_amax, to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan, pack, unpack
+from layoutc.runtime.triton.codes import bits_of, isnan, pack, unpack
+from layoutc.runtime.triton.units import power_above
+
+ALL = tl.constexpr((0, 0))  # default of COVER
+NO_UNITS = tl.constexpr((0, 0))  # default of UNIT
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
 @triton.jit
 def round_up(a, multiple: tl.constexpr):
     """`a` rounded up to a multiple."""
@@ -44,14 +48,26 @@ def load(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
+    COVER: tl.constexpr = ALL,
 ):
     """A tile (TILE_M, TILE_K) of a (rows, columns) matrix, with zeros outside the matrix."""
     i = tl.arange(0, TILE_M)[:, None]
     j = tl.arange(0, TILE_K)[None, :]
     pointers = pointer + row * stride_row + column * stride_column + (i * stride_row + j * stride_column)
+    if COVER[0]:
+        return tl.load(pointers, mask=_covered(i, j, row, column, rows, columns, EVEN, COVER), other=0)
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=(row + i < rows) & (column + j < columns), other=0)
+
+
+@triton.jit
+def _covered(i, j, row, column, rows, columns, EVEN: tl.constexpr, COVER: tl.constexpr):
+    """True for entries (i, j) of a tile that are not idle and inside the matrix."""
+    covered = (i < COVER[0]) & (j < COVER[1])
+    if EVEN:
+        return covered
+    return covered & (row + i < rows) & (column + j < columns)
 
 
 @triton.jit
@@ -67,14 +83,16 @@ def load_runs(
     TILE_K: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN: tl.constexpr,
+    COVER: tl.constexpr = ALL,
 ):
     """As load, with PIECES (1, 2 or 4) adjacent pieces of 16 bytes of a row in one thread.
 
     Each piece is a load of its own. That way, fewer threads share a block along a row, and compute its scale.
     """
     if PIECES == 1:
-        return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN)
+        return load(pointer, row, column, rows, columns, stride_row, stride_column, TILE_M, TILE_K, EVEN, COVER)
     else:
+        tl.static_assert(COVER[0] == 0)
         WIDTH: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
         RUNS: tl.constexpr = TILE_K // (PIECES * WIDTH)
         # These shapes matter: with two dims for one row, or three for several, Triton moves data or repeats amaxes.
@@ -120,12 +138,15 @@ def _load_piece(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr):
+def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr, COVER: tl.constexpr = ALL):
     """Writes a tile into a contiguous (rows, columns) matrix, in the matrix's dtype; nothing outside the matrix."""
     i = tl.arange(0, tile.shape[0])[:, None]
     j = tl.arange(0, tile.shape[1])[None, :]
     pointers = pointer + row * columns + column + (i * columns + j)
-    if EVEN:
+    if COVER[0]:
+        inside = _covered(i, j, row, column, rows, columns, EVEN, COVER)
+        tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=inside)
+    elif EVEN:
         tl.store(pointers, tile.to(pointer.dtype.element_ty))
     else:
         tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(row + i < rows) & (column + j < columns))
@@ -133,12 +154,23 @@ def store(pointer, tile, row, column, rows, columns, EVEN: tl.constexpr):
 
 @triton.jit
 def store_words(
-    pointer, words, row, word, rows, row_words, NBYTES: tl.constexpr, SPAN: tl.constexpr, LOW_FIRST: tl.constexpr
+    pointer,
+    words,
+    row,
+    word,
+    rows,
+    row_words,
+    NBYTES: tl.constexpr,
+    SPAN: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    COVER: tl.constexpr = ALL,
 ):
     """Writes packed words of NBYTES bytes into rows of `row_words` words. SPAN: NBYTES, or the next power of 2."""
     i = tl.arange(0, words.shape[0])[:, None]
     j = tl.arange(0, words.shape[1])[None, :]
     inside = (row + i < rows) & (word + j < row_words)
+    if COVER[0]:
+        inside = inside & (i < COVER[0]) & (j < COVER[1])
     pointers = pointer + (row * row_words + word) * NBYTES + (i * row_words + j) * NBYTES
     if NBYTES == 1:
         tl.store(pointers, words.to(tl.uint8), mask=inside)
@@ -179,13 +211,25 @@ def load_words(
 
 
 @triton.jit
-def store_packed(pointer, codes, row, column, rows, columns, BITS: tl.constexpr, LOW_FIRST: tl.constexpr):
+def store_packed(
+    pointer,
+    codes,
+    row,
+    column,
+    rows,
+    columns,
+    BITS: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
+    COVER: tl.constexpr = ALL,
+):
     """Writes a tile of codes of BITS bits into contiguous rows, packed in groups that fill whole bytes."""
     GROUP: tl.constexpr = 8 if BITS % 2 else (4 if BITS % 4 else (2 if BITS % 8 else 1))
     NBYTES: tl.constexpr = BITS * GROUP // 8
     SPAN: tl.constexpr = 1 if NBYTES == 1 else (4 if NBYTES == 3 else 8)
     words = pack(codes, BITS, GROUP, LOW_FIRST) if GROUP > 1 else codes
-    store_words(pointer, words, row, column // GROUP, rows, columns // GROUP, NBYTES, SPAN, LOW_FIRST)
+    KEPT_M: tl.constexpr = COVER[0]
+    KEPT_K: tl.constexpr = COVER[1] // GROUP
+    store_words(pointer, words, row, column // GROUP, rows, columns // GROUP, NBYTES, SPAN, LOW_FIRST, (KEPT_M, KEPT_K))
 
 
 @triton.jit
@@ -225,32 +269,60 @@ def load_blocks(
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr = NO_UNITS,
 ):
     """The entries of a tile's blocks, (m blocks, k blocks), from a plane with an entry for each block.
 
-    at: (row, column, m, k): where the tile begins, and the sizes of the matrix. BLOCK: rows and columns of a block; 0
-    for the whole axis.
+    at: begins with (row, column, m, k): where the tile begins, and the sizes of the matrix. BLOCK: rows and columns of
+    a block; 0 for the whole axis. If the tile is not whole blocks, their numbers are rounded up to powers of two.
+
+    UNIT: rows and columns of a unit. With it, the result has an entry for each unit of the tile, (m units, k units),
+    and blocks may begin or end outside the tile.
     """
-    row, column, m, k = at
+    row, column, m, k = at[:4]
     BLOCK_M: tl.constexpr = BLOCK[0]
     BLOCK_K: tl.constexpr = BLOCK[1]
     at_m = 0 if BLOCK_M == 0 else (row if BLOCK_M == 1 else row // BLOCK_M)
     at_k = 0 if BLOCK_K == 0 else (column if BLOCK_K == 1 else column // BLOCK_K)
     count_m = 1 if BLOCK_M == 0 else (m if BLOCK_M == 1 else tl.cdiv(m, BLOCK_M))
     count_k = 1 if BLOCK_K == 0 else (k if BLOCK_K == 1 else tl.cdiv(k, BLOCK_K))
-    SPAN_M: tl.constexpr = TILE_M // BLOCK_M if BLOCK_M else 1
-    SPAN_K: tl.constexpr = TILE_K // BLOCK_K if BLOCK_K else 1
-    WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
-    return load(plane, at_m, at_k, count_m, count_k, count_k, 1, SPAN_M, SPAN_K, WHOLE)
+    if UNIT[0] + UNIT[1] > 0:
+        i = _block_of_units(row, TILE_M, BLOCK_M, UNIT[0])[:, None]
+        j = _block_of_units(column, TILE_K, BLOCK_K, UNIT[1])[None, :]
+        return tl.load(plane + i * count_k + j, mask=(i < count_m) & (j < count_k), other=0)
+    else:
+        SPAN_M: tl.constexpr = power_above(TILE_M // BLOCK_M) if BLOCK_M else 1
+        SPAN_K: tl.constexpr = power_above(TILE_K // BLOCK_K) if BLOCK_K else 1
+        WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
+        return load(plane, at_m, at_k, count_m, count_k, count_k, 1, SPAN_M, SPAN_K, WHOLE)
+
+
+@triton.jit
+def load_ranges(plane, at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """(lowest, highest) of a tile's blocks of whole rows, as load_blocks, from a plane (2, m blocks, 1)."""
+    lowest = load_blocks(plane, at, TILE_M, TILE_K, EVEN, BLOCK)
+    return lowest, load_blocks(plane + tl.cdiv(at[2], BLOCK[0]), at, TILE_M, TILE_K, EVEN, BLOCK)
+
+
+@triton.jit
+def _block_of_units(first, TILE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
+    """The number of each unit's block, along one axis of a tile. BLOCK 0 is the whole axis."""
+    if BLOCK == 0:
+        return tl.zeros((1,), tl.int64)
+    else:
+        return (first + tl.arange(0, TILE // UNIT) * UNIT) // BLOCK
 
 
 @triton.jit
 def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     """Inverse of load_blocks; nothing if the plane is None.
 
-    An axis with BLOCK 0 has one entry, so tiles must span the axis, or all have the same entry.
+    at: (row, column, m, k, and the two of COVER). An axis with BLOCK 0 has one entry, so tiles must span the axis, or
+    all have the same entry.
     """
-    row, column, m, k = at
+    row, column, m, k = at[:4]
+    COVER_M: tl.constexpr = at[4]
+    COVER_K: tl.constexpr = at[5]
     BLOCK_M: tl.constexpr = BLOCK[0]
     BLOCK_K: tl.constexpr = BLOCK[1]
     if plane is not None:
@@ -260,7 +332,9 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
         count_k = 1 if BLOCK_K == 0 else (k if BLOCK_K == 1 else tl.cdiv(k, BLOCK_K))
         WHOLE: tl.constexpr = EVEN and BLOCK_M > 0 and BLOCK_K > 0
         if BLOCK_M or BLOCK_K:
-            store(plane, entries, at_m, at_k, count_m, count_k, WHOLE)
+            KEPT_M: tl.constexpr = COVER_M // BLOCK_M if BLOCK_M else (1 if COVER_M else 0)
+            KEPT_K: tl.constexpr = COVER_K // BLOCK_K if BLOCK_K else (1 if COVER_K else 0)
+            store(plane, entries, at_m, at_k, count_m, count_k, WHOLE, (KEPT_M, KEPT_K))
         else:
             tl.store(plane, entries.to(plane.dtype.element_ty), mask=(row == 0) & (column == 0))
 
@@ -273,70 +347,3 @@ def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
         return tl.where(isnan(values), 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return values.to(DTYPE)
-
-
-# --------------------------------------------------------------------------------------------------------------- amaxes
-@triton.jit
-def raise_amax(
-    x,
-    amax,
-    row,
-    column,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    columns,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Reads the tile of x at (row, column), and raises the amax of each of its column blocks by an atomic maximum."""
-    tile = load(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, EVEN)
-    largest = bits_of(block_amax(tile, TILE_M, BLOCK_K, HARDWARE))
-    j = tl.arange(0, TILE_K // BLOCK_K)[None, :] + (0 if WHOLE else column // BLOCK_K)
-    tl.atomic_max(amax + j, largest, mask=j < columns, sem="relaxed")
-
-
-@triton.jit
-def amax_kernel(
-    x,
-    amax,
-    m,
-    k,
-    stride_m,
-    stride_k,
-    columns,
-    BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    EVEN: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Raises amax, (1, columns) fp32 bits as int32, to the largest magnitude of each BLOCK_K columns over all rows.
-
-    WHOLE: there is one amax, for all columns. Each program reads one tile, and does one atomic maximum for each of the
-    tile's column blocks. The bits of magnitudes are in the same order as the magnitudes, with NaN above infinity.
-    """
-    row, column = tile_of(m, k, TILE_M, TILE_K)
-    raise_amax(x, amax, row, column, m, k, stride_m, stride_k, columns, BLOCK_K, TILE_M, TILE_K, WHOLE, EVEN, HARDWARE)
-
-
-@triton.jit
-def row_amax_kernel(
-    x, amax, m, k, stride_m, stride_k, BLOCK_M: tl.constexpr, TILE_K: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Writes amax, (m blocks, 1) fp32: the largest magnitude of each BLOCK_M rows over all columns.
-
-    Each program reads one block of rows.
-    """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M
-    largest = tl.zeros((BLOCK_M, TILE_K), tl.int32)
-    for column in range(0, k, TILE_K):
-        tile = load(x, row, column, m, k, stride_m, stride_k, BLOCK_M, TILE_K, False)
-        largest = tl.maximum(largest, bits_of(to_float(tile)) & 0x7FFFFFFF)
-    tl.store(amax + tl.program_id(0), float_of(tl.max(tl.max(largest, 1), 0)))

@@ -8,6 +8,7 @@ import triton.language as tl
 from layoutc.runtime.triton.blocks import from_blocks
 from layoutc.runtime.triton.codes import pack
 from layoutc.runtime.triton.tiles import load_codes, round_up, store, store_packed
+from layoutc.runtime.triton.units import power_below
 
 # Defaults of DIMS, FREE and PAD below. Triton 3.6 does not accept a str as a default.
 ROWS_FIRST = tl.constexpr("mk")
@@ -140,12 +141,15 @@ def _put_transposed(words, out, row, column, m, k, BITS: tl.constexpr, EVEN: tl.
 def put_words(words, plane, transposed_out, at, BITS: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr):
     """Writes a tile of codes, in words: into a plane (m, k), and transposed into a buffer (k, m), unless it is None.
 
-    at: (row, column, m, k): where the tile begins, and the sizes of the matrix. BITS: 4 or 8.
+    at: (row, column, m, k, and the two of COVER): where the tile begins, the sizes of the matrix, and the rows and
+    columns of the tile that are written. BITS: 4 or 8.
     """
     N: tl.constexpr = 32 // BITS
-    row, column, m, k = at
+    row, column, m, k = at[:4]
+    COVER_M: tl.constexpr = at[4]
+    COVER_K: tl.constexpr = at[5] // N
     if plane is not None:
-        store(plane.to(tl.pointer_type(tl.int32)), words, row, column // N, m, k // N, EVEN)
+        store(plane.to(tl.pointer_type(tl.int32)), words, row, column // N, m, k // N, EVEN, (COVER_M, COVER_K))
     if transposed_out is not None:
         _put_transposed(words, transposed_out, row, column, m, k, BITS, EVEN, HARDWARE)
 
@@ -176,15 +180,15 @@ def put_codes(
     LOW_FIRST: tl.constexpr = True,
 ):
     """As put_words, for a tile of codes of any width. With a buffer: of 8 bits, or of 4 bits with low bits first."""
-    row, column, m, k = at
+    row, column, m, k = at[:4]
     if transposed_out is not None:
         packed = pack(codes, 4, 2, LOW_FIRST) if BITS == 4 else codes
         put_words(to_words(packed), plane, transposed_out, at, BITS, EVEN, HARDWARE)
     elif plane is not None:
         if BITS == 8:
-            store(plane, codes, row, column, m, k, EVEN)
+            store(plane, codes, row, column, m, k, EVEN, at[4:])
         else:
-            store_packed(plane, codes, row, column, m, k, BITS, LOW_FIRST)
+            store_packed(plane, codes, row, column, m, k, BITS, LOW_FIRST, at[4:])
 
 
 @triton.jit
@@ -268,6 +272,14 @@ def move_codes(
 
 
 @triton.jit
+def _entries(first, TILE: tl.constexpr, STEP: tl.constexpr):
+    """The numbers of the entries that begin in a tile, along one axis, if STEP is not a power of two; then 2^31."""
+    LANES: tl.constexpr = TILE // power_below(STEP) if STEP < TILE else 1
+    entry = tl.cdiv(first, STEP) + tl.arange(0, LANES)
+    return tl.where(entry * STEP < first + TILE, entry, 1 << 31)
+
+
+@triton.jit
 def move_scales(
     plane,
     out,
@@ -290,8 +302,14 @@ def move_scales(
     if out is not None:
         STEP_M: tl.constexpr = PER[0] if PER[0] else TILE_M
         STEP_K: tl.constexpr = PER[1] if PER[1] else TILE_K
-        i = row // STEP_M + tl.arange(0, TILE_M // STEP_M)[:, None]
-        j = column // STEP_K + tl.arange(0, TILE_K // STEP_K)[None, :]
+        if STEP_M & (STEP_M - 1) == 0:
+            i = row // STEP_M + tl.arange(0, TILE_M // STEP_M)[:, None]
+        else:
+            i = _entries(row, TILE_M, STEP_M)[:, None]
+        if STEP_K & (STEP_K - 1) == 0:
+            j = column // STEP_K + tl.arange(0, TILE_K // STEP_K)[None, :]
+        else:
+            j = _entries(column, TILE_K, STEP_K)[None, :]
         inside = (i * STEP_M < m) & (j * STEP_K < k)
         at_m = i * STEP_M // BLOCK[0] if BLOCK[0] else i * 0
         at_k = j * STEP_K // BLOCK[1] if BLOCK[1] else j * 0
@@ -313,7 +331,7 @@ def spread_scales(
     PLACE: tl.constexpr = None,
 ):
     """Writes the scales of a tile's blocks, (m blocks, k blocks), into a buffer, as _put_scales, unless it is None."""
-    row, column, m, k = at
+    row, column, m, k = at[:4]
     if out is not None:
         shape: tl.constexpr = (scales.shape[0], BLOCK[0] // PER[0], scales.shape[1], BLOCK[1] // PER[1])
         values = from_blocks(tl.broadcast_to(scales[:, None, :, None], shape))

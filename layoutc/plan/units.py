@@ -1,0 +1,81 @@
+"""Blocks whose sizes are not powers of two: the units that kernels cut them into, and the tiles that hold whole blocks.
+
+A tile's sizes are powers of two. It holds as many whole blocks as fit; its other lanes are idle, and move no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from layoutc.layout.layout import Block, Source, codes_per_group
+
+_LEAST_COLUMNS = 64  # a cache line of bf16; a tile has fewer only if it would have too many elements
+_MOST_COLUMNS = 1024
+_MOST_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Units:
+    """Rows and columns of a unit, and how many units a block has along each axis; 0 and 1 for an axis that it spans."""
+
+    sizes: tuple[int, int]
+    counts: tuple[int, int]
+
+
+def units_of(block: Block) -> Units | None:
+    """The units of a block; None if its sizes are powers of two, so that it is one unit."""
+    sizes = unit(block.m or 0), unit(block.k or 0)
+    m, k = ((size or 1) // (one or 1) for size, one in zip((block.m, block.k), sizes, strict=True))
+    return Units(sizes, (m, k)) if m > 1 or k > 1 else None
+
+
+def unit(size: int) -> int:
+    """The largest power of two that divides a size."""
+    return size & -size
+
+
+def lanes(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def steps(sources: Sequence[Source]) -> tuple[int, int]:
+    """The fewest rows and columns that are whole blocks of all sources, and whole words of codes if there are units."""
+    blocks = [source.quantization.block for source in sources]
+    m, k = lcm(*(block.m or 1 for block in blocks)), lcm(*(block.k or 1 for block in blocks))
+    if not any(map(units_of, blocks)):
+        return m, k
+    return m, lcm(k, *(8 if source.data.bits == 4 else codes_per_group(source.data.bits) for source in sources))
+
+
+def sizes_of(step: tuple[int, int], most: int) -> tuple[int, int]:
+    """Rows and columns of the tile with the fewest idle lanes.
+
+    step: what it must hold at least, as from `steps`. most: how many elements it may have, if a step does not need
+    more. Of tiles with equally few idle lanes, the largest, then the widest: for a step of 24 x 24 and 8192 elements,
+    that is 32 x 256, of which blocks fill 24 x 240.
+    """
+    rows = lanes(step[0])
+    columns = max(lanes(step[1]), min(_LEAST_COLUMNS, max(most // rows, 1)))
+    fitting = [
+        (rows << up, columns << over)
+        for up in range(15)
+        for over in range(15)
+        if rows * columns << (up + over) <= max(rows * columns, most)
+        and rows << up <= max(rows, _MOST_ROWS)
+        and columns << over <= max(columns, _MOST_COLUMNS)
+    ]
+    return max(fitting, key=lambda size: (_used(size, step), size[0] * size[1], size[1]))
+
+
+def covered(size: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
+    """How many of a tile's rows and columns hold whole blocks."""
+    return size[0] // step[0] * step[0], size[1] // step[1] * step[1]
+
+
+def _used(size: tuple[int, int], step: tuple[int, int]) -> float:
+    """The fraction of a tile's lanes that are not idle."""
+    rows, columns = covered(size, step)
+    return rows * columns / (size[0] * size[1])

@@ -1,0 +1,55 @@
+"""Recipes that nobody ships, as packages: made when they are asked for, and imported as `layoutc.recipes.NAME`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from places import UNSHIPPED
+
+import layoutc.recipes
+from layoutc.build import pipeline
+
+
+def names() -> list[str]:
+    """Those of tests/unshipped."""
+    return sorted(path.stem for path in UNSHIPPED.glob("*.yaml"))
+
+
+def add_all() -> list[str]:
+    """Makes packages of all of tests/unshipped; their names."""
+    for name in names():
+        add(name, (UNSHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
+    return names()
+
+
+def add(name: str, text: str) -> None:
+    """Makes the package of a spec's text, which must have no error, unless it is there."""
+    folder = _folder() / name
+    spec, files, found = pipeline.read(text.encode(), f"{name}.yaml")
+    assert spec is not None, [str(item) for item in found]
+    if not folder.is_dir():
+        folder.mkdir()
+        for file, content in files.items():
+            (folder / file).write_text(content, encoding="utf-8")
+        importlib.invalidate_caches()
+
+
+def name_of(text: str) -> str:
+    """A name for a spec by its text, so that no two specs share a package."""
+    return f"made_up_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@cache
+def _folder() -> Path:
+    """A folder whose packages are found as recipes; it goes when the process ends."""
+    made = tempfile.TemporaryDirectory()
+    _kept.append(made)
+    layoutc.recipes.__path__.append(made.name)
+    return Path(made.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []

@@ -1,0 +1,219 @@
+"""Kernels of recipes that nobody ships, under Triton's interpreter: blocks of any size, ranges of rows, long sums.
+
+Those of tests/unshipped, and random ones. test_kernels.py compares those of the shipped recipes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from math import lcm
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import unshipped
+import yaml
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from numpy_models import layout_of, recipe, reference
+from test_kernels import bits, compare, kernels, weight
+
+from layoutc.plan.kernels import gap
+from layoutc.runtime import numerics
+from layoutc.runtime.kernels import amaxes, batches
+from layoutc.spec.checks.read import read_spec
+
+triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+import triton.language as tl  # noqa: E402
+
+from layoutc.plan.units import lanes, unit  # noqa: E402
+from layoutc.runtime import triton as lt  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+NAMES = unshipped.names()
+EXAMPLES = 100 if os.environ.get("LAYOUTC_ALL_KERNELS") else 8
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # explaining a failure would take minutes
+
+# (elements, scale); a two-level scale needs the amax of all values.
+ARITHMETICS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("e4m3", "e5m2"), {"format": "f32", "rule": "amax-over-max"}),
+    (("e2m1", "e3m2", "e2m3", "e4m3"), {"format": "e8m0", "rule": "power-of-two", "round": "up"}),
+    (("e2m1", "e4m3"), {"format": "e4m3", "rule": "two-level"}),
+    (("e2m1", "e2m3"), {"format": "e4m3", "rule": "four-over-six"}),
+    (("e2m1",), {"format": "e4m3", "rule": "four-over-six", "squared": True}),
+    (("int4", "int8"), {"format": "f32", "rule": "min-max", "zero": "int8"}),
+]
+SIZES = [1, 3, 5, 8, 12, 16, 20, 24, 33, 48, 64, 96, 100, "all"]
+SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
+SHAPES = [(8, 8), (24, 200), (104, 56), (200, 24), (48, 96)]
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """A sound spec that has kernels, with blocks of which some are no powers of two, or whole rows."""
+    elements, scale = draw(st.sampled_from(ARITHMETICS))
+    element = draw(st.sampled_from(elements))
+    swizzled = draw(st.booleans())
+
+    def orientation(block: dict[str, Any], contracted: str) -> dict[str, Any]:
+        axes = draw(st.permutations(["m", "k"]))
+        data: dict[str, Any] = {"layout": " ".join(axes)}
+        if draw(st.booleans()):
+            data["pad"] = [draw(st.sampled_from([8, 40])), draw(st.sampled_from([8, 16]))]
+        cut = [axis for axis in axes if block[axis] != "all"]
+        terms = []
+        for axis in cut:
+            divisor = draw(st.sampled_from([d for d in range(1, block[axis] + 1) if block[axis] % d == 0]))
+            terms.append(axis if divisor == 1 else f"{axis}/{divisor}")
+        stored: dict[str, Any] = {"layout": " ".join(terms) or "scalar"}
+        if swizzled and len(cut) == 2:
+            stored["pad"] = [4 if axis == contracted else 128 for axis in cut]
+        elif terms and draw(st.booleans()):
+            stored["pad"] = [draw(st.sampled_from([1, 4, 7])) for _ in terms]
+        return {"block": dict(block), "data": data, "scale": stored}
+
+    block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
+    others = [block, {"m": block["k"], "k": block["m"]}, {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}]
+    other = draw(st.sampled_from(others))
+    text: dict[str, Any] = {
+        "layoutc": 1,
+        "name": "made_up",
+        "summary": "made up by a test",
+        "shape": {"m": 8, "k": 8},
+        "element": {"format": element},
+        "scale": scale,
+        "orientations": {"rowwise": orientation(block, "k"), "columnwise": orientation(other, "m")},
+    }
+    if element not in ("e4m3", "e5m2", "int8"):
+        text["element"]["pack"] = draw(st.sampled_from(["low-first", "high-first"]))
+    if scale["rule"] in ("two-level", "four-over-six"):
+        text["tensor"] = {"amax": "f32"}
+    if swizzled:
+        text["gemm"] = {"scale": SWIZZLE}
+    dumped = yaml.safe_dump(text, sort_keys=False, width=200)
+    name = unshipped.name_of(dumped)
+    dumped = dumped.replace("name: made_up", f"name: {name}")
+    spec, _ = read_spec(dumped, f"{name}.yaml")
+    assume(spec is not None and gap(layout_of(dumped, name)) is None)
+    return dumped
+
+
+@pytest.mark.slow
+@given(texts(), st.sampled_from(SHAPES), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**16))
+@settings(max_examples=EXAMPLES, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+def test_random_blocks(text: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    """All orientations at once and each by itself, into planes and buffers and back."""
+    name = yaml.safe_load(text)["name"]
+    unshipped.add(name, text)
+    orientations = recipe(name).LAYOUT.orientations
+    x = weight(*shape, seed).to(dtype)
+    for asked in dict.fromkeys((orientations, *((one,) for one in orientations))):
+        compare(name, x, asked)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantize_and_dequantize_equal_the_reference(name: str) -> None:
+    """At shapes of less than a block, of several tiles, and of whole tiles, which need no masks but those of idle
+    lanes."""
+    unshipped.add_all()
+    layout, made = recipe(name).LAYOUT, kernels(name)
+    widest = max(tile[1] for tile in made.quantize_sizes.values())
+    shapes = [(8, 8), (104, 200), (24, widest + 16)]
+    covers = {(lcm(m, layout.multiple_m), lcm(k, layout.multiple_k)) for m, k in made.covers.values()}
+    shapes += [(m, k) for m, k in sorted(covers) if m * k < 10_000]
+    for seed, (m, k) in enumerate(dict.fromkeys(shapes)):
+        compare(name, weight(m, k, seed).to(torch.bfloat16), layout.orientations)
+    for orientation in layout.orientations:
+        compare(name, weight(104, 200, 7), (orientation,))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planes_to_write_into_and_strides(name: str) -> None:
+    """Nothing is written beside a plane: what surrounds it stays."""
+    unshipped.add_all()
+    layout, (m, k) = recipe(name).LAYOUT, (72, 120)
+    x = weight(k, m, 3).t()
+    amax = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
+    expected = reference(name).quantize_reference(x, amax=amax)
+    spaces = {plane: torch.full((stored.numel() + 64,), 0x5A, dtype=stored.dtype) for plane, stored in expected.items()}
+    out = {plane: spaces[plane][32:-32].view(stored.shape) for plane, stored in expected.items()}
+    kernels(name).quantize(x, amax, layout.orientations, out)
+    for plane, stored in expected.items():
+        assert torch.equal(bits(stored), bits(out[plane])), plane
+        assert (torch.cat([spaces[plane][:32], spaces[plane][-32:]]) == 0x5A).all(), plane
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "int4_rows"])  # whole rows are in no batch
+def test_batches(name: str) -> None:
+    """Matrices of several shapes in a launch or two."""
+    unshipped.add_all()
+    assert kernels(name).batched
+    layout = recipe(name).LAYOUT
+    xs = [weight(m, k, seed).to(torch.bfloat16) for seed, (m, k) in enumerate([(24, 240), (8, 8), (104, 56), (48, 96)])]
+    shared = [recipe(name).Tensor._shared_amax(x) for x in xs] if layout.shares_amax else None
+    packed = None if shared is None else torch.cat([amax.reshape(-1) for amax in shared])
+    amaxes_ = None if packed is None else list(packed.split([amax.numel() for amax in shared or ()]))
+    expected = [
+        reference(name).quantize_reference(x, amax=amax)
+        for x, amax in zip(xs, shared or itertools.repeat(None), strict=False)
+    ]
+    outs = [{plane: torch.empty_like(stored) for plane, stored in one.items()} for one in expected]
+    kernels(name).quantize_batch(xs, amaxes_, layout.orientations, outs)
+    for one, out in zip(expected, outs, strict=True):
+        for plane, stored in one.items():
+            assert torch.equal(bits(stored), bits(out[plane])), plane
+
+
+@pytest.mark.parametrize("block_k", [3, 24, 100, 130])
+def test_amaxes_of_columns(block_k: int) -> None:
+    """Of one matrix and of a batch, with a NaN and without."""
+    xs = [weight(70, 300, 1), weight(5, 33, 2).nan_to_num(1.0, 2.0, -3.0), weight(64, 480, 3)]
+    expected = [numerics.column_amax(x, block_k) for x in xs]
+    assert all(
+        torch.equal(bits(amaxes.matrix_amax(x, block_k)), bits(one)) for x, one in zip(xs, expected, strict=True)
+    )
+    assert torch.equal(bits(batches.batch_amax(xs, block_k)), bits(torch.cat([one.flatten() for one in expected])))
+
+
+@pytest.mark.parametrize("block_m", [1, 3, 16, 20])
+def test_amaxes_and_ranges_of_rows(block_m: int) -> None:
+    """A NaN makes both ends of a range NaN; 0 is in every range."""
+    for x in (weight(70, 300, 1), weight(5, 33, 2).nan_to_num(1.0, 2.0, -3.0), torch.full((20, 8), 2.0)):
+        blocks = numerics.to_blocks(x, block_m, None)
+        assert torch.equal(bits(amaxes.row_amax(x, block_m)), bits(numerics.block_amax(blocks)))
+        lowest, highest = numerics.block_range(blocks)
+        found = amaxes.row_range(x, block_m)
+        assert torch.equal(bits(found[0] + 0.0), bits(torch.clamp(lowest, max=0.0) + 0.0))
+        assert torch.equal(bits(found[1] + 0.0), bits(torch.clamp(highest, min=0.0) + 0.0))
+
+
+@triton.jit
+def sum_kernel(
+    x, out, TILE_M: tl.constexpr, TILE_K: tl.constexpr, UNIT_M: tl.constexpr, UNIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CONTRACTS_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of each block of a tile (TILE_M, TILE_K)."""
+    tile = tl.load(x + tl.arange(0, TILE_M)[:, None] * TILE_K + tl.arange(0, TILE_K)[None, :])
+    blocks = lt.whole_blocks(lt.to_blocks(tile, UNIT_M, UNIT_K), BLOCK=(BLOCK_M, BLOCK_K))
+    sums = lt.block_sum(blocks, CONTRACTS_K)
+    places = tl.arange(0, sums.shape[0])[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
+    tl.store(out + places, sums)
+
+
+@pytest.mark.parametrize("contracts_k", [True, False])
+@pytest.mark.parametrize("block", [(1, 48), (64, 1), (24, 24), (3, 100), (16, 128), (256, 5), (33, 64)])
+def test_sums_of_blocks(block: tuple[int, int], contracts_k: bool) -> None:
+    """In the reference's order, to the last bit; what a tile holds of further blocks is in no sum."""
+    tile = lanes(block[0]) * 2, lanes(block[1]) * 2
+    counts = tile[0] // block[0], tile[1] // block[1]
+    x = torch.from_numpy(np.random.default_rng(0).lognormal(0, 3, tile).astype(np.float32))
+    out = torch.empty(lanes(counts[0]), lanes(counts[1]))
+    sum_kernel[(1,)](x, out, *tile, *map(unit, block), *block, contracts_k)
+    held = x[: counts[0] * block[0], : counts[1] * block[1]].contiguous()
+    expected = numerics.block_sum(numerics.to_blocks(held, *block), "k" if contracts_k else "m")
+    assert torch.equal(expected, out[: counts[0], : counts[1]])
