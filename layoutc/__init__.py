@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.cast.precompute import precompute_amaxes
+    from layoutc.runtime.products.mode import products
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
@@ -26,6 +27,7 @@ _RUNTIME = {
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
     "precompute_amaxes": "layoutc.runtime.cast.precompute",
+    "products": "layoutc.runtime.products.mode",
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",
@@ -41,6 +43,7 @@ __all__ = [
     "implicit_dequantizes",
     "inspect",
     "precompute_amaxes",
+    "products",
     "quantize_",
     "quantized_init",
     "strict",

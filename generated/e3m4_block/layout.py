@@ -20,7 +20,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, cdiv
 
-require(6, "e3m4_block")
+require(7, "e3m4_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -70,6 +70,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm has no dtype for e3m4 codes",
+        "columnwise": "scaled_mm has no dtype for e3m4 codes",
+    },
     planes=planes,
     buffers=buffers,
 )

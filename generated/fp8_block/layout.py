@@ -18,9 +18,9 @@ columnwise: same codes and scales as rowwise; data transposed; scale transposed,
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(6, "fp8_block")
+require(7, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -46,7 +46,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block",
     summary="E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each",
-    spec_sha256="3f2558c947ba1a934a7b9db366db3e73ac6d52feea0bccc81ef7ee03ac73a4f8",
+    spec_sha256="fcff1baa9db4679f5594e8809ec7e7c21b296e79c0ca810f83253dc93760b23f",
     layout_id="09c0d85eeed1",
     language=1,
     shard_rows=128,
@@ -72,6 +72,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("BlockWise128x128", torch.float8_e4m3fn, torch.float32),
+        "columnwise": Operand("BlockWise128x128", torch.float8_e4m3fn, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_block_1d", "f52fff5e711b"),
+        gradient=("fp8_block_1d", "f52fff5e711b"),
+        forward=Cards((9, 0), below=(10, 0)),
+        grad_input=Cards((9, 0), below=(10, 0)),
+        grad_weight=Cards((9, 0), below=(10, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

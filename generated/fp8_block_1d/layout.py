@@ -20,9 +20,9 @@ columnwise: has its own codes: blocks are 128x1 columnwise, 1x128 rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(6, "fp8_block_1d")
+require(7, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -49,7 +49,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block_1d",
     summary="E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM",
-    spec_sha256="24d14ae0c62e65afe67e8823555e9739226570134c7fe22295221a14e76b27ba",
+    spec_sha256="11633c840b328864a01a440062d99802e21c2ea1bd59a5e451c854f239419437",
     layout_id="f52fff5e711b",
     language=1,
     shard_rows=128,
@@ -77,6 +77,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("BlockWise1x128", torch.float8_e4m3fn, torch.float32),
+        "columnwise": Operand("BlockWise1x128", torch.float8_e4m3fn, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_block_1d", "f52fff5e711b"),
+        gradient=("fp8_block_1d", "f52fff5e711b"),
+        forward=Cards((9, 0), below=(10, 0)),
+        grad_input=Cards((9, 0), below=(10, 0)),
+        grad_weight=Cards((9, 0), below=(10, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -16,9 +16,9 @@ columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(6, "fp8_current")
+require(7, "fp8_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -42,7 +42,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_current",
     summary="E4M3 weights under one FP32 scale, taken from the weight's own amax",
-    spec_sha256="d44adc6509985a4450d4ad786117436ccb2380c81701018ca66af4a954bafed4",
+    spec_sha256="361e9075e2b148ac7ed9481f170d165e556cfd56634b98f9eda502f0dc93bb3a",
     layout_id="d7ab66564343",
     language=1,
     shard_rows=1,
@@ -64,6 +64,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "columnwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("TensorWise", torch.float8_e4m3fn, torch.float32),
+        "columnwise": Operand("TensorWise", torch.float8_e4m3fn, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_current", "d7ab66564343"),
+        gradient=("fp8_e5m2_current", "c94341523903"),
+        forward=Cards((8, 9), cpu=True),
+        grad_input=Cards((8, 9), cpu=True),
+        grad_weight=Cards((8, 9), cpu=True),
+    ),
     planes=planes,
     buffers=buffers,
 )

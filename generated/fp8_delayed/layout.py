@@ -16,9 +16,9 @@ columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(6, "fp8_delayed")
+require(7, "fp8_delayed")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -44,7 +44,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_delayed",
     summary="E4M3 weights under one FP32 scale, taken from a history of amaxes",
-    spec_sha256="3933fffe7aa0b6fca7704ea19a42a091d6959dbcd490211c94d810d246c3cc5b",
+    spec_sha256="e8d6904f12e514da51e0e1222df61712f5f014f4fd8e83e72971f5b5a1b04919",
     layout_id="586794434920",
     language=1,
     shard_rows=1,
@@ -76,6 +76,17 @@ LAYOUT = Layout(
     },
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("TensorWise", torch.float8_e4m3fn, torch.float32),
+        "columnwise": Operand("TensorWise", torch.float8_e4m3fn, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_current", "d7ab66564343"),
+        gradient=("fp8_e5m2_current", "c94341523903"),
+        forward=Cards((8, 9), cpu=True),
+        grad_input=Cards((8, 9), cpu=True),
+        grad_weight=Cards((8, 9), cpu=True),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -16,9 +16,9 @@ columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(6, "fp8_e5m2_current")
+require(7, "fp8_e5m2_current")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -42,7 +42,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_e5m2_current",
     summary="E5M2 weights under one FP32 scale, taken from the weight's own amax",
-    spec_sha256="ace5d7e889b098380a813668e5431c868befa9dd7059b66be2d64a8257f6a870",
+    spec_sha256="0108c76cc68f5be1d1a2af63f7632b5b145b45904fcbdca9eb4bf99cd5234386",
     layout_id="c94341523903",
     language=1,
     shard_rows=1,
@@ -64,6 +64,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "columnwise_scale": "rowwise_scale"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("TensorWise", torch.float8_e5m2, torch.float32),
+        "columnwise": Operand("TensorWise", torch.float8_e5m2, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_current", "d7ab66564343"),
+        gradient=("fp8_current", "d7ab66564343"),
+        forward=Cards((8, 9), cpu=True),
+        grad_input=Cards((8, 9), cpu=True),
+        grad_weight=Cards((8, 9), cpu=True),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -17,9 +17,9 @@ columnwise: has its own codes: blocks are allx1 columnwise, 1xall rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
 
-require(6, "fp8_rowwise")
+require(7, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -45,7 +45,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row , columnwise for each column",
-    spec_sha256="f00fe5e0e4396bde6396309081aefb9236d349abe15c7a43a74809019dbe2322",
+    spec_sha256="c13b63f40bf85e40895d28eb98c6c33043abe83369dceadcf388d8cdf999ed34",
     layout_id="a93daaa57939",
     language=1,
     shard_rows=1,
@@ -78,6 +78,17 @@ LAYOUT = Layout(
     },
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": Operand("RowWise", torch.float8_e4m3fn, torch.float32),
+        "columnwise": Operand("RowWise", torch.float8_e4m3fn, torch.float32),
+    },
+    products=Products(
+        activation=("fp8_rowwise", "a93daaa57939"),
+        gradient=("fp8_rowwise", "a93daaa57939"),
+        forward=Cards((8, 9), cpu=True),
+        grad_input=Cards((8, 9), cpu=True),
+        grad_weight=None,
+    ),
     planes=planes,
     buffers=buffers,
 )

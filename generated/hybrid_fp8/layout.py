@@ -20,9 +20,9 @@ columnwise: has its own codes: blocks are 128x128 columnwise, 1x32 rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, cdiv, up
+from layoutc.runtime.facts import Facts, Layout, Operand, Plane, cdiv, up
 
-require(6, "hybrid_fp8")
+require(7, "hybrid_fp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -77,6 +77,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
+        "columnwise": Operand("BlockWise128x128", torch.float8_e5m2, torch.float32),
+    },
     planes=planes,
     buffers=buffers,
 )

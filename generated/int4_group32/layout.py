@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(6, "int4_group32")
+require(7, "int4_group32")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -91,6 +91,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "rowwise_scale": "rowwise_scale", "rowwise_zero": "rowwise_zero"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm knows no zero points",
+        "columnwise": "scaled_mm knows no zero points",
+    },
     planes=planes,
     buffers=buffers,
 )

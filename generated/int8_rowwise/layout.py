@@ -19,7 +19,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
-require(6, "int8_rowwise")
+require(7, "int8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -78,6 +78,10 @@ LAYOUT = Layout(
     },
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm has no dtype for int8 codes",
+        "columnwise": "scaled_mm has no dtype for int8 codes",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(6, "mxfp4")
+require(7, "mxfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -76,6 +76,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
+        "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
+    },
     planes=planes,
     buffers=buffers,
 )

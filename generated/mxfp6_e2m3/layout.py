@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(6, "mxfp6_e2m3")
+require(7, "mxfp6_e2m3")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -76,6 +76,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm has no dtype for e2m3 codes",
+        "columnwise": "scaled_mm has no dtype for e2m3 codes",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -20,9 +20,9 @@ columnwise: has its own codes: blocks are 32x1 columnwise, 1x32 rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
 
-require(6, "mxfp8")
+require(7, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -48,7 +48,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8",
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
-    spec_sha256="3dbd707da78eec3233086bfc401f877408bb3c91a5ba2f2b5d06bfa8cce39041",
+    spec_sha256="567edcc8c1ccba54055f145485853724d6d5291b11f1eb6b1e569c706d8b339a",
     layout_id="6f13e8dd84ca",
     language=1,
     shard_rows=32,
@@ -75,6 +75,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "columnwise_data": "columnwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu),
+        "columnwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu, transposes=True),
+    },
+    products=Products(
+        activation=("mxfp8", "6f13e8dd84ca"),
+        gradient=("mxfp8", "6f13e8dd84ca"),
+        forward=Cards((10, 0), below=(11, 0)),
+        grad_input=Cards((10, 0), below=(11, 0)),
+        grad_weight=Cards((10, 0), below=(11, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -19,9 +19,9 @@ x 128.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
 
-require(6, "mxfp8_2d")
+require(7, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -47,7 +47,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8_2d",
     summary="E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes",
-    spec_sha256="2220af925669bb1388eb133834c2ae1a8d88479e1f8cbece3690b95881fb1c91",
+    spec_sha256="82355bab431c25537433a6004872c4f3a1524753463e148a7cd3fae328d61bf0",
     layout_id="a2506c481ea6",
     language=1,
     shard_rows=32,
@@ -73,6 +73,17 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "columnwise_data": "rowwise_data"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu),
+        "columnwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu, transposes=True),
+    },
+    products=Products(
+        activation=("mxfp8", "6f13e8dd84ca"),
+        gradient=("mxfp8", "6f13e8dd84ca"),
+        forward=Cards((10, 0), below=(11, 0)),
+        grad_input=Cards((10, 0), below=(11, 0)),
+        grad_weight=Cards((10, 0), below=(11, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

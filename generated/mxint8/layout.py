@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
-require(6, "mxint8")
+require(7, "mxint8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -76,6 +76,10 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data"},
     swizzled=(),
     extremes=True,
+    operands={
+        "rowwise": "scaled_mm has no dtype for int8_64ths codes",
+        "columnwise": "scaled_mm has no dtype for int8_64ths codes",
+    },
     planes=planes,
     buffers=buffers,
 )

@@ -19,9 +19,9 @@ zero-padded to multiples of 128 x 4.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
 
-require(6, "nvfp4")
+require(7, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -49,7 +49,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4",
     summary="E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax",
-    spec_sha256="aabf87b248283364d56f7a25d9e077b8aa69f42e40be8d35c9e63efb786c2c95",
+    spec_sha256="c67252640e18a9df591dec007294242ffba8d54a5d89e5e8332a84ef47de8ecd",
     layout_id="7356aee3b36b",
     language=1,
     shard_rows=16,
@@ -78,6 +78,21 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297
+        ),
+        "columnwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297
+        ),
+    },
+    products=Products(
+        activation=("nvfp4_1d", "d267bb47f560"),
+        gradient=("nvfp4_1d", "d267bb47f560"),
+        forward=Cards((10, 0), below=(11, 0)),
+        grad_input=Cards((10, 0), below=(11, 0)),
+        grad_weight=Cards((10, 0), below=(11, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -10,6 +10,7 @@ from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
@@ -29,6 +30,7 @@ class NVFP4Tensor(QuantizedTensor):
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
+    __torch_function__ = classmethod(autograd.torch_function)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m // 16, k // 16) uint8: e4m3 scale of each 16x16 block
@@ -70,6 +72,7 @@ class NVFP4CastTensor(CastOnGather):
     """A weight that stays in high precision. Each gather quantizes it to NVFP4Tensor."""
 
     QUANTIZED = NVFP4Tensor
+    __torch_function__ = classmethod(autograd.torch_function)
 
 
 quantize, quantize_buffers = entry_points.functions(NVFP4Tensor)

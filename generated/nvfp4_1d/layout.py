@@ -19,9 +19,9 @@ columnwise: has its own codes: blocks are 16x1 columnwise, 1x16 rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
 
-require(6, "nvfp4_1d")
+require(7, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -50,7 +50,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_1d",
     summary="E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax",
-    spec_sha256="24a5862da4a4536d82021e69696eadc7bc18143eb706982667d91e3880e91ff9",
+    spec_sha256="6bbba803c289c70abaab0728f9a050613ec9664b0c5d9f0290b791e9ee2bdd93",
     layout_id="d267bb47f560",
     language=1,
     shard_rows=16,
@@ -81,6 +81,21 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
+    operands={
+        "rowwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297
+        ),
+        "columnwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.00037202381645329297
+        ),
+    },
+    products=Products(
+        activation=("nvfp4_1d", "d267bb47f560"),
+        gradient=("nvfp4_1d", "d267bb47f560"),
+        forward=Cards((10, 0), below=(11, 0)),
+        grad_input=Cards((10, 0), below=(11, 0)),
+        grad_weight=Cards((10, 0), below=(11, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -19,9 +19,9 @@ zero-padded to multiples of 128 x 4.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Facts, Layout, Plane, up
+from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
 
-require(6, "nvfp4_4over6")
+require(7, "nvfp4_4over6")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -49,7 +49,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_4over6",
     summary="nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept",
-    spec_sha256="cee8a8b3a6877638b508bc34988fc5a77f5815fd32bcf9048f65ac9a9e07c65b",
+    spec_sha256="3a8b52d252d4b405a3dd7ffc57564887b195490fcc17274a5aad57207bf738ca",
     layout_id="0191528237e2",
     language=1,
     shard_rows=16,
@@ -78,6 +78,21 @@ LAYOUT = Layout(
     as_stored={"rowwise_data": "rowwise_data", "amax": "amax"},
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=False,
+    operands={
+        "rowwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.0006510416860692203
+        ),
+        "columnwise": Operand(
+            "BlockWise1x16", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, tensor_scale=0.0006510416860692203
+        ),
+    },
+    products=Products(
+        activation=("nvfp4_1d", "d267bb47f560"),
+        gradient=("nvfp4_1d", "d267bb47f560"),
+        forward=Cards((10, 0), below=(11, 0)),
+        grad_input=Cards((10, 0), below=(11, 0)),
+        grad_weight=Cards((10, 0), below=(11, 0)),
+    ),
     planes=planes,
     buffers=buffers,
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layoutc.build import files
+from layoutc.build import files, operands
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
 from layoutc.emit import emit
 from layoutc.layout import layout
@@ -24,14 +25,14 @@ class BuildResult:
     diagnostics: list[Diagnostic]
 
 
-def plan_for(spec: schema.Spec) -> plan.Plan:
-    """A checked spec -> its plan."""
-    return plan.derive(layout.resolve(spec))
+def plan_for(spec: schema.Spec, others: Mapping[str, layout.Layout] | None = None) -> plan.Plan:
+    """A checked spec -> its plan. others: the layouts of the recipes that it names, for its products."""
+    return plan.derive(layout.resolve(spec), others)
 
 
-def compile_spec(spec: schema.Spec, sha256: str) -> dict[str, str]:
-    """A checked spec -> {file name: unformatted text}."""
-    return emit.emit(plan_for(spec), sha256)
+def compile_spec(spec: schema.Spec, sha256: str, others: Mapping[str, layout.Layout] | None = None) -> dict[str, str]:
+    """A checked spec -> {file name: unformatted text}. others: as for plan_for."""
+    return emit.emit(plan_for(spec, others), sha256)
 
 
 def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str], list[Diagnostic]]:
@@ -42,8 +43,12 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
     spec, diagnostics = read_spec_bytes(content, path)
     if spec is None:
         return None, {}, diagnostics
+    others, findings = operands.layouts_of(spec, content, path)
+    diagnostics = [*diagnostics, *findings]
+    if has_errors(findings):
+        return None, {}, diagnostics
     try:
-        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest()), diagnostics
+        return spec, compile_spec(spec, hashlib.sha256(content).hexdigest(), others), diagnostics
     except Exception as error:
         return None, {}, [*diagnostics, _unprintable(error, path)]
 

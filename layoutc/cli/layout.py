@@ -300,12 +300,15 @@ def _plan(path: Path) -> Plan:
 
 
 def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
-    from layoutc.layout.layout import resolve
-    from layoutc.plan.plan import derive
+    from layoutc.build.operands import layouts_of
+    from layoutc.build.pipeline import plan_for
     from layoutc.spec.checks.read import read_spec_bytes
 
     spec, diagnostics = read_spec_bytes(content, path)
-    return (None if spec is None else derive(resolve(spec))), diagnostics
+    if spec is None:
+        return None, diagnostics
+    others, findings = layouts_of(spec, content, path)
+    return (None if has_errors(findings) else plan_for(spec, others)), [*diagnostics, *findings]
 
 
 def _content(path: Path) -> bytes:

@@ -25,7 +25,8 @@ FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
-_FACTS = ("Facts", "Layout", "Plane", "cdiv", "up")  # names of layoutc.runtime.facts that templates may use
+# Names of layoutc.runtime.facts that templates may use.
+_FACTS = ("Cards", "Facts", "Layout", "Operand", "Plane", "Products", "cdiv", "up")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import textwrap
 from dataclasses import dataclass
 
 from layoutc.emit.hooks_text import GatherText, HooksText, gather_lines, gather_text, hooks_text
+from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, reference_text
 from layoutc.emit.size_text import Sizes, in_bytes, start_of
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 6
+RUNTIME_INTERFACE = 7
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 
@@ -104,6 +105,8 @@ class RecipeText:
     history: int
     pick: str
     has_kernels: bool
+    products: list[str]
+    has_products: bool
     hooks: HooksText
     reference: ReferenceText
 
@@ -156,6 +159,8 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         history=layout.history,
         pick=layout.pick,
         has_kernels=has_kernels,
+        products=products_lines(plan),
+        has_products=plan.products is not None,
         hooks=hooks_text(plan),
         reference=reference_text(plan),
     )

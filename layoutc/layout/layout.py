@@ -228,6 +228,18 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class OtherOperands:
+    """What a weight is multiplied with in low precision: the recipes of activations and of gradients of outputs.
+
+    dequantized: the products that stay in high precision.
+    """
+
+    activation: str
+    gradient: str
+    dequantized: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Layout:
     """A recipe, resolved: every size an integer or a function of (m, k), every default filled in."""
 
@@ -242,6 +254,7 @@ class Layout:
     history: int
     pick: str
     swizzle: Swizzle | None
+    others: OtherOperands | None  # None: the spec states no products in low precision
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -298,7 +311,11 @@ def resolve(spec: schema.Spec) -> Layout:
             pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
             buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first))
-    gemm = spec.gemm.scale if spec.gemm else None
+    gemm = spec.gemm
+    swizzle = gemm.scale if gemm else None
+    others = None
+    if gemm and gemm.activation:
+        others = OtherOperands(gemm.activation, gemm.gradient or gemm.activation, gemm.dequantize)
     return Layout(
         name=spec.name,
         summary=spec.summary,
@@ -310,7 +327,8 @@ def resolve(spec: schema.Spec) -> Layout:
         tensor_amax=spec.tensor is not None,
         history=spec.scale.history.length if spec.scale.history else 0,
         pick=spec.scale.history.pick if spec.scale.history else "",
-        swizzle=parse_swizzle(gemm.swizzle, dict(gemm.sizes)) if gemm else None,
+        swizzle=parse_swizzle(swizzle.swizzle, dict(swizzle.sizes)) if swizzle else None,
+        others=others,
     )
 
 
@@ -337,6 +355,7 @@ __all__ = [
     "Chain",
     "Dim",
     "Layout",
+    "OtherOperands",
     "Pad",
     "Permute",
     "Plane",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from math import lcm
 from typing import Literal
 
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
+from layoutc.plan.products import Products, products_of
 from layoutc.spec.formats import Format
 
 PassName = Literal["forward", "backward", "both"]
@@ -67,6 +69,7 @@ class Plan:
     both: Gather
     derivations: tuple[Derivation, ...]
     dispatch: tuple[DispatchRule, ...]
+    products: Products | None  # None: weights are dequantized and multiplied in the activations' precision
 
     @property
     def sharded(self) -> tuple[Plane, ...]:
@@ -124,8 +127,12 @@ class Plan:
         return layout.multiple_m % (plane.per_m or 1) == 0 and layout.multiple_k % (plane.per_k or 1) == 0
 
 
-def derive(layout: Layout) -> Plan:
-    """A layout -> its plan. Raises nothing, since every layout has a plan."""
+def derive(layout: Layout, others: Mapping[str, Layout] | None = None) -> Plan:
+    """A layout -> its plan. Raises nothing: every layout has a plan.
+
+    others: the layouts of the recipes that it names for activations and gradients; without them, the plan has no
+    products.
+    """
     shard_rows = lcm(*(multiple for multiple, _ in _row_multiples(layout)))
     columns = lcm(*(plane.column_multiple for source in layout.sources for plane in source.planes))
     forward = _gather(layout, "forward", ("rowwise",))
@@ -142,6 +149,7 @@ def derive(layout: Layout) -> Plan:
         both=_gather(layout, "both", layout.orientations),
         derivations=tuple(_derivation(layout, orientation) for orientation in layout.orientations),
         dispatch=_dispatch(block_rows(layout), columns),
+        products=None if others is None else products_of(layout, others),
     )
 
 

@@ -3,7 +3,7 @@
 Generated code imports its modules, and checks `INTERFACE` when it is imported.
 """
 
-INTERFACE = 6
+INTERFACE = 7
 
 
 def require(interface: int, recipe: str) -> None:

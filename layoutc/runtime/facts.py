@@ -48,6 +48,43 @@ class Plane(NamedTuple):
     columns_per_value: float | None
 
 
+class Cards(NamedTuple):
+    """Where a product has a kernel: compute capabilities from `least` up to, not including, `below`; and CPUs, or
+    not."""
+
+    least: tuple[int, int]
+    below: tuple[int, int] | None = None
+    cpu: bool = False
+
+
+class Operand(NamedTuple):
+    """How torch's scaled_mm reads an orientation.
+
+    scaling: a name of torch.nn.functional.ScalingType. transposes: the codes lie as (contraction, free) and are
+    transposed first. tensor_scale: the tensor's scale is its amax times this; None: there is none.
+    """
+
+    scaling: str
+    codes: torch.dtype
+    scale: torch.dtype
+    transposes: bool = False
+    tensor_scale: float | None = None
+
+
+class Products(NamedTuple):
+    """The products of a recipe's weights in low precision: where each has a kernel, or why it has none; None: the spec
+    wants it in high precision.
+
+    activation, gradient: the recipes of the other operands, as (name, layout id).
+    """
+
+    activation: tuple[str, str]
+    gradient: tuple[str, str]
+    forward: Cards | str | None
+    grad_input: Cards | str | None
+    grad_weight: Cards | str | None
+
+
 @dataclass(frozen=True)
 class GatherFacts:
     """What one rank contributes to one pass's all-gather, and the bytes that this costs."""
@@ -100,6 +137,8 @@ class Layout:
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
     swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
+    operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
+    products: Products | None = None  # None: the spec states none, and weights are dequantized
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 

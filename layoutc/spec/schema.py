@@ -17,6 +17,8 @@ LANGUAGE = 1  # version of the spec language
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Value = float | int | bool | str
+RecipeName = Annotated[str, Field(max_length=40)]
+ProductName = Literal["forward", "grad_input", "grad_weight"]
 
 # Fields that collect keys which are inline in YAML; they are not keys themselves.
 COLLECTED = frozenset({"parameters", "sizes"})
@@ -170,7 +172,16 @@ class GemmScale(_Model):
 class Gemm(_Model):
     """What only a GEMM needs; planes never hold it."""
 
-    scale: GemmScale
+    scale: GemmScale | None = Field(default=None, description="the order in which a GEMM reads padded scales")
+    activation: RecipeName | None = Field(
+        default=None, description="the recipe that activations are quantized with, for products in low precision"
+    )
+    gradient: RecipeName | None = Field(
+        default=None, description="the recipe that gradients of outputs are quantized with; as activations if not given"
+    )
+    dequantize: Annotated[tuple[ProductName, ...], Field(max_length=3)] = Field(
+        default=(), description="products that dequantize the weight, and multiply in the activations' precision"
+    )
 
 
 class Spec(_Model):

@@ -16,6 +16,7 @@ from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.products import autograd
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
 
@@ -100,6 +101,11 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         operands.append(operand)
     handler = dispatch.linear if func is aten.linear.default else dispatch.product
     return handler(func, tuple(operands), kwargs)
+
+
+def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A linear layer's products in low precision, with the weight quantized as they read it."""
+    return autograd.HANDLERS[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
 
 
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -219,6 +225,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         ),
         _product,
     ),
+    **dict.fromkeys(autograd.HANDLERS, _linear),
     None: other,
 }
 

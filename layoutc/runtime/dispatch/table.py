@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from layoutc.runtime.dispatch import collectives, cuts_and_joins, handlers
+from layoutc.runtime.products import autograd
 
 aten = torch.ops.aten
 
@@ -63,6 +64,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: handlers.product,
     aten.baddbmm.default: handlers.product,
     aten.addmv.default: handlers.product,
+    # a linear layer's products in low precision
+    **autograd.HANDLERS,
     # what DTensor does: bytes travel; values that are assigned to .data (torch.Tensor.data); all other operators (None)
     **collectives.HANDLERS,
 }

@@ -16,6 +16,7 @@ from typing import Literal
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, listed
 from layoutc.spec.checks import formats as format_checks
 from layoutc.spec.checks import numbers as number_checks
+from layoutc.spec.checks import products as product_checks
 from layoutc.spec.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
 from layoutc.spec.schema import Block, Buffer, Orientation, Spec, quantized_as
 from layoutc.spec.source import Path, Source
@@ -27,7 +28,9 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
-    diagnostics = [item for one in (*CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)]
+    diagnostics = [
+        item for one in (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)
+    ]
     for scoped_spec, scoped_source in number_checks.scopes(spec, source):
         diagnostics += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
     return diagnostics
@@ -229,7 +232,7 @@ def _half_byte(
 
 def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """The pattern parses, is a bijection, and all its sizes are known."""
-    if spec.gemm is None:
+    if spec.gemm is None or spec.gemm.scale is None:
         return
     scale = spec.gemm.scale
     pattern = scale.swizzle
@@ -269,7 +272,9 @@ def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         if len(terms) != 2:
             label = source.value((*where, "layout"), f"{len(terms)} dims" if terms else "a single scale")
             message = f"the swizzle takes two dims, but the {name} scale has {('none', 'one')[len(terms)]}"
-            yield source.find("LC331", message, pattern, label, help="delete `gemm`, or cut both axes into blocks")
+            yield source.find(
+                "LC331", message, pattern, label, help="delete `gemm.scale`, or cut both axes into blocks"
+            )
             continue
         pads = orientation.scale.pad or (1, 1)
         if len(pads) != 2:
@@ -334,10 +339,11 @@ def _terms(buffer: Buffer) -> tuple[Term, ...] | None:
 
 def _swizzle(spec: Spec) -> Swizzle | None:
     """The swizzle; None if there is none, or if it can't be read, which swizzle_is_readable reports."""
-    if spec.gemm is None or _unbalanced(spec.gemm.scale.swizzle):
+    scale = spec.gemm.scale if spec.gemm else None
+    if scale is None or _unbalanced(scale.swizzle):
         return None
     try:
-        return parse_swizzle(spec.gemm.scale.swizzle, spec.gemm.scale.sizes)
+        return parse_swizzle(scale.swizzle, scale.sizes)
     except NotationError:
         return None
 

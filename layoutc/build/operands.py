@@ -1,0 +1,80 @@
+"""The recipes that a spec multiplies its weights with: found by the names under `gemm`, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from layoutc.build import lookup
+from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest
+from layoutc.layout.layout import Layout, resolve
+from layoutc.spec import source as yaml_source
+from layoutc.spec.checks.read import read_spec_bytes
+from layoutc.spec.schema import Spec
+from layoutc.spec.source import Source
+
+
+def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layout], list[Diagnostic]]:
+    """The layouts of the recipes that a spec names, by name; and findings about those that can't be had.
+
+    A name is the spec's own, or that of a spec beside it, or of one that layoutc ships. content: the spec's file, for
+    positions in it. Never raises.
+    """
+    if spec.gemm is None or spec.gemm.activation is None:
+        return {}, []
+    source, _ = yaml_source.read(content.decode("utf-8").replace("\r\n", "\n"), path)
+    assert source is not None  # a spec was read from it
+    found: dict[str, Layout] = {}
+    findings: list[Diagnostic] = []
+    for key, name in (("activation", spec.gemm.activation), ("gradient", spec.gemm.gradient)):
+        if name is None or name in found:
+            continue
+        if name == spec.name:
+            found[name] = resolve(spec)
+            continue
+        file = _files(Path(path).parent).get(name)
+        if file is None:
+            findings.append(_unknown(name, key, source))
+            continue
+        other, problems = _read(file)
+        if other is None:
+            findings.append(_broken(name, key, source, file, problems))
+        else:
+            found[name] = resolve(other)
+    return found, findings
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Recipe name -> spec: those of the folder, and of those that layoutc ships the others."""
+    shipped = lookup.by_package().get("layoutc", {})
+    return {**shipped, **{file.stem: file for file in lookup.specs_in(folder)}}
+
+
+def _read(file: Path) -> tuple[Spec | None, list[Diagnostic]]:
+    try:
+        return read_spec_bytes(file.read_bytes(), str(file))
+    except OSError as error:
+        return None, [Diagnostic("LC908", f"this spec can't be read: {error.strerror}", str(file))]
+
+
+def _unknown(name: str, key: str, source: Source) -> Diagnostic:
+    names = sorted(_files(Path(source.path).parent))
+    meant = nearest(name, names)
+    return source.find(
+        "LC908",
+        f"there is no recipe `{name}`",
+        source.value(("gemm", key)),
+        why="looked for beside this spec, and among those that come with layoutc",
+        help=f"write `{key}: {meant}`" if meant else f"name one of {', '.join(names)}",
+    )
+
+
+def _broken(name: str, key: str, source: Source, file: Path, problems: list[Diagnostic]) -> Diagnostic:
+    first = next((one.message for one in problems if has_errors([one])), "")
+    return source.find(
+        "LC908",
+        f"the spec of `{name}` has errors",
+        source.value(("gemm", key)),
+        why=f"the first is: {first}",
+        help=f"see them all with `layoutc check {file}`",
+    )

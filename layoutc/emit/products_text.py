@@ -1,0 +1,45 @@
+"""What layout.py says of products in low precision: how scaled_mm reads the recipe, and where each has a kernel."""
+
+from __future__ import annotations
+
+from layoutc.plan.plan import Plan, layout_id
+from layoutc.plan.products import Cards, Operand, Product, operand
+
+
+def products_lines(plan: Plan) -> list[str]:
+    """Arguments of the recipe's Layout, a line each."""
+    lines = ["operands={"]
+    lines += [f'    "{name}": {_operand(operand(plan.layout, name))},' for name in plan.layout.orientations]
+    lines.append("},")
+    if plan.products is None:
+        return lines
+    others = (("activation", plan.products.activation), ("gradient", plan.products.gradient))
+    return [
+        *lines,
+        "products=Products(",
+        *(f'    {role}=("{layout.name}", "{layout_id(layout)}"),' for role, layout in others),
+        *(f"    {product.name}={_product(product)}," for product in plan.products.products),
+        "),",
+    ]
+
+
+def _operand(found: Operand | str) -> str:
+    if isinstance(found, str):
+        return f'"{found}"'
+    arguments = [f'"{found.scaling.name}"', f"torch.{found.element}", f"torch.{found.scaling.scale}"]
+    arguments += ["transposes=True"] if found.transposes else []
+    arguments += [] if found.tensor_scale is None else [f"tensor_scale={found.tensor_scale!r}"]
+    return f"Operand({', '.join(arguments)})"
+
+
+def _product(product: Product) -> str:
+    if product.cards is None:
+        return f'"{product.reason}"' if product.reason else "None"
+    return _cards(product.cards)
+
+
+def _cards(cards: Cards) -> str:
+    arguments = [str(cards.least)]
+    arguments += [] if cards.below is None else [f"below={cards.below}"]
+    arguments += ["cpu=True"] if cards.cpu else []
+    return f"Cards({', '.join(arguments)})"

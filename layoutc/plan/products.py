@@ -1,0 +1,268 @@
+"""Products in low precision: how torch's `scaled_mm` reads each operand, on which cards, and why where it can't.
+
+A linear layer y = x w^T, of a weight w of (m, k), has three products. Each contracts the last dim of both operands:
+
+    forward      y  (t, m) = x  (t, k) by w   (m, k)      rowwise activations, rowwise weight
+    grad_input   dx (t, k) = dy (t, m) by w^T (k, m)      rowwise gradients, columnwise weight
+    grad_weight  dw (m, k) = dy^T (m, t) by x^T (k, t)    columnwise gradients, columnwise activations
+
+The recipe of activations and that of gradients are recipes like any other; here m is their tokens. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from layoutc.layout.layout import Buffer, Dim, Layout, Source, swizzle_chain
+from layoutc.spec.formats import Format
+from layoutc.spec.notation import Axis, parse_swizzle
+from layoutc.spec.rule_constants import constant
+
+Role = Literal["weight", "activation", "gradient"]
+ProductName = Literal["forward", "grad_input", "grad_weight"]
+# Of each product, the operands in the order of `scaled_mm`: whose recipe, and which of its orientations.
+OPERANDS: Mapping[ProductName, tuple[tuple[Role, str], tuple[Role, str]]] = {
+    "forward": (("activation", "rowwise"), ("weight", "rowwise")),
+    "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
+    "grad_weight": (("gradient", "columnwise"), ("activation", "columnwise")),
+}
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Where a kernel runs: compute capabilities from `least` up to, but not including, `below`; and CPUs, or not."""
+
+    least: tuple[int, int]
+    below: tuple[int, int] | None = None
+    cpu: bool = False
+
+    def both(self, other: Cards) -> Cards:
+        """Where both run."""
+        ends = [one for one in (self.below, other.below) if one is not None]
+        return Cards(max(self.least, other.least), min(ends, default=None), self.cpu and other.cpu)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A kind of scales that `scaled_mm` takes: a name of torch.nn.functional.ScalingType, and what it asks for.
+
+    free, contraction: how many steps of the operand's two axes share a scale; None: all. pad: multiples of the scale's
+    (free, contraction) dims. contraction_first: the scale's outer dim is the contraction's. swizzled: in tiles of
+    32 x 4 x 4, as cuBLAS and torch's SWIZZLE_32_4_4 have it.
+    """
+
+    name: str
+    elements: tuple[str, ...]  # torch dtypes
+    scale: str  # torch dtype
+    free: int | None
+    contraction: int | None
+    cards: Cards
+    pad: tuple[int, int] = (1, 1)
+    contraction_first: bool = False
+    swizzled: bool = False
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_TILES = parse_swizzle("(rt a b) (ct c) -> rt ct b a c", {"a": 4, "b": 32, "c": 4})
+_TILE = (128, 4)
+# torch 2.11 to 2.14, aten/src/ATen/native/cuda/ScaledBlas.cpp and the checks of its meta function.
+SCALINGS = (
+    Scaling("TensorWise", _FP8, "float32", None, None, Cards((8, 9), cpu=True)),
+    Scaling("RowWise", _FP8, "float32", 1, None, Cards((8, 9), cpu=True)),
+    Scaling("BlockWise1x128", _FP8, "float32", 1, 128, Cards((9, 0), (10, 0)), contraction_first=True),
+    Scaling("BlockWise128x128", _FP8, "float32", 128, 128, Cards((9, 0), (10, 0)), pad=(1, 4)),
+    Scaling("BlockWise1x32", _FP8, "float8_e8m0fnu", 1, 32, Cards((10, 0), (11, 0)), pad=_TILE, swizzled=True),
+    Scaling(
+        "BlockWise1x16",
+        ("float4_e2m1fn_x2",),
+        "float8_e4m3fn",
+        1,
+        16,
+        Cards((10, 0), (11, 0)),
+        pad=_TILE,
+        swizzled=True,
+    ),
+)
+_MIXED = ({"BlockWise1x128", "BlockWise128x128"},)  # different kinds that one product takes
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How `scaled_mm` reads one orientation of a recipe.
+
+    transposes: its codes lie the other way round, and are transposed in a launch of their own. tensor_scale: the
+    tensor's scale is its amax times this; None: there is none.
+    """
+
+    scaling: Scaling
+    element: str  # torch dtype
+    transposes: bool
+    tensor_scale: float | None
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product: where a kernel serves it; else None, and the reason why none does, "" if the spec wants none."""
+
+    name: ProductName
+    cards: Cards | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of a weight's recipe with those of activations and gradients."""
+
+    activation: Layout
+    gradient: Layout
+    products: tuple[Product, ...]
+
+
+def products_of(weight: Layout, others: Mapping[str, Layout]) -> Products | None:
+    """The products of a recipe; None if its spec states none. others: recipe name -> layout, of those that it names."""
+    if weight.others is None:
+        return None
+    roles = {
+        "weight": weight,
+        "activation": others[weight.others.activation],
+        "gradient": others[weight.others.gradient],
+    }
+    return Products(roles["activation"], roles["gradient"], tuple(_product(name, roles) for name in OPERANDS))
+
+
+def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
+    stated = roles["weight"].others
+    if stated is not None and name in stated.dequantized:
+        return Product(name, None, "")
+    operands: list[Operand] = []
+    for role, orientation in OPERANDS[name]:
+        found = operand(roles[role], orientation)
+        if isinstance(found, str):
+            return Product(name, None, f"{roles[role].name} {orientation}: {found}")
+        operands.append(found)
+    a, b = operands
+    if reason := _mismatch(a, b):
+        return Product(name, None, reason)
+    return Product(name, a.scaling.cards.both(b.scaling.cards), "")
+
+
+def _mismatch(a: Operand, b: Operand) -> str:
+    """Why one product can't take both; "" where it can."""
+    kinds = {a.scaling.name, b.scaling.name}
+    if len(kinds) > 1 and kinds not in _MIXED:
+        return f"scaled_mm does not take {a.scaling.name} by {b.scaling.name}"
+    if a.scaling.name == b.scaling.name == "BlockWise128x128":
+        return "scaled_mm takes BlockWise128x128 for one operand, with BlockWise1x128 for the other"
+    if a.element == b.element == "float8_e5m2":
+        return "scaled_mm does not take float8_e5m2 for both operands"
+    return ""
+
+
+def operand(layout: Layout, orientation: str) -> Operand | str:
+    """How `scaled_mm` reads an orientation of a recipe; or why it can't, in words."""
+    if orientation not in layout.orientations:
+        return "the recipe does not have this orientation"
+    source = layout.source(orientation)
+    data, scale = (_buffer(layout, orientation, kind) for kind in ("data", "scale"))
+    free, contraction = _axes(orientation)
+    element, scale_format = _dtype(source.quantization.element, source), _scale_dtype(source.quantization.scale)
+    if source.zero is not None:
+        return "scaled_mm knows no zero points"
+    if element is None or scale_format is None:
+        what = source.quantization.element if element is None else source.quantization.scale
+        return f"scaled_mm has no dtype for {what.name} {'codes' if element is None else 'scales'}"
+    if any(dim.multiple > 1 for dim in data.dims):
+        return "its codes are padded"
+    if source.data.bits < 8 and data.axes[-1] != contraction:
+        return f"its codes are packed along {data.axes[-1]}, and the product contracts {contraction}"
+    per = {dim.axis: dim.per for dim in scale.dims}
+    scaling = next(
+        (
+            one
+            for one in SCALINGS
+            if element in one.elements and one.scale == scale_format and _same(one, per.get(free), per.get(contraction))
+        ),
+        None,
+    )
+    if scaling is None:
+        block = " by ".join(str(per.get(axis) or "all") for axis in (free, contraction))
+        return f"scaled_mm has no kind of scales with a {scale_format} scale for {block} {element} codes"
+    tensor_scale = _tensor_scale(source)
+    if isinstance(tensor_scale, str):
+        return tensor_scale
+    if reason := _misplaced(layout, scale, scaling, (free, contraction)):
+        return reason
+    return Operand(scaling, element, data.axes != (free, contraction), tensor_scale)
+
+
+def _buffer(layout: Layout, orientation: str, kind: str) -> Buffer:
+    return next(buffer for buffer in layout.buffers if (buffer.orientation, buffer.kind) == (orientation, kind))
+
+
+def _axes(orientation: str) -> tuple[Axis, Axis]:
+    """The free axis and the contracted one."""
+    return ("m", "k") if orientation == "rowwise" else ("k", "m")
+
+
+def _dtype(element: Format, source: Source) -> str | None:
+    if element.torch is not None:
+        return element.torch
+    return "float4_e2m1fn_x2" if _is_e2m1(element) and source.quantization.low_first else None
+
+
+def _is_e2m1(element: Format) -> bool:
+    """True for the format of torch's float4_e2m1fn_x2 (OCP MX v1.0, 5.3.3)."""
+    return element.bits == 4 and element.magnitudes == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def _scale_dtype(scale: Format) -> str | None:
+    if scale.is_exponent and (scale.bits, scale.bias, scale.nan) == (8, 127, (0xFF,)):
+        return "float8_e8m0fnu"
+    return "float32" if scale.is_f32 else scale.torch
+
+
+def _same(scaling: Scaling, free: int | None, contraction: int | None) -> bool:
+    return (scaling.free, scaling.contraction) == (free, contraction)
+
+
+def _tensor_scale(source: Source) -> float | str | None:
+    """What the tensor's amax is multiplied by to be its scale; None if decoding needs no amax; else why not."""
+    quantization = source.quantization
+    factors = quantization.definition.decode.split(" * ")
+    if factors == ["from_scale(scale)"]:
+        return None
+    if len(factors) == 3 and factors[:2] == ["from_scale(scale)", "tensor_amax"]:
+        return constant(factors[2], quantization.element, quantization.scale, dict(quantization.parameters))[0]
+    return f"scaled_mm can't decode {quantization.definition.decode}"
+
+
+def _misplaced(layout: Layout, scale: Buffer, scaling: Scaling, axes: tuple[Axis, Axis]) -> str:
+    """Why the scale's buffer is not what the kernel reads; "" where it is."""
+    dims: dict[Axis, Dim] = {dim.axis: dim for dim in scale.dims}
+    order = tuple(axis for axis in (axes[::-1] if scaling.contraction_first else axes) if axis in dims)
+    pads = tuple(dims[axis].multiple if axis in dims else 1 for axis in axes)
+    if scaling.swizzled:
+        if layout.swizzle is None or not _same_tiles(layout):
+            return f"{scaling.name} scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"
+        return "" if pads == scaling.pad else f"{scaling.name} scales are padded to multiples of 128 and 4"
+    if layout.swizzle is not None:
+        return f"{scaling.name} scales are not swizzled"
+    if scale.axes != order:
+        wanted = " ".join(order)
+        return f"{scaling.name} scales lie as ({wanted}), and these as ({' '.join(scale.axes)})"
+    contraction_pad = dims[axes[1]].multiple if axes[1] in dims else 1
+    if contraction_pad != scaling.pad[1]:
+        return f"{scaling.name} scales have multiples of {scaling.pad[1]} along {axes[1]}, these of {contraction_pad}"
+    return ""
+
+
+def _same_tiles(layout: Layout) -> bool:
+    """True where the recipe's swizzle moves every byte as the tiles of SWIZZLE_32_4_4 do."""
+    assert layout.swizzle is not None
+    shape = rows, columns = 2 * _TILE[0], 2 * _TILE[1]
+    if any(size % layout.swizzle.tile(dim) for dim, size in enumerate(shape)):
+        return False
+    own, tiles = (swizzle_chain(swizzle, shape) for swizzle in (layout.swizzle, _TILES))
+    return all(own.positions((i, j)) == tiles.positions((i, j)) for i in range(rows) for j in range(columns))

@@ -1,0 +1,94 @@
+"""F.linear of quantized weights, as autograd and torch.compile see it: one function, two operators.
+
+The operators take the weight itself, so that a traced graph asks its class, and sees what is inside of them:
+quantizing, laying out, scaled_mm. Eager calls go to the class directly, since a torch operator costs several
+microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layoutc.runtime.products import linear, mode
+from layoutc.runtime.products.mode import Mode
+from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.weight import operators
+
+
+def _no_weight(*_: Any) -> Any:
+    raise TypeError("layoutc.linear takes a quantized weight")
+
+
+operators.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str mode, bool trains) -> Tensor[]", _no_weight, _no_weight
+)
+operators.define(
+    "linear_backward(Tensor grad, Tensor weight, Tensor[] saved, str mode, bool needs_input, bool trains) -> Tensor[]",
+    _no_weight,
+    _no_weight,
+)
+_linear: Any = torch.ops.layoutc.linear.default
+_linear_backward: Any = torch.ops.layoutc.linear_backward.default
+HANDLERS = {
+    _linear: lambda func, args, kwargs: linear.forward(*args, **kwargs),
+    _linear_backward: lambda func, args, kwargs: linear.backward(*args, **kwargs),
+}
+
+
+class LowPrecisionLinear(torch.autograd.Function):
+    """x w^T + bias, with products as `mode` says. Gradients of x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode) -> Tensor:
+        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype."""
+        trains = weight.requires_grad
+        out: Tensor
+        out, *saved = _call(_linear, weight, x, weight, bias, mode, trains)
+        ctx.save_for_backward(weight, *(saved or ([x] if trains else [])))
+        ctx.mode, ctx.trains = mode, trains
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of those that need one."""
+        weight, *saved = ctx.saved_tensors
+        needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
+        made: Sequence[Tensor] = _call(
+            _linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, trains and ctx.trains
+        )
+        of_input = made[0] if needs_input else None
+        of_weight = made[-1] if trains else None
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+        return of_input, of_weight, of_bias, None
+
+
+def _call(operator: Any, weight: Any, *args: Any) -> Any:
+    if operators.traced(args[0]):
+        return operator(*args)
+    return weight.HANDLERS[operator](operator, args, {})
+
+
+def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_function__` of recipes that have products: linear in low precision, everything else as it is."""
+    if func is F.linear and mode.current() != "dequantize":
+        made = _multiplied(*args, **(kwargs or {}))
+        if made is not None:
+            return made
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+    """F.linear in low precision; None for what is no linear layer with a weight of a recipe."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.is_floating_point():
+        input = input.to(torch.get_autocast_dtype(device))
+    if not hasattr(weight, "LAYOUT") or weight.dim() != 2 or input.dtype not in FLOATS:
+        return None
+    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current())  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,182 @@
+"""Linear layers with a quantized weight: forward and both gradients, each in low precision or dequantized.
+
+Activations and gradients of outputs are read once, and written in each orientation that products need. What backward
+needs of activations is saved quantized, if the gradient of the weight is in low precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.products import scaled_mm, shared_inputs
+from layoutc.runtime.products.choice import OPERANDS, ProductName, Recipe, Way, choose, recipes_of
+from layoutc.runtime.products.mode import Mode
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.weight import gathered_in_graphs, operators
+from layoutc.runtime.weight.flattening import whole_and_window
+from layoutc.runtime.weight.pending_writes import check_readable
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Buffers = Mapping[str, Tensor]
+
+
+class Ways(NamedTuple):
+    """How each product of one call is computed."""
+
+    forward: Way
+    grad_input: Way
+    grad_weight: Way
+
+
+def ways_of(cls: Recipe, m: int, k: int, x: Tensor, mode: Mode) -> Ways:
+    """How the products of an (m, k) weight with x (..., k), or with gradients (..., m), are computed."""
+    tokens = prod(x.shape[:-1])
+    names: tuple[ProductName, ...] = ("forward", "grad_input", "grad_weight")
+    return Ways(*(choose(cls, name, m, k, tokens, x.device, mode).way for name in names))
+
+
+# ------------------------------------------------------------------------------------------------------------- handlers
+def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, trains: bool) -> list[Tensor]:
+    """x (..., k) by the rows of a weight (m, k): the output (..., m), and what backward needs of x.
+
+    trains: backward computes the gradient of the weight. What it needs is empty if that is x itself.
+    """
+    m, k = weight.shape
+    ways = ways_of(type(weight), m, k, x, mode)
+    kept = ways.grad_weight if trains else "dequantize"
+    quantized = _activations(type(weight), x, k, ways.forward, kept)
+    if ways.forward == "dequantize":
+        out = F.linear(x, weight._dequantize("rowwise", x.dtype), bias)
+    else:
+        out = _multiply("forward", ways.forward, quantized["rowwise"], weight, prod(x.shape[:-1]), x.dtype)
+        out = out.view(*x.shape[:-1], m) if bias is None else (out + bias.to(x.dtype)).view(*x.shape[:-1], m)
+    return [out, *(quantized["columnwise"].values() if kept != "dequantize" else ())]
+
+
+def backward(
+    grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor], mode: Mode, needs_input: bool, trains: bool
+) -> list[Tensor]:
+    """The gradients of the input (..., k) and of the weight (m, k), those that are needed, from that of the output.
+
+    saved: what forward gave, or x.
+    """
+    m, k = weight.shape
+    recipes, tokens = recipes_of(type(weight)), prod(grad.shape[:-1])
+    ways = ways_of(type(weight), m, k, grad, mode)
+    flat = grad.reshape(tokens, m)
+    wanted = {
+        "rowwise": ways.grad_input if needs_input else "dequantize",
+        "columnwise": ways.grad_weight if trains else "dequantize",
+    }
+    quantized = _quantized(recipes.gradient, flat, wanted)
+    made: list[Tensor] = []
+    if needs_input:
+        if ways.grad_input == "dequantize":
+            found = flat @ weight._dequantize("columnwise", grad.dtype)
+        else:
+            found = _multiply("grad_input", ways.grad_input, quantized["rowwise"], weight, tokens, grad.dtype)
+        made.append(found.view(*grad.shape[:-1], k))
+    if trains:
+        if ways.grad_weight == "dequantize":
+            made.append(flat.t() @ saved[0].reshape(tokens, k))
+        else:
+            names = _names(recipes.activation.LAYOUT, "columnwise", ways.grad_weight)
+            kept = dict(zip(names, saved, strict=True))
+            made.append(_grad_weight(recipes, ways.grad_weight, quantized["columnwise"], kept, (m, k, tokens), grad))
+    return made
+
+
+def _activations(cls: Recipe, x: Tensor, k: int, rowwise: Way, columnwise: Way) -> dict[str, Buffers]:
+    """x quantized in the orientations that are wanted; what another weight has had quantized already is taken."""
+    ways: dict[str, Way] = {"rowwise": rowwise, "columnwise": columnwise}
+    if rowwise == columnwise == "dequantize":
+        return {}
+    recipe = recipes_of(cls).activation
+    found = {name: shared_inputs.get(x, (recipe, name, way)) for name, way in ways.items()}
+    missing: dict[str, Way] = {name: way if found[name] is None else "dequantize" for name, way in ways.items()}
+    made = _quantized(recipe, x.reshape(-1, k), missing)
+    for name, buffers in made.items():
+        shared_inputs.keep(x, (recipe, name, ways[name]), dict(buffers))
+    return {name: buffers for name, buffers in found.items() if buffers is not None} | made
+
+
+def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, Buffers]:
+    """(tokens, features) -> of each orientation, by name: what a GEMM reads for a kernel, planes for the reference."""
+    layout = recipe.LAYOUT
+    made: dict[str, Buffers] = {}
+    for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
+    if for_kernel:
+        made |= _split(
+            layout,
+            weights.quantize_buffers(recipe, x, orientations=for_kernel, swizzled=bool(layout.swizzled)),
+            dict.fromkeys(for_kernel, "kernel"),
+        )
+    for_reference = tuple(name for name, way in ways.items() if way == "reference")
+    if for_reference:
+        planes = weights.quantize(recipe, x, orientations=for_reference)._planes
+        made |= _split(layout, planes, dict.fromkeys(for_reference, "reference"))
+    return made
+
+
+def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str, Buffers]:
+    return {name: {one: found[one] for one in _names(layout, name, way)} for name, way in ways.items()}
+
+
+def _names(layout: Layout, orientation: str, way: Way) -> list[str]:
+    """What a product reads of an orientation: buffers for a kernel, planes for the reference."""
+    if way == "reference":
+        return list(layout.sources[orientation])
+    buffers = layout.buffers(layout.multiple_m, layout.multiple_k)
+    return [name for name in buffers if name == "amax" or name.split("_")[0] == orientation]
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+def _multiply(
+    name: ProductName, way: Way, left: Buffers, weight: QuantizedTensor, tokens: int, dtype: torch.dtype
+) -> Tensor:
+    """forward, or grad_input: quantized activations or gradients of (tokens, ...) by the weight, flat."""
+    recipes = recipes_of(type(weight))
+    (role, rowwise), (_, orientation) = OPERANDS[name]
+    recipe: Recipe = getattr(recipes, role)
+    m, k = weight.shape
+    free, contracted = (m, k) if orientation == "rowwise" else (k, m)
+    if way == "kernel":
+        a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
+        right = _weight_buffers(weight, orientation)
+        return scaled_mm.multiply(a, scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False), dtype)
+    values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
+    whole = weight._dequantize(orientation, torch.float32)
+    return (values @ (whole.t() if orientation == "rowwise" else whole)).to(dtype)
+
+
+def _grad_weight(
+    recipes: Any, way: Way, grad: Buffers, x: Buffers, sizes: tuple[int, int, int], like: Tensor
+) -> Tensor:
+    """The gradient of an (m, k) weight, from quantized gradients (tokens, m) and activations (tokens, k)."""
+    m, k, tokens = sizes
+    gradient, activation = recipes.gradient, recipes.activation
+    if way == "kernel":
+        a = scaled_mm.side(gradient.LAYOUT, "columnwise", grad, m, is_left=True)
+        b = scaled_mm.side(activation.LAYOUT, "columnwise", x, k, is_left=False)
+        return scaled_mm.multiply(a, b, like.dtype)
+    left = operators.dequantize(gradient, grad, tokens, m, "columnwise", torch.float32)
+    right = operators.dequantize(activation, x, tokens, k, "columnwise", torch.float32)
+    return (left.t() @ right).to(like.dtype)
+
+
+def _weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
+    """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
+    swizzled = bool(weight.LAYOUT.swizzled)
+    if (handle := gathered_in_graphs.handle(weight._planes)) is not None:
+        window = whole_and_window(weight)[1]
+        return gathered_in_graphs.lay_out(type(weight), handle, window, (orientation,), swizzled)
+    check_readable(weight)
+    planes = weight._planes if orientation in weight.orientations else weight._fetch(orientation)
+    return operators.lay_out(type(weight), planes, *weight._matrix, (orientation,), swizzled)

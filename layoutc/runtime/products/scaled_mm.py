@@ -1,0 +1,71 @@
+"""One product in low precision, by torch.nn.functional.scaled_mm: what a GEMM reads, as that function takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from layoutc.runtime.facts import Layout, Operand
+
+_aten = torch.ops.aten
+
+
+class Side(NamedTuple):
+    """An operand: codes of (free, contracted), and its scales, with the kind and the order of each."""
+
+    codes: Tensor
+    scales: list[Tensor]
+    kinds: list[int]
+    orders: list[int]
+
+
+def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: int, *, is_left: bool) -> Side:
+    """An operand from the buffers of an orientation, whose scales are swizzled where the recipe says so.
+
+    free: the size of the dim that is not contracted, without padding. is_left: of the product.
+    """
+    operand = layout.operands[orientation]
+    assert isinstance(operand, Operand)  # else there is no kernel
+    codes = buffers[f"{orientation}_data"]
+    codes = (codes.t().contiguous() if operand.transposes else codes).view(operand.codes)
+    scale = buffers[f"{orientation}_scale"].view(operand.scale)
+    scales, orders = [_scale(operand.scaling, scale, free, is_left)], [_order(operand)]
+    kinds = [int(ScalingType.__members__[operand.scaling].value)]
+    if operand.tensor_scale is not None:
+        scales.append(buffers["amax"][:1] * operand.tensor_scale)
+        kinds.append(int(ScalingType.TensorWise.value))
+        orders.append(int(SwizzleType.NO_SWIZZLE.value))
+    return Side(codes, scales, kinds, orders)
+
+
+def _order(operand: Operand) -> int:
+    swizzled = operand.scale.itemsize == 1  # those of 1x32 and 1x16
+    return int((SwizzleType.SWIZZLE_32_4_4 if swizzled else SwizzleType.NO_SWIZZLE).value)
+
+
+def _scale(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
+    """A scale's buffer in the shape and strides that scaled_mm wants."""
+    if scaling == "RowWise":
+        return scale[:free].view((free, 1) if is_left else (1, free))
+    if scaling == "BlockWise1x128":  # (contracted / 128, free), padded: one scale of each row after the other
+        return (scale if scale.shape[1] == free else scale[:, :free].contiguous()).t()
+    return scale.t() if scaling == "BlockWise128x128" else scale
+
+
+def multiply(a: Side, b: Side, dtype: torch.dtype) -> Tensor:
+    """a b^T in a dtype, with the accumulators of the card: (free of a, contracted) by (free of b, contracted)."""
+    # bf16 is the one dtype that every kind of scales gives.
+    made: Tensor = _aten._scaled_mm_v2.default(
+        *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
+        *(dtype if dtype != torch.float16 and _gives(a, dtype) else torch.bfloat16, [], False),
+    )
+    return made if made.dtype == dtype else made.to(dtype)
+
+
+def _gives(a: Side, dtype: torch.dtype) -> bool:
+    """Whether scaled_mm gives a dtype for these scales."""
+    return dtype == torch.bfloat16 or a.kinds == [int(ScalingType.TensorWise.value)]

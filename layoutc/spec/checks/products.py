@@ -1,0 +1,47 @@
+"""Checks of what `gemm` says of products in low precision. Whether the recipes that it names exist is for the build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layoutc.diagnostics.diagnostic import Diagnostic
+from layoutc.spec.schema import Spec
+from layoutc.spec.source import Source
+
+
+def gemm_says_something(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A `gemm` without keys decides nothing."""
+    if spec.gemm is not None and not spec.gemm.model_fields_set:
+        help = "delete it, or write `gemm: {activation: ...}` with the recipe that activations are quantized with"
+        yield source.find("LC333", "`gemm` says nothing", source.key(("gemm",)), help=help)
+
+
+def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Every product in low precision multiplies with an activation or a gradient, which follows the activation."""
+    gemm = spec.gemm
+    if gemm is None or gemm.activation is not None:
+        return
+    for key in ("gradient", "dequantize"):
+        if key in gemm.model_fields_set:
+            yield source.find(
+                "LC333",
+                f"`gemm.{key}` without `gemm.activation`",
+                source.key(("gemm", key)),
+                why="without a recipe for activations there are no products in low precision, so this decides nothing",
+                help=f"write `activation: {gemm.gradient or spec.name}` beside it, or delete it",
+            )
+
+
+def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A product that is named twice under `dequantize`; or all of them, which leaves none in low precision."""
+    stated = spec.gemm.dequantize if spec.gemm and spec.gemm.activation else ()
+    where = ("gemm", "dequantize")
+    if len(set(stated)) < len(stated):
+        help = f"write `dequantize: [{', '.join(dict.fromkeys(stated))}]`"
+        yield source.find("LC333", "a product is named twice", source.value(where), help=help)
+    elif len(stated) == 3:
+        help = "delete `activation`, `gradient` and `dequantize`: weights are dequantized then"
+        yield source.find("LC333", "no product is left in low precision", source.value(where), help=help)
+
+
+CHECKS = (gemm_says_something, products_have_an_activation, products_are_named_once)
