@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from layoutc.checkpoint.inspection import inspect
     from layoutc.runtime.cast.precompute import precompute_amaxes
-    from layoutc.runtime.products.mode import products
+    from layoutc.runtime.product_mode import products
+    from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
@@ -24,10 +25,11 @@ _RUNTIME = {
     "buffers_of": "layoutc.runtime.quantize.batch_buffers",
     "cast_on_gather_": "layoutc.runtime.train.convert",
     "check_ranks": "layoutc.runtime.train.check_ranks",
+    "explain_products": "layoutc.runtime.products.explain",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
     "precompute_amaxes": "layoutc.runtime.cast.precompute",
-    "products": "layoutc.runtime.products.mode",
+    "products": "layoutc.runtime.product_mode",
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",
@@ -40,6 +42,7 @@ __all__ = [
     "buffers_of",
     "cast_on_gather_",
     "check_ranks",
+    "explain_products",
     "implicit_dequantizes",
     "inspect",
     "precompute_amaxes",

@@ -40,6 +40,7 @@ MAP_BYTES = 2**20  # the largest index map that --json writes
 @click.option("--world", type=click.IntRange(1), default=8, show_default=True, help="Ranks that shard the weight.")
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
 @click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
+@click.option("--products", is_flag=True, help="Only the products of linear layers: which kernel multiplies what.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",
@@ -57,6 +58,7 @@ def show(
     world: int,
     picture: str | None,
     kernels: bool,
+    products: bool,
     as_json: bool,
     checkpoint: Path | None,
     thorough: bool,
@@ -72,11 +74,14 @@ def show(
     layoutc show nvfp4 --shape 144x64 --world 8               what cuts inside blocks cost, and where there are none
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show nvfp4 --kernels                              tiles, conversions, what one launch does, and why
+    layoutc show fp8_block --products                         what a linear layer multiplies with what, on which cards
     layoutc show mxfp8 --json | jq .passes                    for a machine
     layoutc show --checkpoint runs/step-1000                  a saved model
     """
     if checkpoint is not None:
-        spec_options = [name for name in ("folder", "shape", "world", "picture", "kernels") if _is_given(ctx, name)]
+        spec_options = [
+            name for name in ("folder", "shape", "world", "picture", "kernels", "products") if _is_given(ctx, name)
+        ]
         if recipe is not None or spec_options:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
         if not checkpoint.is_dir():
@@ -89,10 +94,11 @@ def show(
 
     path = spec_of(recipe, folder)
     plan = _plan(path)
-    if kernels:
-        if as_json or picture or shape:
-            raise click.UsageError("--kernels goes with no other option: kernels are the same for every shape")
-        _show_kernels(plan)
+    if kernels or products:
+        if as_json or picture or shape or (kernels and products):
+            only, what = ("--kernels", "kernels") if kernels else ("--products", "products")
+            raise click.UsageError(f"{only} goes with no other option: {what} are the same for every shape")
+        _show_part(plan, kernels)
         return
     names = [buffer.name for buffer in plan.layout.buffers]
     if picture is not None and picture not in names:
@@ -111,10 +117,11 @@ def show(
         _show_text(plan, facts, picture)
 
 
-def _show_kernels(plan: Plan) -> None:
-    from layoutc.report import kernels
+def _show_part(plan: Plan, of_kernels: bool) -> None:
+    from layoutc.report.kernels import kernel_tables
+    from layoutc.report.products import product_tables
 
-    _print(kernels.kernel_tables(plan))
+    _print(kernel_tables(plan) if of_kernels else product_tables(plan))
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
+from layoutc.runtime import product_mode
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
@@ -219,7 +220,8 @@ class CastOnGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
-        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name)
+        mode = product_mode.of(self.LAYOUT)  # see flattening.Context
+        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name, mode)
 
     @property
     def _whole(self) -> Tensor:
@@ -230,7 +232,7 @@ class CastOnGather(torch.Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__."""
-        views, transposed, detached, name = context
+        views, transposed, detached, name, _ = context
         values = inner["_whole"]
         for func, args, index in views:
             values = func(values, *args) if index is None else func(values, *args)[index]

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
+from layoutc.runtime import product_mode as mode
 from layoutc.runtime.dispatch import broadcasts, update_warnings
 from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.products import linear as linear_products
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
@@ -344,8 +346,12 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """mm, bmm, addmm, baddbmm, mv, matmul: dequantizes to the activation's dtype and multiplies.
 
-    The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones.
+    The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
+    and addmm are products in low precision where those are wanted.
     """
+    made = None if kwargs else linear_products.matrix_product(func, args, mode.current())
+    if made is not None:
+        return made
     first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
     plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]

@@ -8,14 +8,16 @@ microseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layoutc.runtime.products import linear, mode
-from layoutc.runtime.products.mode import Mode
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import linear
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.weight import operators
 
@@ -67,10 +69,20 @@ class LowPrecisionLinear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None
 
 
-def _call(operator: Any, weight: Any, *args: Any) -> Any:
-    if operators.traced(args[0]):
-        return operator(*args)
-    return weight.HANDLERS[operator](operator, args, {})
+def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
+    with _without_autocast(first):  # it would round what is multiplied in fp32
+        if operators.traced(first):
+            return operator(first, *args)
+        return weight.HANDLERS[operator](operator, (first, *args), {})
+
+
+def _autocasts(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,9 +97,8 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
 
 def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     """F.linear in low precision; None for what is no linear layer with a weight of a recipe."""
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and input.is_floating_point():
-        input = input.to(torch.get_autocast_dtype(device))
+    if input.is_floating_point() and _autocasts(input):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
     if not hasattr(weight, "LAYOUT") or weight.dim() != 2 or input.dtype not in FLOATS:
         return None
     out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current())  # type: ignore[no-untyped-call]

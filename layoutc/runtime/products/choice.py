@@ -10,7 +10,7 @@ import torch
 
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Cards, Layout, Operand
-from layoutc.runtime.products.mode import Mode
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Way = Literal["kernel", "reference", "dequantize"]
@@ -22,6 +22,7 @@ OPERANDS: dict[ProductName, tuple[tuple[str, str], tuple[str, str]]] = {
     "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
     "grad_weight": (("gradient", "columnwise"), ("activation", "columnwise")),
 }
+NAMES: tuple[ProductName, ...] = tuple(OPERANDS)
 _SHIPPED = "layoutc.recipes"
 _ALIGNED = 16  # elements of a dim of codes, as cuBLAS wants them
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_mm, shared_inputs
-from layoutc.runtime.products.choice import OPERANDS, ProductName, Recipe, Way, choose, recipes_of
-from layoutc.runtime.products.mode import Mode
+from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.flattening import whole_and_window
@@ -25,6 +25,8 @@ from layoutc.runtime.weight.pending_writes import check_readable
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Buffers = Mapping[str, Tensor]
+aten = torch.ops.aten
+_unsafe_view: Any = aten._unsafe_view.default
 
 
 class Ways(NamedTuple):
@@ -38,8 +40,7 @@ class Ways(NamedTuple):
 def ways_of(cls: Recipe, m: int, k: int, x: Tensor, mode: Mode) -> Ways:
     """How the products of an (m, k) weight with x (..., k), or with gradients (..., m), are computed."""
     tokens = prod(x.shape[:-1])
-    names: tuple[ProductName, ...] = ("forward", "grad_input", "grad_weight")
-    return Ways(*(choose(cls, name, m, k, tokens, x.device, mode).way for name in names))
+    return Ways(*(choose(cls, name, m, k, tokens, x.device, mode).way for name in NAMES))
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
@@ -55,8 +56,9 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     if ways.forward == "dequantize":
         out = F.linear(x, weight._dequantize("rowwise", x.dtype), bias)
     else:
-        out = _multiply("forward", ways.forward, quantized["rowwise"], weight, prod(x.shape[:-1]), x.dtype)
-        out = out.view(*x.shape[:-1], m) if bias is None else (out + bias.to(x.dtype)).view(*x.shape[:-1], m)
+        flat = _multiply("forward", ways.forward, quantized["rowwise"], weight, prod(x.shape[:-1]), x.dtype)
+        flat = flat if bias is None else flat + bias.to(x.dtype)
+        out = _unsafe_view(flat, [*x.shape[:-1], m])  # no view: FSDP2 warns of modules that return one
     return [out, *(quantized["columnwise"].values() if kept != "dequantize" else ())]
 
 
@@ -82,7 +84,7 @@ def backward(
             found = flat @ weight._dequantize("columnwise", grad.dtype)
         else:
             found = _multiply("grad_input", ways.grad_input, quantized["rowwise"], weight, tokens, grad.dtype)
-        made.append(found.view(*grad.shape[:-1], k))
+        made.append(_unsafe_view(found, [*grad.shape[:-1], k]))
     if trains:
         if ways.grad_weight == "dequantize":
             made.append(flat.t() @ saved[0].reshape(tokens, k))
@@ -135,6 +137,29 @@ def _names(layout: Layout, orientation: str, way: Way) -> list[str]:
         return list(layout.sources[orientation])
     buffers = layout.buffers(layout.multiple_m, layout.multiple_k)
     return [name for name in buffers if name == "amax" or name.split("_")[0] == orientation]
+
+
+def matrix_product(func: Any, args: Sequence[Any], mode: Mode) -> Tensor | None:
+    """mm or addmm of activations, or gradients, by a weight, in low precision; None for any other product.
+
+    This is what `x @ weight.t()` is to a tensor's class, and a linear layer whose weight is a DTensor, to the local
+    shard. The gradient of the weight never meets the weight, so autograd takes it from x as it is.
+    """
+    *bias, left, right = args
+    if func not in (aten.mm.default, aten.addmm.default) or mode == "dequantize":
+        return None
+    if not isinstance(right, QuantizedTensor) or isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
+        return None
+    name: ProductName = "forward" if right._transposed else "grad_input"
+    weight = cast(QuantizedTensor, right.t()) if right._transposed else right
+    cls, (m, k) = type(weight), weight.shape
+    way = choose(cls, name, m, k, left.shape[0], left.device, mode).way
+    if way == "dequantize" or weight._halo.rows:
+        return None
+    (role, orientation), _ = OPERANDS[name]
+    quantized = _quantized(getattr(recipes_of(cls), role), left, {orientation: way})
+    out = _multiply(name, way, quantized[orientation], weight, left.shape[0], left.dtype)
+    return out + bias[0].to(out.dtype) if bias else out
 
 
 # ------------------------------------------------------------------------------------------------------------- products

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
+from layoutc.runtime import product_mode
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.planes import CutPlanes, Home, owner
 
@@ -30,6 +31,7 @@ class Context(NamedTuple):
     halo: Halo
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
     window: Rect | None  # the part of it that this tensor is
+    products: str  # how it is multiplied: a graph that is traced in one mode must not run in another
 
 
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
@@ -39,7 +41,7 @@ def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     if getattr(planes, "handle", None) is not None:
         names, (whole, window) = ("handle",), whole_and_window(tensor)
     of = tensor._matrix, tensor._orientations, tensor._transposed, tensor.dtype, tensor._halo
-    return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window)
+    return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, product_mode.of(tensor.LAYOUT))
 
 
 def unflatten(

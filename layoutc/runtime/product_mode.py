@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Literal
 
+from layoutc.runtime.facts import Layout
+
 Mode = Literal["auto", "low", "dequantize"]
 _MODES = ("auto", "low", "dequantize")
 _mode: Mode = "dequantize"
@@ -13,6 +15,11 @@ _mode: Mode = "dequantize"
 def current() -> Mode:
     """The mode that linear layers follow now."""
     return _mode
+
+
+def of(layout: Layout) -> Mode:
+    """The mode that products of a recipe follow now: a recipe without any is always dequantized."""
+    return "dequantize" if layout.products is None else _mode
 
 
 class products:

@@ -1,0 +1,59 @@
+"""What `layoutc show --products` says: the products of a linear layer, where each has a kernel, or why it has none."""
+
+from __future__ import annotations
+
+from layoutc.layout.layout import Layout
+from layoutc.plan.plan import Plan
+from layoutc.plan.products import OPERANDS, Cards, Operand, Product, Products, Role, operand
+from layoutc.report.tables import Table
+
+_FORMULAS = {"forward": "y = x w^T", "grad_input": "dx = dy w", "grad_weight": "dw = dy^T x"}
+
+
+def product_tables(plan: Plan) -> list[Table]:
+    """The products of a recipe's weights; of a recipe without any, how scaled_mm would read it."""
+    layout = plan.layout
+    if plan.products is None:
+        rows = [("products", "weights are dequantized, since the spec has no gemm.activation")]
+        rows += [(name, _reading(operand(layout, name))) for name in layout.orientations]
+        return [Table(f"{layout.name}: no products in low precision", (), tuple(rows))]
+    heads = ("product", "", "left operand", "right operand", "kernel")
+    lines = tuple(_line(layout, plan.products, product) for product in plan.products.products)
+    names = plan.products.activation.name, plan.products.gradient.name
+    title = f"{layout.name}: products with activations in {names[0]}, gradients of outputs in {names[1]}"
+    kinds = tuple(_kinds(layout, plan.products))
+    return [Table(title, heads, lines), Table("How scaled_mm reads each operand", ("recipe", "orientation", ""), kinds)]
+
+
+def _roles(weight: Layout, products: Products) -> dict[Role, Layout]:
+    return {"weight": weight, "activation": products.activation, "gradient": products.gradient}
+
+
+def _line(weight: Layout, products: Products, product: Product) -> tuple[str, ...]:
+    roles = _roles(weight, products)
+    sides = [f"{role} {orientation}, {roles[role].name}" for role, orientation in OPERANDS[product.name]]
+    why = "dequantized: " + (product.reason or "gemm.dequantize says so")
+    return product.name, _FORMULAS[product.name], *sides, _cards(product.cards) if product.cards else why
+
+
+def _cards(cards: Cards) -> str:
+    least = f"compute capability {cards.least[0]}.{cards.least[1]}"
+    until = " and later" if cards.below is None else f", below {cards.below[0]}.{cards.below[1]}"
+    return f"scaled_mm: {least}{until}{', and CPUs' if cards.cpu else ''}"
+
+
+def _kinds(weight: Layout, products: Products) -> list[tuple[str, ...]]:
+    """Each recipe and orientation that a product reads, once."""
+    roles = _roles(weight, products)
+    read = dict.fromkeys((roles[role], side) for sides in OPERANDS.values() for role, side in sides)
+    return [(layout.name, orientation, _reading(operand(layout, orientation))) for layout, orientation in read]
+
+
+def _reading(found: Operand | str) -> str:
+    if isinstance(found, str):
+        return f"can't: {found}"
+    words = [f"{found.element} with {found.scaling.name} scales of {found.scaling.scale}"]
+    words += ["scales swizzled"] if found.scaling.swizzled else []
+    words += ["a second scale, of the tensor"] if found.tensor_scale is not None else []
+    words += ["codes transposed first, in a launch of their own"] if found.transposes else []
+    return ", ".join(words)

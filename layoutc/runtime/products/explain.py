@@ -1,0 +1,76 @@
+"""What products a model's weights have: by which kernel, or why by none."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.facts import Operand
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
+
+_TOKENS = 16384  # a multiple of all that recipes and kernels ask for
+
+
+class ExplainedProduct(NamedTuple):
+    """One product of one weight. kernel: the kinds of scales that scaled_mm takes, "" if it is not called."""
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: str
+    product: ProductName
+    way: Way
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        """A line for a reader."""
+        how = f"scaled_mm, {self.kernel}" if self.kernel else self.way
+        because = f": {self.reason}" if self.reason else ""
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.recipe} {self.product}: {how}{because}"
+
+
+def explain_products(
+    model: nn.Module, *, tokens: int = _TOKENS, device: torch.device | str | None = None, mode: Mode | None = None
+) -> list[ExplainedProduct]:
+    """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
+
+    tokens: the rows of activations that a linear layer sees, all leading dims as one. device: default: that of each
+    weight. mode: default: the one that is set; "auto" if that is "dequantize".
+    """
+    found: list[ExplainedProduct] = []
+    for name, param in model.named_parameters():
+        cls: Recipe | None = getattr(getattr(param, "_local_tensor", param), "QUANTIZED", None)
+        if cls is not None:
+            where = torch.device(device) if device is not None else param.device
+            found += _explained(name, param, cls, tokens, where, mode or _wanted())
+    return found
+
+
+def _wanted() -> Mode:
+    return "auto" if mode.current() == "dequantize" else mode.current()
+
+
+def _explained(
+    name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode
+) -> list[ExplainedProduct]:
+    shape = tuple(param.shape)
+    m, k = prod(shape[:-1]), shape[-1]
+    rows = []
+    for product in NAMES:
+        way, reason = choose(cls, product, m, k, tokens, device, wanted)
+        if len(shape) != 2:
+            way, reason = "dequantize", f"weights of {len(shape)} dims have no products in low precision yet"
+        kernel = _kernel(cls, product) if way == "kernel" else ""
+        rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason))
+    return rows
+
+
+def _kernel(cls: Recipe, product: ProductName) -> str:
+    recipes = recipes_of(cls)
+    operands = (getattr(recipes, role).LAYOUT.operands[orientation] for role, orientation in OPERANDS[product])
+    return " by ".join(operand.scaling for operand in operands if isinstance(operand, Operand))

@@ -1,0 +1,149 @@
+"""Products in low precision under fully_shard and tensor parallelism: to the bit those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exact_products import exact
+from exact_products import product as whole_numbers
+from harness import Ranks, mesh_of
+from models import RECIPES, adam, recipe_module, train_step, width_for
+from test_training import trains_as_one_process
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import layoutc
+from layoutc.runtime.product_mode import Mode
+
+
+def trains(recipe: str, keeps: bool, mode: Mode) -> None:
+    """Losses, bytes and collectives of quantized weights, as without low precision."""
+    with layoutc.products(mode):
+        trains_as_one_process(recipe, keeps, True, None, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keeps", "mode"),
+    [
+        *((recipe, False, "low") for recipe in (*RECIPES, "fp8_rowwise")),
+        *((recipe, True, "low") for recipe in ("mxfp8", "fp8_rowwise")),
+        ("fp8_current", False, "auto"),  # what CPUs have kernels for
+    ],
+)
+def test_training_in_low_precision_equals_one_process(two: Ranks, recipe: str, keeps: bool, mode: Mode) -> None:
+    two.run(trains, recipe, keeps, mode)
+
+
+def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
+    """Weights in high precision, quantized by the gather; each block compiled, or none."""
+    width = width_for(recipe, dist.get_world_size())
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
+        layoutc.cast_on_gather_(model, recipe)
+        return model
+
+    reference, model = build(), build()
+    torch._dynamo.reset()
+    for block in (model[0], model[2]):
+        if compiled:
+            block.compile(fullgraph=True, backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, model)]
+    share = float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
+    with layoutc.products("low"):
+        for step in range(3):
+            losses = [
+                train_step(one, optimizer, step, width, part)
+                for one, optimizer, part in zip((reference, model), optimizers, (1.0, share), strict=True)
+            ]
+            assert losses[0] == losses[1], f"step {step}: {losses}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [("fp8_current", True), ("fp8_block", False), ("mxfp8", False), ("mxfp8", True), ("nvfp4", False)],
+)
+def test_weights_that_are_cast_on_gather_train_as_one_process(two: Ranks, recipe: str, compiled: bool) -> None:
+    two.run(trains_cast_on_gather, recipe, compiled)
+
+
+def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
+    """Shards of rows and of columns multiply in low precision; no rounding, so whole numbers are what they give."""
+    mesh = mesh_of(dist.get_world_size())
+    tokens, width = 128, 256
+    x, up, down = exact(recipe, tokens, width, 1), exact(recipe, width, width, 2), exact(recipe, width, width, 3)
+    rank, part = mesh.get_local_rank(), width // mesh.size()
+    mine = slice(rank * part, (rank + 1) * part)
+    for cuts_rows, w in ((True, up), (False, down)):
+        layer = nn.Linear(width, width, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        layoutc.quantize_(layer, recipe)
+        made: Any = parallelize_module(layer, mesh, ColwiseParallel() if cuts_rows else RowwiseParallel())
+        assert isinstance(made.weight, DTensor)
+        assert isinstance(made.weight._local_tensor, recipe_module(recipe).Tensor)
+        with layoutc.products(mode):
+            out: Tensor = made(x if cuts_rows else x[:, mine].contiguous())
+        whole = torch.from_numpy(whole_numbers(x, w.t())).float()
+        assert torch.equal(out, whole[:, mine] if cuts_rows else whole)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_tensor_parallel_products_are_exact(two: Ranks, recipe: str) -> None:
+    two.run(is_exact_in_parallel, recipe, "low")
+
+
+def counts_products(recipe: str) -> None:
+    """Which products shards of a DTensor compute in low precision: forward and the gradient of the input."""
+    from layoutc.runtime.products import linear
+
+    seen: list[str] = []
+    multiply = linear._multiply
+
+    def noted(name: Any, *args: Any) -> Tensor:
+        seen.append(name)
+        return multiply(name, *args)
+
+    mesh = mesh_of(dist.get_world_size())
+    layer = nn.Linear(256, 256, bias=False)
+    layoutc.quantize_(layer, recipe)
+    made: Any = parallelize_module(layer, mesh, ColwiseParallel())
+    linear._multiply = noted  # type: ignore[assignment]
+    try:
+        with layoutc.products("low"):
+            made(torch.randn(128, 256, requires_grad=True)).sum().backward()
+    finally:
+        linear._multiply = multiply
+    assert seen == ["forward", "grad_input"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_shards_of_a_tensor_parallel_weight_multiply_in_low_precision(two: Ranks, recipe: str) -> None:
+    two.run(counts_products, recipe)
+
+
+def masters_train(recipe: str) -> None:
+    """A step of MasterWeights in low precision moves what one process moves."""
+    width = width_for(recipe, dist.get_world_size())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width, bias=False))
+    layoutc.quantize_(model, recipe)
+    fully_shard(model)
+    optimizer = adam(model)
+    with layoutc.products("low"):
+        before = train_step(model, optimizer, 0, width)
+        after = [train_step(model, optimizer, 0, width) for _ in range(5)][-1]
+    assert after < before
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block"])
+def test_losses_fall(two: Ranks, recipe: str) -> None:
+    two.run(masters_train, recipe)

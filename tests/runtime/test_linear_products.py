@@ -1,0 +1,387 @@
+"""Linear layers in low precision: exact where nothing rounds, and as modes, shapes and dtypes ask."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exact_products import exact, product
+from quantized_cases import make, module, same_bits, weight
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import ScalingType
+from torch.utils.checkpoint import checkpoint
+
+import layoutc
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.products import choice, linear, shared_inputs
+
+EVERY = importlib.import_module("layoutc.recipes").RECIPES
+WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
+ON_CPU = ("fp8_current", "fp8_rowwise")  # whose kernels CPUs have as well
+TOKENS, M, K = 128, 256, 384
+
+
+def run(
+    recipe: str, x: Tensor, w: Tensor, g: Tensor, how: mode.Mode, bias: Tensor | None = None, use: str = "quantize_"
+) -> tuple[Tensor, ...]:
+    """The output and the gradients of the input, the weight and the bias."""
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    getattr(layoutc, use)(layer, recipe)
+    x = x.clone().requires_grad_()
+    with layoutc.products(how):
+        out = layer(x)
+        out.backward(g)
+    return out.detach(), x.grad, *(param.grad for param in layer.parameters())
+
+
+def inputs(recipe: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and g that are exact in the recipe."""
+    sizes = ((tokens, K), (M, K), (tokens, M))
+    x, w, g = (exact(recipe, *size, seed=seed) for seed, size in enumerate(sizes))
+    return x, w, g
+
+
+@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
+@pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
+@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, use: str) -> None:
+    """Against whole numbers: kernels of CPUs, the reference, and dequantized weights."""
+    x, w, g = inputs(recipe)
+    found = run(recipe, x, w, g, how, use=use)
+    expected = product(x, w.t()), product(g, w), product(g.t(), x)
+    ways = linear.ways_of(module(recipe).Tensor, M, K, x, how)
+    for one, whole, way in zip(found, expected, ways, strict=True):
+        # scaled_mm with RowWise scales gives bf16, whatever it is asked for.
+        given = torch.bfloat16 if recipe == "fp8_rowwise" and way == "kernel" else torch.float32
+        assert same_bits(one, torch.from_numpy(whole).to(given).float())
+
+
+@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+def test_low_precision_multiplies_quantized_values(recipe: str) -> None:
+    """Each product against that of the recipes' own values in fp64: an fp32 accumulator is all that lies between."""
+    x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
+    products = module(recipe).LAYOUT.products
+    activation, gradient = module(products.activation[0]), module(products.gradient[0])
+
+    def values(one: Any, data: Tensor, orientation: str) -> Tensor:
+        planes = one.quantize(data).planes()
+        found: Tensor = one.dequantize_reference(planes, *data.shape, orientation)
+        return found.double()
+
+    out, of_x, of_w = run(recipe, x, w, g, "low")
+    wanted = (
+        (out, values(activation, x, "rowwise"), values(module(recipe), w, "rowwise").t()),
+        (of_x, values(gradient, g, "rowwise"), values(module(recipe), w, "columnwise")),
+        (of_w, values(gradient, g, "columnwise").t(), values(activation, x, "columnwise")),
+    )
+    for found, left, right in wanted[: 2 if products.grad_weight is None else 3]:
+        unit = 2**-8 if recipe == "fp8_rowwise" else left.shape[1] * 2**-23  # RowWise scales give bf16
+        bound = unit * (left.abs() @ right.abs())
+        assert ((found.double() - left @ right).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("recipe", ON_CPU)
+def test_a_kernel_is_scaled_mm_on_the_same_bytes(recipe: str) -> None:
+    x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
+    out, of_x, _ = run(recipe, x, w, g, "auto")
+    kind = {"fp8_current": ScalingType.TensorWise, "fp8_rowwise": ScalingType.RowWise}[recipe]
+    gradient = module(module(recipe).LAYOUT.products.gradient[0])
+    e5m2 = torch.float8_e5m2 if "e5m2" in gradient.LAYOUT.name else torch.float8_e4m3fn
+
+    def by_hand(left: Any, right: Any, right_side: str, dtype: torch.dtype) -> Tensor:
+        a, b = left.buffers(), right.buffers()
+        scale_a, scale_b = a["rowwise_scale"], b[f"{right_side}_scale"]
+        if kind == ScalingType.RowWise:
+            scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(1, -1)
+        codes = b[f"{right_side}_data"].view(torch.float8_e4m3fn).t()
+        wanted = torch.float32 if kind == ScalingType.TensorWise else torch.bfloat16
+        made: Tensor = F.scaled_mm(
+            a["rowwise_data"].view(dtype), codes, scale_a, kind, scale_b, kind, output_dtype=wanted
+        )
+        return made.float()
+
+    held = module(recipe).quantize(w)
+    assert same_bits(out, by_hand(module(recipe).quantize(x), held, "rowwise", torch.float8_e4m3fn))
+    assert same_bits(of_x, by_hand(gradient.quantize(g), held, "columnwise", e5m2))
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 160])
+@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -> None:
+    """On the meta device scaled_mm checks dtypes, shapes, strides and orders of scales as it does on a card."""
+    held = make(recipe, M, K).to("meta")
+    x, g = torch.empty(tokens, K, device="meta"), torch.empty(tokens, M, device="meta")
+    activation = module(module(recipe).LAYOUT.products.activation[0])
+    fits = tokens % 128 == 0 or activation.LAYOUT.operands["columnwise"].scaling != "BlockWise1x128"
+    out, *saved = linear.forward(x, held, None, "auto", True)
+    assert out.shape == (tokens, M)
+    ways = linear.ways_of(type(held), M, K, x, "auto")
+    stated = module(recipe).LAYOUT.products
+    assert ways.forward == ways.grad_input == "kernel"
+    assert (ways.grad_weight == "kernel") == (stated.grad_weight is not None and fits)
+    of_x, of_w = linear.backward(g, held, saved or [x], "auto", True, True)
+    assert (of_x.shape, of_w.shape) == ((tokens, K), (M, K))
+
+
+def test_the_checks_of_torch_refuse_another_order_of_scales() -> None:
+    """That is, the test above would fail with scales in a wrong order."""
+    held = make("fp8_block", M, K).to("meta")
+    buffers = held.buffers()
+    buffers["rowwise_scale"] = buffers["rowwise_scale"].t().contiguous()
+    side = linear.scaled_mm.side
+    x = module("fp8_block_1d").quantize_buffers(torch.empty(TOKENS, K, device="meta"))
+    a = side(module("fp8_block_1d").LAYOUT, "rowwise", x, TOKENS, is_left=True)
+    b = side(held.LAYOUT, "rowwise", buffers, M, is_left=False)
+    with pytest.raises(RuntimeError, match="scale b must have shape"):
+        linear.scaled_mm.multiply(a, b, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8"])
+def test_dtypes_bias_and_leading_dims(recipe: str, dtype: torch.dtype) -> None:
+    """The output has x's dtype and leading dims; so has the gradient; the bias is added in that dtype."""
+    x, w, g = weight(4, 32, K, seed=1, dtype=dtype), weight(M, K, seed=2), weight(4, 32, M, seed=3, dtype=dtype)
+    layer = nn.Linear(K, M, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    layoutc.quantize_(layer, recipe)
+    x.requires_grad_()
+    with layoutc.products("low"):
+        out = layer(x)
+        out.backward(g)
+        with torch.no_grad():
+            alone = F.linear(x.reshape(-1, K), layer.weight)
+    assert same_bits(out.detach(), (alone + layer.bias.detach()).view(4, 32, M))
+    assert x.grad is not None
+    assert (x.grad.dtype, x.grad.shape, out.dtype) == (dtype, x.shape, dtype)
+    assert same_bits(layer.bias.grad, g.reshape(-1, M).sum(0))
+    assert layer.weight.grad.shape == (M, K)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_rowwise"])
+def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
+    """Also if backward runs under it."""
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, recipe)
+    x, cast = weight(TOKENS, K).bfloat16().requires_grad_(), weight(TOKENS, K).requires_grad_()
+    with layoutc.products("low"):
+        plain = layer(x)
+        plain.square().sum().backward()
+        expected, layer.weight.grad = layer.weight.grad, None
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(cast)
+            out.square().sum().backward()
+    assert same_bits(out.detach(), plain.detach())
+    assert same_bits(layer.weight.grad, expected)
+    assert x.grad is not None
+    assert same_bits(cast.grad, x.grad.float())
+
+
+def test_matrix_products_follow_the_mode() -> None:
+    """x @ w.t() and g @ w, which is also what DTensor calls, equal the products of F.linear."""
+    for recipe in ("fp8_current", "mxfp8", "nvfp4"):
+        x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
+        out, of_x, _ = run(recipe, x, w, g, "low")
+        held = module(recipe).quantize(w)
+        with layoutc.products("low"):
+            assert same_bits(x @ held.t(), out)
+            assert same_bits(g @ held, of_x)
+            assert same_bits(torch.addmm(torch.ones(M), x, held.t()), out + 1)
+        assert same_bits(x @ held.t(), x @ held.dequantize().t())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "expected"),
+    [
+        ("fp8_block", 100, ("kernel", "kernel", "dequantize")),
+        ("fp8_current", 100, ("kernel", "kernel", "dequantize")),
+        ("fp8_rowwise", 100, ("kernel", "kernel", "dequantize")),
+        ("nvfp4", 100, ("dequantize", "dequantize", "dequantize")),
+        ("mxfp8", 0, ("dequantize", "dequantize", "dequantize")),
+        ("int8_block", 128, ("dequantize", "dequantize", "dequantize")),
+    ],
+)
+def test_sizes_that_kernels_do_not_take(recipe: str, tokens: int, expected: tuple[str, ...]) -> None:
+    x = torch.empty(tokens, K, device="meta")
+    assert linear.ways_of(module(recipe).Tensor, M, K, x, "auto") == expected
+
+
+def test_reasons() -> None:
+    def reason(recipe: str, name: Any, m: int = M, k: int = K, tokens: int = TOKENS, how: mode.Mode = "auto") -> str:
+        return choice.choose(module(recipe).Tensor, name, m, k, tokens, torch.device("cpu"), how).reason
+
+    assert reason("fp8_current", "forward") == ""
+    assert reason("fp8_current", "forward", how="dequantize") == 'products are set to "dequantize"'
+    assert (
+        reason("fp8_current", "grad_weight", tokens=24)
+        == "TensorWise takes a contracted dim in multiples of 16, not 24"
+    )
+    assert reason("fp8_current", "forward", m=24) == "scaled_mm takes a dim in multiples of 16, not 24"
+    assert reason("fp8_rowwise", "grad_weight") == "the spec says so"
+    assert reason("mxfp8", "forward") == "CPUs have no kernel for it"
+    assert reason("nvfp4", "forward", tokens=24) == "nvfp4_1d takes tokens in multiples of 16, not 24"
+    assert reason("int8_block", "forward") == "the recipe names none for activations"
+
+
+@pytest.mark.parametrize(
+    ("capability", "served"),
+    [
+        ((8, 0), set()),
+        ((8, 9), {"fp8_current", "fp8_rowwise"}),
+        ((9, 0), {"fp8_current", "fp8_rowwise", "fp8_block"}),
+        ((10, 0), {"fp8_current", "fp8_rowwise", "mxfp8", "nvfp4"}),
+        ((12, 0), {"fp8_current", "fp8_rowwise"}),
+    ],
+)
+def test_cards(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], served: set[str]) -> None:
+    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    card = torch.device("cuda", 0)
+    recipes = ("fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
+    ways = {name: choice.choose(module(name).Tensor, "forward", M, K, TOKENS, card, "auto").way for name in recipes}
+    assert {name for name, way in ways.items() if way == "kernel"} == served
+    assert {name for name, way in ways.items() if way == "dequantize"} == set(recipes) - served
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
+    """Beside the weight, as many bytes as the activation has in the recipe; in bf16 it would have two an element."""
+    layer = nn.Linear(K, M, bias=False, dtype=torch.bfloat16)
+    layoutc.quantize_(layer, recipe)
+    x = weight(TOKENS, K, dtype=torch.bfloat16).requires_grad_()
+    saved: list[Tensor] = []
+    with layoutc.products("low"), saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        layer(x)
+    kept = sum(one.nbytes for one in saved if type(one) is Tensor)
+    activation = module(layer.weight.LAYOUT.products.activation[0]).quantize(x, orientations="columnwise")
+    assert kept == sum(plane.nbytes for plane in activation.planes().values()) < TOKENS * K * 1.1
+
+
+def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(K, M, bias=False) for _ in range(3)]
+    for layer in layers:
+        layoutc.quantize_(layer, "fp8_current")
+    read: list[Tensor] = []
+    quantize_buffers = linear.weights.quantize_buffers
+
+    def counted(cls: Any, x: Tensor, **options: Any) -> dict[str, Tensor]:
+        read.append(x)
+        return quantize_buffers(cls, x, **options)
+
+    monkeypatch.setattr(linear.weights, "quantize_buffers", counted)
+    x = weight(TOKENS, K)
+    with layoutc.products("auto"):
+        first = [layer(x) for layer in layers]
+        assert len(read) == 1
+        x.mul_(2)
+        second = [layer(x) for layer in layers]
+        assert len(read) == 2
+        alone = [layer(x.clone()) for layer in layers]
+        assert len(read) == 5
+    assert all(same_bits(a, b) for a, b in zip(second, alone, strict=True))
+    assert not any(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    del x, read[:]
+    gc.collect()
+    assert shared_inputs._last is None or shared_inputs._last.x() is None
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("use", ["quantize_", "cast_on_gather_"])
+def test_compiled_equals_eager(recipe: str, use: str) -> None:
+    """One graph; every byte of the output and of the gradients, also under activation checkpointing."""
+
+    def made(compiled: bool, recomputed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(K, M), nn.ReLU(), nn.Linear(M, M, bias=False))
+        getattr(layoutc, use)(model, recipe)
+        torch._dynamo.reset()
+        called: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        x = weight(TOKENS, K).requires_grad_()
+        with layoutc.products("low"):
+            out = checkpoint(called, x, use_reentrant=False) if recomputed else called(x)
+            out.square().mean().backward()
+        return [out.detach(), x.grad, *(param.grad for param in model.parameters())]
+
+    expected = made(False, False)
+    for compiled, recomputed in ((True, False), (False, True)):
+        assert all(map(same_bits, made(compiled, recomputed), expected))
+
+
+def test_a_mode_that_changes_is_traced_anew() -> None:
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "mxfp8")
+    torch._dynamo.reset()
+    called = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = weight(TOKENS, K)
+    with torch.no_grad():
+        dequantized, expected = called(x), layer(x)
+        with layoutc.products("low"):
+            low, expected_low = called(x), layer(x)
+    assert same_bits(dequantized, expected)
+    assert same_bits(low, expected_low)
+    assert not same_bits(low, dequantized)
+
+
+def test_modes() -> None:
+    assert mode.current() == "dequantize"
+    with layoutc.products("auto"):
+        with layoutc.products("low"):
+            assert mode.current() == "low"
+        assert mode.current() == "auto"
+    assert mode.current() == "dequantize"
+    with pytest.raises(ValueError, match="products are auto, low, dequantize, not 'fp8'"):
+        layoutc.products("fp8")  # type: ignore[arg-type]
+    assert mode.current() == "dequantize"
+
+
+def test_without_gradients_and_in_inference_mode() -> None:
+    layer = nn.Linear(K, M)
+    layoutc.quantize_(layer, "fp8_current")
+    x = weight(TOKENS, K)
+    with layoutc.products("auto"):
+        expected = layer(x).detach()
+        with torch.no_grad():
+            assert same_bits(layer(x), expected)
+        with torch.inference_mode():
+            assert same_bits(layer(x).clone(), expected)
+        layer.weight.requires_grad_(False)
+        x.requires_grad_()
+        layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+
+
+def test_a_recipe_that_was_changed_since_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice._recipes_of.cache_clear()
+    monkeypatch.setattr(module("fp8_block_1d"), "LAYOUT", module("fp8_block").LAYOUT)
+    with pytest.raises(
+        LayoutError, match="fp8_block was built to be multiplied with fp8_block_1d of layout f52fff5e711b"
+    ):
+        choice.recipes_of(module("fp8_block").Tensor)
+    choice._recipes_of.cache_clear()
+
+
+def test_explain_products() -> None:
+    model = nn.Sequential(nn.Linear(K, M, bias=False), nn.Linear(M, 24, bias=False), nn.LayerNorm(24))
+    layoutc.quantize_(model, "fp8_current")
+    rows = layoutc.explain_products(model)
+    assert [str(row) for row in rows] == [
+        "0.weight 256x384 fp8_current forward: scaled_mm, TensorWise by TensorWise",
+        "0.weight 256x384 fp8_current grad_input: scaled_mm, TensorWise by TensorWise",
+        "0.weight 256x384 fp8_current grad_weight: scaled_mm, TensorWise by TensorWise",
+        "1.weight 24x256 fp8_current forward: dequantize: scaled_mm takes a dim in multiples of 16, not 24",
+        "1.weight 24x256 fp8_current grad_input: dequantize: "
+        "TensorWise takes a contracted dim in multiples of 16, not 24",
+        "1.weight 24x256 fp8_current grad_weight: scaled_mm, TensorWise by TensorWise",
+    ]
+    with layoutc.products("low"):
+        assert {row.way for row in layoutc.explain_products(model)} == {"kernel", "reference"}
