@@ -45,10 +45,11 @@ RUNTIME = {
     "runtime.kernels": ("ints runtime runtime.triton", "torch triton"),
     "runtime.weight": ("ints runtime runtime.sharding runtime.kernels", "torch"),
     "runtime.quantize": ("runtime runtime.sharding runtime.kernels runtime.weight", "torch"),
+    "runtime.products": ("runtime runtime.weight runtime.quantize", "torch"),
     "runtime.fsdp2": ("ints runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
-    "runtime.dispatch": ("ints runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
+    "runtime.dispatch": ("ints runtime runtime.sharding runtime.weight runtime.quantize runtime.products", "torch"),
     "runtime.cast": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.fsdp2 runtime.dispatch",
+        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.products runtime.fsdp2 runtime.dispatch",
         "torch",
     ),
     "runtime.train": (

@@ -71,8 +71,8 @@ LAYOUT = Layout(
     swizzled=(),
     extremes=True,
     operands={
-        "rowwise": "scaled_mm has no dtype for int8 codes",
-        "columnwise": "scaled_mm has no dtype for int8 codes",
+        "rowwise": "scaled_mm has no dtype for codes of this format",
+        "columnwise": "scaled_mm has no dtype for codes of this format",
     },
     planes=planes,
     buffers=buffers,

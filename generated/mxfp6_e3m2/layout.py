@@ -77,8 +77,8 @@ LAYOUT = Layout(
     swizzled=("rowwise_scale", "columnwise_scale"),
     extremes=True,
     operands={
-        "rowwise": "scaled_mm has no dtype for e3m2 codes",
-        "columnwise": "scaled_mm has no dtype for e3m2 codes",
+        "rowwise": "scaled_mm has no dtype for codes of this format",
+        "columnwise": "scaled_mm has no dtype for codes of this format",
     },
     planes=planes,
     buffers=buffers,

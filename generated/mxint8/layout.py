@@ -77,8 +77,8 @@ LAYOUT = Layout(
     swizzled=(),
     extremes=True,
     operands={
-        "rowwise": "scaled_mm has no dtype for int8_64ths codes",
-        "columnwise": "scaled_mm has no dtype for int8_64ths codes",
+        "rowwise": "scaled_mm has no dtype for codes of this format",
+        "columnwise": "scaled_mm has no dtype for codes of this format",
     },
     planes=planes,
     buffers=buffers,

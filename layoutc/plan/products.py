@@ -171,8 +171,7 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
     if source.zero is not None:
         return "scaled_mm knows no zero points"
     if element is None or scale_format is None:
-        what = source.quantization.element if element is None else source.quantization.scale
-        return f"scaled_mm has no dtype for {what.name} {'codes' if element is None else 'scales'}"
+        return f"scaled_mm has no dtype for {'codes' if element is None else 'scales'} of this format"
     if any(dim.multiple > 1 for dim in data.dims):
         return "its codes are padded"
     if source.data.bits < 8 and data.axes[-1] != contraction:

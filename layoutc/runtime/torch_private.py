@@ -24,6 +24,12 @@ from torch.utils import _pytree
 #: As a class's `__torch_function__`: operators reach `__torch_dispatch__` with the tensors as they are.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
+#: Inside, functions get tensors of classes with a `__torch_function__` of their own as if they had none.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+#: The product of two quantized matrices: `torch.nn.functional.scaled_mm`, with enums as numbers.
+scaled_mm: Callable[..., Tensor] = torch.ops.aten._scaled_mm_v2.default
+
 #: Values and leaves of nested lists, tuples and dicts.
 tree_map: Callable[..., Any] = _pytree.tree_map
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves

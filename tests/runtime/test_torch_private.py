@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +63,33 @@ def test_no_torch_function_hands_operators_on_with_the_class() -> None:
     tensor = Wrapper()
     torch.mul(tensor, 2)
     assert tensor.reached == [("aten.mul.Tensor", Wrapper)]
+
+
+def test_without_torch_function_a_class_is_not_asked() -> None:
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    one = torch.ones(2).as_subclass(Asked)
+    with private.without_torch_function():
+        assert (one.shape, float(torch.sum(one))) == ((2,), 2.0)
+    with pytest.raises(AssertionError):
+        torch.sum(one)
+
+
+def test_scaled_mm_is_the_operator_behind_the_function() -> None:
+    """Operands, scales, kinds and orders of scales for each side; bias, dtype, contracted dims, fast accumulation."""
+    codes, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1,), 2.0)
+    kind, order = [ScalingType.TensorWise.value], [SwizzleType.NO_SWIZZLE.value]
+    made = private.scaled_mm(
+        codes, codes.t(), [scale], kind, order, [scale], kind, order, None, torch.bfloat16, [], False
+    )
+    by_function = torch.nn.functional.scaled_mm(
+        codes, codes.t(), scale, ScalingType.TensorWise, scale, ScalingType.TensorWise, output_dtype=torch.bfloat16
+    )
+    assert torch.equal(made, by_function)
+    assert float(made[0, 0]) == 64
 
 
 def test_fake_and_functional_tensors_are_what_tracing_hands_over() -> None:

@@ -19,6 +19,7 @@ from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
 from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.torch_private import without_torch_function
 from layoutc.runtime.weight import operators
 
 
@@ -91,7 +92,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
         made = _multiplied(*args, **(kwargs or {}))
         if made is not None:
             return made
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return func(*args, **(kwargs or {}))
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from layoutc.runtime.facts import Layout, Operand
-
-_aten = torch.ops.aten
+from layoutc.runtime.torch_private import scaled_mm
 
 
 class Side(NamedTuple):
@@ -59,7 +58,7 @@ def _scale(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
 def multiply(a: Side, b: Side, dtype: torch.dtype) -> Tensor:
     """a b^T in a dtype, with the accumulators of the card: (free of a, contracted) by (free of b, contracted)."""
     # bf16 is the one dtype that every kind of scales gives.
-    made: Tensor = _aten._scaled_mm_v2.default(
+    made = scaled_mm(
         *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
         *(dtype if dtype != torch.float16 and _gives(a, dtype) else torch.bfloat16, [], False),
     )

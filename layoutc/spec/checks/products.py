@@ -28,7 +28,7 @@ def products_have_an_activation(spec: Spec, source: Source) -> Iterator[Diagnost
                 f"`gemm.{key}` without `gemm.activation`",
                 source.key(("gemm", key)),
                 why="without a recipe for activations there are no products in low precision, so this decides nothing",
-                help=f"write `activation: {gemm.gradient or spec.name}` beside it, or delete it",
+                help=f"write `activation: {spec.name}` beside it, or delete it",
             )
 
 
@@ -40,7 +40,9 @@ def products_are_named_once(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         help = f"write `dequantize: [{', '.join(dict.fromkeys(stated))}]`"
         yield source.find("LC333", "a product is named twice", source.value(where), help=help)
     elif len(stated) == 3:
-        help = "delete `activation`, `gradient` and `dequantize`: weights are dequantized then"
+        assert spec.gemm is not None
+        keys = "`activation`, `gradient` and `dequantize`" if spec.gemm.scale else "`gemm`"
+        help = f"delete {keys}: weights are dequantized then"
         yield source.find("LC333", "no product is left in low precision", source.value(where), help=help)
 
 

@@ -39,6 +39,8 @@ _TO_TYPE = {
     ("orientations",): "orientations: {rowwise: {block: ..., data: ..., scale: ...}}",
     ("orientations", "rowwise"): "rowwise: {block: ..., data: ..., scale: ...}",
     ("gemm", "scale"): "scale: {swizzle: ...}",
+    ("gemm", "activation"): "activation: fp8_block_1d",
+    ("gemm", "gradient"): "gradient: fp8_block_1d",
     ("scale", "history", "length"): "length: 1024",
     ("scale", "history", "pick"): "pick: max",
     ("tensor", "amax"): "amax: f32",

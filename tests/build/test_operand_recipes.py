@@ -1,0 +1,80 @@
+"""The recipes that a spec names for activations and gradients: found beside it or shipped, or refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from layoutc.build import pipeline
+
+SPECS = ROOT / "specs"
+
+
+def spec(folder: Path, name: str, like: str, gemm: str) -> Path:
+    """A spec like a shipped one, with another name and another `gemm`."""
+    text = (SPECS / f"{like}.yaml").read_text(encoding="utf-8").replace(f"name: {like}", f"name: {name}")
+    path = folder / f"{name}.yaml"
+    path.write_text(text.split("gemm:")[0] + gemm + "\n", encoding="utf-8")
+    return path
+
+
+def findings(path: Path) -> list[tuple[str, str, str | None]]:
+    return [(one.code, one.message, one.help) for one in pipeline.check(path.read_bytes(), str(path))]
+
+
+def test_a_recipe_beside_it_comes_before_a_shipped_one(tmp_path: Path) -> None:
+    own = spec(tmp_path, "fp8_block_1d", "fp8_rowwise", "gemm: {activation: fp8_rowwise}")
+    weight = spec(tmp_path, "mine", "fp8_rowwise", "gemm: {activation: fp8_block_1d}")
+    assert findings(own) == findings(weight) == []
+    _, texts, _ = pipeline.read(weight.read_bytes(), str(weight))
+    assert 'activation=("fp8_block_1d", "a93daaa57939")' in texts["layout.py"]  # the layout of fp8_rowwise
+
+
+def test_a_shipped_recipe_is_found_from_anywhere(tmp_path: Path) -> None:
+    assert findings(spec(tmp_path, "mine", "fp8_block", "gemm: {activation: fp8_block_1d}")) == []
+
+
+def test_an_unknown_recipe_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    path = spec(tmp_path, "mine", "fp8_block", "gemm:\n  activation: fp8_block1d\n  gradient: nothing_like_it")
+    found = pipeline.check(path.read_bytes(), str(path))
+    assert [(one.code, one.message) for one in found] == [
+        ("LC908", "there is no recipe `fp8_block1d`"),
+        ("LC908", "there is no recipe `nothing_like_it`"),
+    ]
+    assert found[0].help == "write `activation: fp8_block_1d`"
+    assert found[1].help is not None
+    assert found[1].help.startswith("name one of e3m4_block, ")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for one, key in zip(found, ("activation", "gradient"), strict=True):
+        assert one.primary is not None
+        assert lines[one.primary.span.line - 1].startswith(f"  {key}:")
+    fixed = (
+        path.read_text(encoding="utf-8")
+        .replace("fp8_block1d", "fp8_block_1d")
+        .replace("  gradient: nothing_like_it", "")
+    )
+    path.write_text(fixed, encoding="utf-8")
+    assert findings(path) == []
+
+
+def test_a_recipe_whose_spec_has_errors_is_refused(tmp_path: Path) -> None:
+    broken = spec(tmp_path, "acts", "fp8_block_1d", "gemm: {}")
+    weight = spec(tmp_path, "mine", "fp8_block", "gemm: {activation: acts}")
+    (found,) = pipeline.check(weight.read_bytes(), str(weight))
+    assert (found.code, found.message) == ("LC908", "the spec of `acts` has errors")
+    assert found.why == "the first is: `gemm` says nothing"
+    assert found.help == f"see them all with `layoutc check {broken}`"
+
+
+def test_nothing_is_built_for_an_unknown_recipe(tmp_path: Path) -> None:
+    path = spec(tmp_path, "mine", "fp8_block", "gemm: {activation: nobody}")
+    result = pipeline.build([path], tmp_path / "out", check=False)
+    assert [one.code for one in result.diagnostics] == ["LC908"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("gemm", ["gemm: {activation: mine}", "gemm: {activation: mine, gradient: fp8_e5m2_current}"])
+def test_a_recipe_may_name_itself(tmp_path: Path, gemm: str) -> None:
+    assert findings(spec(tmp_path, "mine", "fp8_current", gemm)) == []

@@ -1,0 +1,186 @@
+"""Which products of a linear layer scaled_mm can do, as a spec says them, and the reason where it can't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from numpy_models import recipe_layout, variant
+
+from layoutc.layout.layout import Layout
+from layoutc.plan.plan import derive, layout_id
+from layoutc.plan.products import OPERANDS, SCALINGS, Cards, Operand, operand, products_of
+
+
+def products(weight: Layout, **others: Layout) -> dict[str, Cards | str]:
+    """Of each product, where it has a kernel, or why it has none."""
+    assert weight.others is not None
+    named = {name: recipe_layout(name) for name in (weight.others.activation, weight.others.gradient)} | others
+    found = products_of(weight, named)
+    assert found is not None
+    return {one.name: one.cards or one.reason for one in found.products}
+
+
+def edited(name: str, *path: str | int, value: Any) -> Layout:
+    """A recipe with one value of its YAML replaced."""
+
+    def edit(data: dict[str, Any]) -> None:
+        inner: Any = data
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+
+    return variant(name, edit)
+
+
+HOPPER, BLACKWELL, ALL = Cards((9, 0), (10, 0)), Cards((10, 0), (11, 0)), Cards((8, 9), cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "cards"),
+    [
+        ("fp8_block", (HOPPER,) * 3),
+        ("fp8_block_1d", (HOPPER,) * 3),
+        ("fp8_current", (ALL,) * 3),
+        ("fp8_delayed", (ALL,) * 3),
+        ("fp8_e5m2_current", (ALL,) * 3),
+        ("fp8_rowwise", (ALL, ALL, "")),
+        ("mxfp8", (BLACKWELL,) * 3),
+        ("mxfp8_2d", (BLACKWELL,) * 3),
+        ("nvfp4", (BLACKWELL,) * 3),
+        ("nvfp4_1d", (BLACKWELL,) * 3),
+        ("nvfp4_4over6", (BLACKWELL,) * 3),
+    ],
+)
+def test_shipped_recipes(name: str, cards: tuple[Cards | str, ...]) -> None:
+    assert tuple(products(recipe_layout(name)).values()) == cards
+
+
+def test_a_plan_has_products_where_the_spec_states_them() -> None:
+    block, activations = recipe_layout("fp8_block"), recipe_layout("fp8_block_1d")
+    assert derive(block).products is None  # nobody has looked for the recipe of activations
+    assert derive(block, {"fp8_block_1d": activations}).products is not None
+    assert derive(recipe_layout("int8_block"), {}).products is None
+
+
+def test_gradients_follow_activations_where_the_spec_does_not_say() -> None:
+    assert recipe_layout("mxfp8").others == recipe_layout("mxfp8_2d").others
+    stated = recipe_layout("fp8_current").others
+    assert stated is not None
+    assert (stated.activation, stated.gradient, stated.dequantized) == ("fp8_current", "fp8_e5m2_current", ())
+
+
+def test_products_do_not_change_the_layout_id() -> None:
+    """They are arithmetic on what is stored, not what is stored."""
+    without = edited("fp8_block", "gemm", value={"activation": "mxfp8"})
+    assert layout_id(without) == layout_id(recipe_layout("fp8_block")) == "09c0d85eeed1"
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "reason"),
+    [
+        ("fp8_current", "fp8_rowwise", "scaled_mm does not take RowWise by TensorWise"),
+        ("fp8_block", "fp8_block", "BlockWise128x128 for one operand, with BlockWise1x128 for the other"),
+        ("mxfp8", "nvfp4_1d", "scaled_mm does not take BlockWise1x16 by BlockWise1x32"),
+        ("fp8_e5m2_current", "fp8_e5m2_current", "does not take float8_e5m2 for both operands"),
+        ("fp8_block", "int8_block", "int8_block rowwise: scaled_mm has no dtype for codes of this format"),
+        ("fp8_block", "int4_group32", "int4_group32 rowwise: scaled_mm knows no zero points"),
+    ],
+)
+def test_pairs_that_scaled_mm_does_not_take(weight: str, activation: str, reason: str) -> None:
+    named = edited(weight, "gemm", "activation", value=activation)
+    found = products(named)["forward"]
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def narrower(data: dict[str, Any]) -> None:
+    for orientation, block, scale in (
+        ("rowwise", {"m": 1, "k": 64}, "k/64 m"),
+        ("columnwise", {"m": 64, "k": 1}, "m/64 k"),
+    ):
+        data["orientations"][orientation] |= {"block": block, "scale": {"layout": scale}}
+
+
+def row_major(data: dict[str, Any]) -> None:
+    data["orientations"]["rowwise"]["scale"]["layout"] = "m k/128"
+    data["orientations"]["rowwise"]["scale"]["pad"] = [4, 1]
+
+
+def unpadded(data: dict[str, Any]) -> None:
+    for orientation in ("rowwise", "columnwise"):
+        data["orientations"][orientation]["scale"]["pad"] = [1, 1]
+
+
+def half_tiles(data: dict[str, Any]) -> None:
+    data["gemm"]["scale"] = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 2, "b": 64, "c": 4}
+
+
+def same_tiles_in_other_words(data: dict[str, Any]) -> None:
+    data["gemm"]["scale"] = {
+        "swizzle": "(tile quarter row) (four one) -> tile four row quarter one",
+        "quarter": 4,
+        "row": 32,
+        "one": 4,
+    }
+
+
+def without_tiles(data: dict[str, Any]) -> None:
+    del data["gemm"]["scale"]
+
+
+def padded_codes(data: dict[str, Any]) -> None:
+    data["orientations"]["rowwise"]["data"]["pad"] = [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "reason"),
+    [
+        ("fp8_block_1d", narrower, "no kind of scales with a float32 scale for 1 by 64 float8_e4m3fn codes"),
+        ("fp8_block_1d", row_major, "BlockWise1x128 scales lie as (k m), and these as (m k)"),
+        ("fp8_block", unpadded, "BlockWise128x128 scales have multiples of 4 along k, these of 1"),
+        ("mxfp8", half_tiles, "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"),
+        (
+            "mxfp8",
+            without_tiles,
+            "BlockWise1x32 scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so",
+        ),
+        ("fp8_current", padded_codes, "its codes are padded"),
+    ],
+)
+def test_buffers_that_scaled_mm_does_not_read(name: str, edit: Callable[[dict[str, Any]], None], reason: str) -> None:
+    found = operand(variant(name, edit), "rowwise")
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_a_swizzle_counts_by_what_it_does() -> None:
+    """Its names and groups are the spec's own affair."""
+    assert operand(variant("mxfp8", same_tiles_in_other_words), "rowwise") == operand(recipe_layout("mxfp8"), "rowwise")
+
+
+def test_what_each_operand_is() -> None:
+    found = operand(recipe_layout("nvfp4"), "columnwise")
+    assert isinstance(found, Operand)
+    assert (found.scaling.name, found.element, found.transposes) == ("BlockWise1x16", "float4_e2m1fn_x2", False)
+    assert found.tensor_scale == pytest.approx(1 / (6 * 448), rel=2**-24)
+    transposed = operand(recipe_layout("mxfp8"), "columnwise")
+    assert isinstance(transposed, Operand)
+    assert transposed.transposes  # its columnwise codes lie as (m, k), and the product contracts m
+
+
+def test_kinds_of_scales_are_named_as_torch_names_them() -> None:
+    from torch.nn.functional import ScalingType
+
+    assert {scaling.name for scaling in SCALINGS} == set(ScalingType.__members__)
+
+
+def test_each_product_contracts_the_same_axis_of_both_operands() -> None:
+    """Of (tokens, k) activations, (tokens, m) gradients and an (m, k) weight."""
+    axes = {"weight": ("m", "k"), "activation": ("tokens", "k"), "gradient": ("tokens", "m")}
+    contracted = {
+        name: {axes[role][1 if orientation == "rowwise" else 0] for role, orientation in sides}
+        for name, sides in OPERANDS.items()
+    }
+    assert contracted == {"forward": {"k"}, "grad_input": {"m"}, "grad_weight": {"tokens"}}
