@@ -87,7 +87,7 @@ ABOVE = {
         "torch numpy",
     ),
     "cli": (
-        "diagnostics spec spec.checks layout plan build report checkpoint conformance bench",
+        "diagnostics spec spec.checks plan build report checkpoint conformance bench",
         "click",
     ),
 }

@@ -38,6 +38,18 @@ def test_kernels(name: str, golden: Callable[[Path, str], None]) -> None:
     golden(GOLDEN.parent / "kernels" / f"{name}.txt", result.stdout)
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_rowwise", "mxfp8", "nvfp4", "int8_block", "hybrid_fp8"])
+def test_products(name: str, golden: Callable[[Path, str], None]) -> None:
+    result = run(name, "--products")
+    assert result.exit_code == 0, result.stderr
+    golden(GOLDEN.parent / "products" / f"{name}.txt", result.stdout)
+
+
+def test_kernels_and_products_are_shown_one_at_a_time() -> None:
+    result = run("nvfp4", "--kernels", "--products")
+    assert result.exit_code == 2
+    assert "--kernels goes with no other option" in result.stderr
+    assert "--products goes with no other option" in run("nvfp4", "--products", "--json").stderr
 @pytest.mark.parametrize("path", sorted(UNSHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_kernels_of_recipes_that_nobody_ships(path: Path, golden: Callable[[Path, str], None]) -> None:
     result = run(path, "--kernels")
