@@ -6,6 +6,7 @@ late, the group is ended, and the next job starts a new one.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     """The main loop of a rank: joins the group, then runs jobs from the pipe until that is closed."""
     from datetime import timedelta
 
+    faulthandler.enable()  # a rank that is killed by a signal says where it was
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -175,7 +175,8 @@ def _multiply(
     if way == "kernel":
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
         right = _weight_buffers(weight, orientation)
-        return scaled_mm.multiply(a, scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False), dtype)
+        b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
+        return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
     whole = weight._dequantize(orientation, torch.float32)
     return (values @ (whole.t() if orientation == "rowwise" else whole)).to(dtype)

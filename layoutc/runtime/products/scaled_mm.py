@@ -55,16 +55,20 @@ def _scale(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:
     return scale.t() if scaling == "BlockWise128x128" else scale
 
 
-def multiply(a: Side, b: Side, dtype: torch.dtype) -> Tensor:
-    """a b^T in a dtype, with the accumulators of the card: (free of a, contracted) by (free of b, contracted)."""
+def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """a b^T in a dtype: (free of a, contracted) by (free of b, contracted).
+
+    fast: let Hopper add up in its tensor cores' own precision, where the kind of scales allows. torchao and Transformer
+    Engine do so in forward, and not for gradients.
+    """
+    whole = a.kinds in _WHOLE
     # bf16 is the one dtype that every kind of scales gives.
+    given = dtype if dtype == torch.bfloat16 or (a.kinds == _WHOLE[0] and dtype == torch.float32) else torch.bfloat16
     made = scaled_mm(
         *(a.codes, b.codes.t(), a.scales, a.kinds, a.orders, b.scales, b.kinds, b.orders, None),
-        *(dtype if dtype != torch.float16 and _gives(a, dtype) else torch.bfloat16, [], False),
+        *(given, [], fast and whole),
     )
     return made if made.dtype == dtype else made.to(dtype)
 
 
-def _gives(a: Side, dtype: torch.dtype) -> bool:
-    """Whether scaled_mm gives a dtype for these scales."""
-    return dtype == torch.bfloat16 or a.kinds == [int(ScalingType.TensorWise.value)]
+_WHOLE = [[int(kind.value)] for kind in (ScalingType.TensorWise, ScalingType.RowWise)]  # no scale along the contraction

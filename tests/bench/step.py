@@ -1,0 +1,257 @@
+"""Whole training steps under FSDP2: bf16, torchao's float8 and layoutc, with products in low precision and without.
+
+    torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--profile] [--json FILE]
+
+Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
+--eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16, the
+peak of memory, the loss after the steps; with --profile, where the card's time goes in one step. `layoutc:RECIPE` are
+quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low precision.
+`torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has that of
+its recipe. Both need a card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import layoutc
+
+VARIANTS = (
+    *("bf16", "torchao", "torchao-rowwise", "layoutc:fp8_current", "layoutc:fp8_current+low", "cast:fp8_current+low"),
+    *("layoutc:fp8_rowwise+low", "layoutc:fp8_block", "layoutc:fp8_block+low", "cast:fp8_block+low"),
+)
+# Where a kernel belongs, by what its name contains; the first that fits.
+KINDS = (
+    ("gather", ("nccl", "all_gather", "split_with_sizes", "chunk_cat")),
+    ("quantize", ("quantize_kernel", "lay_out_kernel", "amax", "scaled_mm_out", "to_copy_amax")),
+    ("products", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_scaled_mm")),
+    ("attention", ("flash", "fmha", "attention", "sdpa")),
+    ("optimizer", ("multi_tensor", "adam", "foreach")),
+    ("copies", ("memcpy", "memset", "copy")),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model."""
+
+    layers: int
+    dim: int
+    ffn: int
+    heads: int
+    kv_heads: int
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        head = sizes.dim // sizes.heads
+        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, head
+        self.before, self.between = nn.RMSNorm(sizes.dim), nn.RMSNorm(sizes.dim)
+        self.q = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.k = nn.Linear(sizes.dim, sizes.kv_heads * head, bias=False)
+        self.v = nn.Linear(sizes.dim, sizes.kv_heads * head, bias=False)
+        self.o = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        self.gate = nn.Linear(sizes.dim, sizes.ffn, bias=False)
+        self.up = nn.Linear(sizes.dim, sizes.ffn, bias=False)
+        self.down = nn.Linear(sizes.ffn, sizes.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, dim) -> the same."""
+        h = self.before(x)
+        q = self.q(h).unflatten(-1, (self.heads, self.head)).transpose(1, 2)
+        k = self.k(h).unflatten(-1, (self.kv_heads, self.head)).transpose(1, 2)
+        v = self.v(h).unflatten(-1, (self.kv_heads, self.head)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
+        h = self.between(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one variant took: milliseconds and bytes of the slowest rank."""
+
+    variant: str
+    batch: int
+    median_ms: float
+    spread_ms: float
+    peak_bytes: int
+    loss: float
+    parts_ms: dict[str, float]
+
+
+def build(variant: str, sizes: Sizes, device: torch.device, eager: bool) -> tuple[nn.Module, Any, Callable[[], None]]:
+    """The sharded model, its optimizer, and what is called after each step."""
+    kind, _, rest = variant.partition(":")
+    recipe = rest.removesuffix("+low")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(*[Block(sizes) for _ in range(sizes.layers)])
+    after: Callable[[], None] = lambda: None  # noqa: E731
+    if kind.startswith("torchao"):
+        after = _torchao(model, kind)
+    elif kind == "layoutc":
+        layoutc.quantize_(model, recipe)
+    elif kind == "cast":
+        layoutc.cast_on_gather_(model, recipe)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        if not eager:
+            block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if kind == "layoutc":
+        optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-4, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if kind == "cast":
+        after = lambda: layoutc.precompute_amaxes(model)  # noqa: E731
+    return model, optimizer, after
+
+
+def _torchao(model: nn.Module, kind: str) -> Callable[[], None]:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+    if kind == "torchao-rowwise":
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+        return lambda: None
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes, device: torch.device) -> Run:
+    """Steps of one variant."""
+    torch._dynamo.reset()
+    model, optimizer, after = build(variant, sizes, device, options.eager)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(batch, options.sequence, sizes.dim, generator=generator).to(device, torch.bfloat16)
+    loss = torch.zeros(())
+
+    def step() -> None:
+        nonlocal loss
+        loss = (model(x) - x.roll(1, 1)).float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+    mode: AbstractContextManager[None] = layoutc.products("auto") if variant.endswith("+low") else nullcontext()
+    with mode:
+        for _ in range(options.warm):
+            step()
+        _wait(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(options.steps):
+            dist.barrier()
+            _wait(device)
+            began = time.perf_counter()
+            step()
+            _wait(device)
+            times.append((time.perf_counter() - began) * 1e3)
+        parts = _parts(step) if options.profile and device.type == "cuda" else {}
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    slowest = torch.tensor(
+        [statistics.median(times), max(times) - min(times), peak], dtype=torch.float64, device=device
+    )
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    median, spread, most = slowest.tolist()
+    return Run(variant, batch, median, spread, int(most), float(loss.detach()), parts)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _parts(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of the card in one step, by kind of kernel; kinds overlap, and idle is what no kernel covers."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    spans = [
+        (e.time_range.start, e.time_range.end, e.name.lower()) for e in profile.events() if e.device_time_total > 0
+    ]
+    found: dict[str, float] = {}
+    for start, end, name in spans:
+        kind = next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
+        found[kind] = found.get(kind, 0) + (end - start) / 1e3
+    busy, until = 0.0, 0.0
+    for start, end, _ in sorted(spans):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    whole = max(end for _, end, _ in spans) - min(start for start, *_ in spans)
+    return {kind: round(ms, 2) for kind, ms in sorted(found.items())} | {"idle": round((whole - busy) / 1e3, 2)}
+
+
+def main() -> None:
+    """Runs the variants, on cards if there are any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
+    for name, value in (("layers", 8), ("dim", 4096), ("ffn", 14336), ("heads", 32), ("kv-heads", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    cards = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cards else torch.device("cpu")
+    if cards:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cards else "gloo")
+    sizes = Sizes(options.layers, options.dim, options.ffn, options.heads, options.kv_heads)
+    runs: list[Run] = []
+    for batch in options.batch:
+        for variant in options.variants:
+            try:
+                runs.append(measure(variant, batch, options, sizes, device))
+            except Exception as error:  # the others are still worth their time
+                if dist.get_rank() == 0:
+                    print(f"{variant} batch {batch}: {type(error).__name__}: {error}".split("\n")[0], flush=True)
+                continue
+            if dist.get_rank() == 0:
+                print(f"{variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+            if cards:
+                torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        _print(runs)
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump([asdict(run) for run in runs], file)
+    dist.destroy_process_group()
+
+
+def _print(runs: list[Run]) -> None:
+    plain = {run.batch: run.median_ms for run in runs if run.variant == "bf16"}
+    print(f"{'variant':26} {'batch':>5} {'ms':>8} {'spread':>7} {'of bf16':>7} {'GiB':>6} {'loss':>8}")
+    for run in runs:
+        speed = f"{plain[run.batch] / run.median_ms:.2f}x" if run.batch in plain else ""
+        print(
+            f"{run.variant:26} {run.batch:5} {run.median_ms:8.1f} {run.spread_ms:7.1f} {speed:>7} "
+            f"{run.peak_bytes / 2**30:6.2f} {run.loss:8.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Products in low precision on a card: kernels against whole numbers, against values in fp32, and against plain calls."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exact_products import exact, product
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+EVERY = importlib.import_module("layoutc.recipes").RECIPES
+NAMES = [name for name in EVERY if importlib.import_module(f"layoutc.recipes.{name}").LAYOUT.products is not None]
+TOKENS, M, K = 512, 768, 1024
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"layoutc.recipes.{name}")
+
+
+def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = False) -> tuple[Tensor, ...]:
+    """The output and both gradients."""
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="cuda", dtype=x.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    layoutc.quantize_(layer, name)
+    torch._dynamo.reset()
+    called: Any = torch.compile(layer, fullgraph=True) if compiled else layer
+    x = x.clone().requires_grad_()
+    with layoutc.products(how):
+        out = called(x)
+        out.backward(g)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    return out.detach(), x.grad, layer.weight.grad
+
+
+def ways(name: str, how: Mode = "auto", tokens: int = TOKENS) -> linear.Ways:
+    return linear.ways_of(module(name).Tensor, M, K, torch.empty(tokens, K, device="cuda"), how)
+
+
+@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_exact_where_nothing_rounds(name: str, how: Mode) -> None:
+    x, w, g = (exact(name, *size, seed=i).cuda() for i, size in enumerate(((TOKENS, K), (M, K), (TOKENS, M))))
+    found = run(name, x, w, g, how)
+    expected = product(x.cpu(), w.cpu().t()), product(g.cpu(), w.cpu()), product(g.cpu().t(), x.cpu())
+    tensorwise = module(name).LAYOUT.operands["rowwise"].scaling == "TensorWise"
+    for one, whole, way in zip(found, expected, ways(name, how), strict=True):
+        rounded = torch.from_numpy(whole).float()
+        given = torch.float32 if way != "kernel" or tensorwise else torch.bfloat16
+        assert torch.equal(one.cpu(), rounded.to(given).float()), (name, way)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_multiply_quantized_values(name: str, dtype: torch.dtype) -> None:
+    """Against the products of the same quantized values in fp32: the accumulator and one rounding lie between."""
+    x, w, g = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
+    kernel, values = run(name, x, w, g, "auto"), run(name, x, w, g, "low")
+    chosen = ways(name)
+    if "kernel" not in chosen:
+        pytest.skip("needs a card that has kernels for it: " + " ".join(chosen))
+    if "kernel" in ways(name, "low"):  # then both are the kernel: its operands' values by hand
+        recipes = module(name).LAYOUT.products
+        activation, gradient = module(recipes.activation[0]), module(recipes.gradient[0])
+        held = module(name).quantize(w)
+        a, b = activation.quantize(x)._dequantize("rowwise", torch.float32), held._dequantize("rowwise", torch.float32)
+        c, d = gradient.quantize(g)._dequantize("rowwise", torch.float32), held._dequantize("columnwise", torch.float32)
+        values = (a @ b.t(), c @ d, values[2])
+    for one, other in list(zip(kernel, values, strict=True))[:2]:
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error < 2**-7, (name, float(error))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_equals_eager(name: str) -> None:
+    x, w, g = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
+    for one, other in zip(run(name, x, w, g, "auto"), run(name, x, w, g, "auto", compiled=True), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 129])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_tokens(name: str, tokens: int) -> None:
+    """What kernels do not take is dequantized; what they take equals the first rows of a longer product."""
+    x, w = torch.randn(512, K, device="cuda", dtype=torch.bfloat16), torch.randn(M, K, device="cuda")
+    held = module(name).quantize(w.bfloat16())
+    with layoutc.products("auto"), torch.no_grad():
+        out = F.linear(x[:tokens], held)
+    assert out.shape == (tokens, M)
+    assert bool(out.isfinite().all())
+
+
+def test_a_step_in_a_cuda_graph() -> None:
+    """Forward and backward are captured, and replayed on other values."""
+    layer = nn.Linear(K, M, bias=False, device="cuda", dtype=torch.bfloat16)
+    layoutc.quantize_(layer, "fp8_current")
+    x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
+    with layoutc.products("auto"):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                layer.weight.grad = None
+                layer(x).square().sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        layer.weight.grad = None
+        with torch.cuda.graph(graph):
+            out = layer(x)
+            out.square().sum().backward()
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        captured, of_w = out.detach().clone(), layer.weight.grad.clone()
+        layer.weight.grad = None
+        expected = layer(x)
+        expected.square().sum().backward()
+    assert torch.equal(captured, expected.detach())
+    assert torch.equal(of_w, layer.weight.grad)
