@@ -1,13 +1,13 @@
 """Whole training steps under FSDP2: bf16, torchao's float8 and layoutc, with products in low precision and without.
 
-    torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--profile] [--json FILE]
+    torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--profile]
 
 Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
---eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16, the
-peak of memory, the loss after the steps; with --profile, where the card's time goes in one step. `layoutc:RECIPE` are
-quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low precision.
-`torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has that of
-its recipe. Both need a card.
+--eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
+the peak of memory, the loss after the steps; with --profile, where the card's time goes in one step. `layoutc:RECIPE`
+are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low
+precision. `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
+has that of its recipe. Both need a card.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products in low precision on a card: kernels against whole numbers, against values in fp32, and against plain calls."""
+"""Products in low precision on a card: against whole numbers, against quantized values in fp32, compiled, captured."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from layoutc.runtime.weight import operators
@@ -16,6 +17,7 @@ Key = tuple[object, ...]
 class _Entry(NamedTuple):
     x: weakref.ref[Tensor]
     version: int
+    stream: object  # what was written on one stream is not there on another
     quantized: dict[Key, Buffers]
 
 
@@ -25,7 +27,7 @@ _last: _Entry | None = None  # one is enough: those weights follow one another
 def get(x: Tensor, key: Key) -> Buffers | None:
     """What was quantized from x under a key, if x is the last activation and nothing has been written into it."""
     entry = _last
-    if entry is None or operators.traced(x) or x.is_inference() or entry.x() is not x or entry.version != x._version:
+    if entry is None or not _can_share(x) or not _is_of(entry, x):
         return None
     return entry.quantized.get(key)
 
@@ -33,12 +35,28 @@ def get(x: Tensor, key: Key) -> Buffers | None:
 def keep(x: Tensor, key: Key, quantized: Buffers) -> None:
     """Remembers what was quantized from x, until x is freed or another activation comes."""
     global _last
-    if operators.traced(x) or x.is_inference():
+    if not _can_share(x):
         return
     entry = _last
-    if entry is None or entry.x() is not x or entry.version != x._version:
-        entry = _last = _Entry(weakref.ref(x, _forget), x._version, {})
+    if entry is None or not _is_of(entry, x):
+        entry = _last = _Entry(weakref.ref(x, _forget), x._version, _stream(x), {})
     entry.quantized[key] = quantized
+
+
+def _can_share(x: Tensor) -> bool:
+    """False in traced graphs, where the compiler finds equal calls; for tensors without versions; and while a CUDA
+    graph is captured, which must hold all that makes its values."""
+    if operators.traced(x) or x.is_inference():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _is_of(entry: _Entry, x: Tensor) -> bool:
+    return entry.x() is x and entry.version == x._version and entry.stream == _stream(x)
+
+
+def _stream(x: Tensor) -> object:
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:
