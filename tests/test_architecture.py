@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -290,6 +291,13 @@ def test_every_folder_is_installed() -> None:
 def test_a_spec_is_at_most_60_lines(path: Path) -> None:
     """Of what is generated from it: tests/emit/test_generated_size.py."""
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_pytest_enters_every_folder_of_tests() -> None:
+    """Its own list of folders to leave out has `build`."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    folders = {part for path in TESTS for part in path.relative_to(ROOT / "tests").parts[:-1]}
+    assert not [name for name in folders for pattern in options["norecursedirs"] if fnmatch(name, pattern)]
 
 
 def test_test_files_have_names_of_their_own() -> None:
