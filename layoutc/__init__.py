@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.cast.precompute import precompute_amaxes
     from layoutc.runtime.product_mode import products
     from layoutc.runtime.products.explain import explain_products
+    from layoutc.runtime.products.linear import products_without_kernel
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
@@ -30,6 +31,7 @@ _RUNTIME = {
     "inspect": "layoutc.checkpoint.inspection",
     "precompute_amaxes": "layoutc.runtime.cast.precompute",
     "products": "layoutc.runtime.product_mode",
+    "products_without_kernel": "layoutc.runtime.products.linear",
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",
@@ -47,6 +49,7 @@ __all__ = [
     "inspect",
     "precompute_amaxes",
     "products",
+    "products_without_kernel",
     "quantize_",
     "quantized_init",
     "strict",

@@ -46,7 +46,8 @@ def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = 
 
 
 def ways(name: str, how: Mode = "auto", tokens: int = TOKENS) -> linear.Ways:
-    return linear.ways_of(module(name).Tensor, M, K, torch.empty(tokens, K, device="cuda"), how)
+    held = module(name).quantize(torch.empty(M, K, device="cuda"))
+    return linear.ways_of(held, torch.empty(tokens, K, device="cuda"), how)
 
 
 @pytest.mark.parametrize("how", ["auto", "low"])

@@ -59,7 +59,7 @@ def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, us
     x, w, g = inputs(recipe)
     found = run(recipe, x, w, g, how, use=use)
     expected = product(x, w.t()), product(g, w), product(g.t(), x)
-    ways = linear.ways_of(module(recipe).Tensor, M, K, x, how)
+    ways = linear.ways_of(make(recipe, M, K), x, how)
     for one, whole, way in zip(found, expected, ways, strict=True):
         # scaled_mm with RowWise scales gives bf16, whatever it is asked for.
         given = torch.bfloat16 if recipe == "fp8_rowwise" and way == "kernel" else torch.float32
@@ -125,7 +125,7 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     fits = tokens % 128 == 0 or activation.LAYOUT.operands["columnwise"].scaling != "BlockWise1x128"
     out, *saved = linear.forward(x, held, None, "auto", True)
     assert out.shape == (tokens, M)
-    ways = linear.ways_of(type(held), M, K, x, "auto")
+    ways = linear.ways_of(held, x, "auto")
     stated = module(recipe).LAYOUT.products
     assert ways.forward == ways.grad_input == "kernel"
     assert (ways.grad_weight == "kernel") == (stated.grad_weight is not None and fits)
@@ -213,7 +213,7 @@ def test_matrix_products_follow_the_mode() -> None:
 )
 def test_sizes_that_kernels_do_not_take(recipe: str, tokens: int, expected: tuple[str, ...]) -> None:
     x = torch.empty(tokens, K, device="meta")
-    assert linear.ways_of(module(recipe).Tensor, M, K, x, "auto") == expected
+    assert linear.ways_of(make(recipe, M, K), x, "auto") == expected
 
 
 def test_reasons() -> None:
@@ -358,6 +358,79 @@ def test_without_gradients_and_in_inference_mode() -> None:
         layer(x).sum().backward()
     assert layer.weight.grad is None
     assert x.grad is not None
+
+
+def test_a_wrong_size_is_what_torch_says_it_is() -> None:
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "fp8_current")
+    with layoutc.products("low"):
+        for columns in (2 * K, K // 2):  # which could be read as other numbers of tokens
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                layer(torch.ones(8, columns))
+        assert layer(torch.ones(0, K)).shape == (0, M)
+        assert same_bits(layer(torch.ones(K)), layer(torch.ones(1, K))[0])
+
+
+def test_pieces_of_weights() -> None:
+    """Those of whole blocks multiply as weights do; others, and transposed ones, are dequantized, and counted."""
+    x, w = weight(TOKENS, K), weight(M, K, seed=1)
+    held = module("fp8_block").quantize(w)
+    with layoutc.products("low"):
+        whole = F.linear(x, held)
+        assert same_bits(F.linear(x, held[:128]), whole[:, :128])
+        before = layoutc.products_without_kernel()
+        assert same_bits(F.linear(x, held[32:200]), F.linear(x, held.dequantize()[32:200]))
+        assert same_bits(F.linear(w, held.t().contiguous().t()[:, :K]).isfinite().all(), torch.tensor(True))
+    counted = layoutc.products_without_kernel() - before
+    assert counted["fp8_block forward: the weight is transposed, or cuts blocks"] == 1
+
+
+def test_products_without_a_kernel_are_counted() -> None:
+    x, w, g = weight(24, K), weight(M, K, seed=1), weight(24, M, seed=2)
+    before = layoutc.products_without_kernel()
+    run("fp8_current", x, w, g, "auto")
+    run("mxfp8", weight(TOKENS, K), w, weight(TOKENS, M), "auto")
+    run("fp8_rowwise", weight(TOKENS, K), w, weight(TOKENS, M), "auto")  # whose spec dequantizes one
+    run("int8_block", weight(TOKENS, K), w, weight(TOKENS, M), "auto")  # whose spec has none
+    assert layoutc.products_without_kernel() - before == {
+        "fp8_current grad_weight: TensorWise takes a contracted dim in multiples of 16, not 24": 1,
+        "mxfp8 forward: CPUs have no kernel for it": 1,
+        "mxfp8 grad_input: CPUs have no kernel for it": 1,
+        "mxfp8 grad_weight: CPUs have no kernel for it": 1,
+    }
+    before = layoutc.products_without_kernel()
+    run("mxfp8", x, w, g, "dequantize")
+    assert layoutc.products_without_kernel() == before
+
+
+def test_gradients_have_no_gradients() -> None:
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "fp8_current")
+    x = weight(TOKENS, K).requires_grad_()
+    with layoutc.products("auto"):
+        (of_x,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            of_x.sum().backward()
+
+
+def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "fp8_current")
+    asked: list[Any] = []
+    quantize_buffers = linear.weights.quantize_buffers
+
+    def noted(*args: Any, **options: Any) -> dict[str, Tensor]:
+        asked.append(options["orientations"])
+        return quantize_buffers(*args, **options)
+
+    monkeypatch.setattr(linear.weights, "quantize_buffers", noted)
+    with layoutc.products("auto"):
+        with torch.no_grad():
+            layer(weight(TOKENS, K))
+        layer(weight(TOKENS, K))
+        layer.requires_grad_(False)
+        layer(weight(TOKENS, K).requires_grad_())
+    assert asked == [("rowwise",), ("rowwise", "columnwise"), ("rowwise",)]
 
 
 def test_a_recipe_that_was_changed_since_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
 from layoutc.runtime.quantize.weights import FLOATS
-from layoutc.runtime.torch_private import without_torch_function
+from layoutc.runtime.torch_private import AsyncCollectiveTensor, without_torch_function
 from layoutc.runtime.weight import operators
 
 
@@ -44,12 +46,12 @@ HANDLERS = {
 
 
 class LowPrecisionLinear(torch.autograd.Function):
-    """x w^T + bias, with products as `mode` says. Gradients of x, weight and bias."""
+    """x w^T + bias, with products as `mode` says. Gradients of x, weight and bias, which have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode) -> Tensor:
-        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype."""
-        trains = weight.requires_grad
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, trains: bool) -> Tensor:
+        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. trains: backward will ask for the weight's."""
+        x = _arrived(x)
         out: Tensor
         out, *saved = _call(_linear, weight, x, weight, bias, mode, trains)
         ctx.save_for_backward(weight, *(saved or ([x] if trains else [])))
@@ -57,9 +59,11 @@ class LowPrecisionLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of those that need one."""
         weight, *saved = ctx.saved_tensors
+        grad = _arrived(grad)
         needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
         made: Sequence[Tensor] = _call(
             _linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, trains and ctx.trains
@@ -67,7 +71,13 @@ class LowPrecisionLinear(torch.autograd.Function):
         of_input = made[0] if needs_input else None
         of_weight = made[-1] if trains else None
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-        return of_input, of_weight, of_bias, None
+        return of_input, of_weight, of_bias, None, None
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """x itself, where it is the result of a collective that may still be under way: kernels take plain tensors."""
+    waited: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+    return waited
 
 
 def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
@@ -100,7 +110,10 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
     """F.linear in low precision; None for what is no linear layer with a weight of a recipe."""
     if input.is_floating_point() and _autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    if not hasattr(weight, "LAYOUT") or weight.dim() != 2 or input.dtype not in FLOATS:
+    if not hasattr(weight, "LAYOUT") or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
         return None
-    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current())  # type: ignore[no-untyped-call]
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:
+        return None
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current(), trains)  # type: ignore[no-untyped-call]
     return out

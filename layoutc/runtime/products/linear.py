@@ -6,7 +6,9 @@ needs of activations is saved quantized, if the gradient of the weight is in low
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -37,10 +39,48 @@ class Ways(NamedTuple):
     grad_weight: Way
 
 
-def ways_of(cls: Recipe, m: int, k: int, x: Tensor, mode: Mode) -> Ways:
-    """How the products of an (m, k) weight with x (..., k), or with gradients (..., m), are computed."""
-    tokens = prod(x.shape[:-1])
-    return Ways(*(choose(cls, name, m, k, tokens, x.device, mode).way for name in NAMES))
+_DEQUANTIZED = Ways("dequantize", "dequantize", "dequantize")
+_without_kernel: Counter[str] = Counter()
+
+
+def products_without_kernel() -> Counter[str]:
+    """How often a product had no kernel, in this process, where low precision was wanted: by recipe, product, reason.
+
+    A product of a compiled graph counts when it is traced; one that a spec states as dequantized does not. A copy.
+    """
+    return Counter(_without_kernel)
+
+
+def ways_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Ways:
+    """How the products of a weight with x (..., k), or with gradients (..., m), are computed.
+
+    A piece that cuts blocks, and a transposed weight, are dequantized.
+    """
+    if _is_odd(weight):
+        return _DEQUANTIZED
+    (m, k), tokens = weight.shape, prod(x.shape[:-1])
+    known = all(type(size) is int for size in (m, k, tokens))  # in a traced graph, sizes may be symbols
+    return (_ways if known else _ways.__wrapped__)(type(weight), m, k, tokens, x.device, mode)
+
+
+@lru_cache(maxsize=4096)
+def _ways(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode) -> Ways:
+    return Ways(*(choose(cls, name, m, k, tokens, device, mode).way for name in NAMES))
+
+
+def _count(weight: QuantizedTensor, x: Tensor, mode: Mode, ways: Ways, names: Sequence[ProductName]) -> None:
+    """Notes products that have no kernel."""
+    for name in names:
+        if getattr(ways, name) == "kernel" or getattr(weight.LAYOUT.products, name) is None:
+            continue
+        (m, k), tokens = weight.shape, prod(x.shape[:-1])
+        reason = choose(type(weight), name, m, k, tokens, x.device, mode).reason
+        reason = "the weight is transposed, or cuts blocks" if _is_odd(weight) else reason
+        _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
+
+
+def _is_odd(weight: QuantizedTensor) -> bool:
+    return bool(weight._halo.rows) or weight._transposed
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
@@ -50,7 +90,8 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     trains: backward computes the gradient of the weight. What it needs is empty if that is x itself.
     """
     m, k = weight.shape
-    ways = ways_of(type(weight), m, k, x, mode)
+    ways = ways_of(weight, x, mode)
+    _count(weight, x, mode, ways, ("forward",))
     kept = ways.grad_weight if trains else "dequantize"
     quantized = _activations(type(weight), x, k, ways.forward, kept)
     if ways.forward == "dequantize":
@@ -71,7 +112,9 @@ def backward(
     """
     m, k = weight.shape
     recipes, tokens = recipes_of(type(weight)), prod(grad.shape[:-1])
-    ways = ways_of(type(weight), m, k, grad, mode)
+    ways = ways_of(weight, grad, mode)
+    asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
+    _count(weight, grad, mode, ways, [name for name, is_asked in asked if is_asked])
     flat = grad.reshape(tokens, m)
     wanted = {
         "rowwise": ways.grad_input if needs_input else "dequantize",
@@ -89,8 +132,8 @@ def backward(
         if ways.grad_weight == "dequantize":
             made.append(flat.t() @ saved[0].reshape(tokens, k))
         else:
-            names = _names(recipes.activation.LAYOUT, "columnwise", ways.grad_weight)
-            kept = dict(zip(names, saved, strict=True))
+            parts = _names(recipes.activation.LAYOUT, "columnwise", ways.grad_weight)
+            kept = dict(zip(parts, saved, strict=True))
             made.append(_grad_weight(recipes, ways.grad_weight, quantized["columnwise"], kept, (m, k, tokens), grad))
     return made
 
@@ -148,16 +191,21 @@ def matrix_product(func: Any, args: Sequence[Any], mode: Mode) -> Tensor | None:
     *bias, left, right = args
     if func not in (aten.mm.default, aten.addmm.default) or mode == "dequantize":
         return None
-    if not isinstance(right, QuantizedTensor) or isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
+    if not isinstance(right, QuantizedTensor) or right.LAYOUT.products is None:
+        return None
+    if isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
         return None
     name: ProductName = "forward" if right._transposed else "grad_input"
     weight = cast(QuantizedTensor, right.t()) if right._transposed else right
-    cls, (m, k) = type(weight), weight.shape
-    way = choose(cls, name, m, k, left.shape[0], left.device, mode).way
-    if way == "dequantize" or weight._halo.rows:
+    if left.shape[1] != right.shape[0]:
+        return None  # torch says so better
+    ways = ways_of(weight, left, mode)
+    _count(weight, left, mode, ways, (name,))
+    way: Way = getattr(ways, name)
+    if way == "dequantize":
         return None
     (role, orientation), _ = OPERANDS[name]
-    quantized = _quantized(getattr(recipes_of(cls), role), left, {orientation: way})
+    quantized = _quantized(getattr(recipes_of(type(weight)), role), left, {orientation: way})
     out = _multiply(name, way, quantized[orientation], weight, left.shape[0], left.dtype)
     return out + bias[0].to(out.dtype) if bias else out
 
