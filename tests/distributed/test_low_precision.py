@@ -13,6 +13,7 @@ from harness import Ranks, mesh_of
 from models import RECIPES, adam, recipe_module, train_step, width_for
 from test_training import trains_as_one_process
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -128,6 +129,33 @@ def counts_products(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_shards_of_a_tensor_parallel_weight_multiply_in_low_precision(two: Ranks, recipe: str) -> None:
     two.run(counts_products, recipe)
+
+
+def waits_for_its_input(recipe: str) -> None:
+    """An activation that is still being gathered gives what it gives when it has arrived; and so do its gradients."""
+    world, width = dist.get_world_size(), 256
+    layer = nn.Linear(width, width, bias=False)
+    torch.manual_seed(0)
+    nn.init.normal_(layer.weight)
+    layoutc.quantize_(layer, recipe)
+    x = torch.randn(world * 64, width, generator=torch.Generator().manual_seed(1))
+    mine = x.chunk(world)[dist.get_rank()].contiguous()
+    with layoutc.products("low"):
+        expected = layer(x)
+        gathered = functional.all_gather_tensor(mine, 0, mesh_of(world))
+        assert isinstance(gathered, functional.AsyncCollectiveTensor)
+        out = layer(gathered)
+        expected.sum().backward()
+        of_w, layer.weight.grad = layer.weight.grad, None
+        out.sum().backward()
+    assert type(out) is Tensor
+    assert torch.equal(out, expected)
+    assert torch.equal(layer.weight.grad, of_w)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_activations_that_are_being_gathered_are_waited_for(two: Ranks, recipe: str) -> None:
+    two.run(waits_for_its_input, recipe)
 
 
 def masters_train(recipe: str) -> None:
