@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from layoutc.build import lookup
@@ -22,8 +23,6 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
     """
     if spec.gemm is None or spec.gemm.activation is None:
         return {}, []
-    source, _ = yaml_source.read(content.decode("utf-8").replace("\r\n", "\n"), path)
-    assert source is not None  # a spec was read from it
     found: dict[str, Layout] = {}
     findings: list[Diagnostic] = []
     for key, name in (("activation", spec.gemm.activation), ("gradient", spec.gemm.gradient)):
@@ -34,11 +33,11 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
             continue
         file = _files(Path(path).parent).get(name)
         if file is None:
-            findings.append(_unknown(name, key, source))
+            findings.append(_unknown(name, key, _source(content, path)))
             continue
         other, problems = _read(file)
         if other is None:
-            findings.append(_broken(name, key, source, file, problems))
+            findings.append(_broken(name, key, _source(content, path), file, problems))
         else:
             found[name] = resolve(other)
     return found, findings
@@ -46,15 +45,32 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
 
 def _files(folder: Path) -> dict[str, Path]:
     """Recipe name -> spec: those of the folder, and of those that layoutc ships the others."""
-    shipped = lookup.by_package().get("layoutc", {})
-    return {**shipped, **{file.stem: file for file in lookup.specs_in(folder)}}
+    return {**_shipped(), **{file.stem: file for file in lookup.specs_in(folder)}}
 
 
-def _read(file: Path) -> tuple[Spec | None, list[Diagnostic]]:
+@cache
+def _shipped() -> dict[str, Path]:
+    return lookup.by_package().get("layoutc", {})
+
+
+@lru_cache(maxsize=64)
+def read_spec(content: bytes, path: str) -> tuple[Spec | None, tuple[Diagnostic, ...]]:
+    """As read_spec_bytes; once for each file, since one recipe is named by many."""
+    spec, findings = read_spec_bytes(content, path)
+    return spec, tuple(findings)
+
+
+def _read(file: Path) -> tuple[Spec | None, Sequence[Diagnostic]]:
     try:
-        return read_spec_bytes(file.read_bytes(), str(file))
+        return read_spec(file.read_bytes(), str(file))
     except OSError as error:
         return None, [Diagnostic("LC908", f"this spec can't be read: {error.strerror}", str(file))]
+
+
+def _source(content: bytes, path: str) -> Source:
+    source, _ = yaml_source.read(content.decode("utf-8").replace("\r\n", "\n"), path)
+    assert source is not None  # a spec was read from it
+    return source
 
 
 def _unknown(name: str, key: str, source: Source) -> Diagnostic:
@@ -69,7 +85,7 @@ def _unknown(name: str, key: str, source: Source) -> Diagnostic:
     )
 
 
-def _broken(name: str, key: str, source: Source, file: Path, problems: list[Diagnostic]) -> Diagnostic:
+def _broken(name: str, key: str, source: Source, file: Path, problems: Sequence[Diagnostic]) -> Diagnostic:
     first = next((one.message for one in problems if has_errors([one])), "")
     return source.find(
         "LC908",

@@ -14,7 +14,6 @@ from layoutc.emit import emit
 from layoutc.layout import layout
 from layoutc.plan import plan
 from layoutc.spec import schema
-from layoutc.spec.checks.read import read_spec_bytes
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
 
     If the compiler fails on a sound spec, that is a finding too. Never raises.
     """
-    spec, diagnostics = read_spec_bytes(content, path)
+    spec, found = operands.read_spec(content, path)
     if spec is None:
-        return None, {}, diagnostics
+        return None, {}, list(found)
     others, findings = operands.layouts_of(spec, content, path)
-    diagnostics = [*diagnostics, *findings]
+    diagnostics = [*found, *findings]
     if has_errors(findings):
         return None, {}, diagnostics
     try:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from layoutc.layout.layout import Buffer, Dim, Layout, Source, swizzle_chain
 from layoutc.spec.formats import Format
-from layoutc.spec.notation import Axis, parse_swizzle
+from layoutc.spec.notation import Axis, Swizzle, parse_swizzle
 from layoutc.spec.rule_constants import constant
 
 Role = Literal["weight", "activation", "gradient"]
@@ -243,7 +244,7 @@ def _misplaced(layout: Layout, scale: Buffer, scaling: Scaling, axes: tuple[Axis
     order = tuple(axis for axis in (axes[::-1] if scaling.contraction_first else axes) if axis in dims)
     pads = tuple(dims[axis].multiple if axis in dims else 1 for axis in axes)
     if scaling.swizzled:
-        if layout.swizzle is None or not _same_tiles(layout):
+        if layout.swizzle is None or not _same_tiles(layout.swizzle):
             return f"{scaling.name} scales are read in tiles of 32 x 4 x 4, and gemm.scale does not say so"
         return "" if pads == scaling.pad else f"{scaling.name} scales are padded to multiples of 128 and 4"
     if layout.swizzle is not None:
@@ -257,11 +258,13 @@ def _misplaced(layout: Layout, scale: Buffer, scaling: Scaling, axes: tuple[Axis
     return ""
 
 
-def _same_tiles(layout: Layout) -> bool:
-    """True where the recipe's swizzle moves every byte as the tiles of SWIZZLE_32_4_4 do."""
-    assert layout.swizzle is not None
+@lru_cache
+def _same_tiles(swizzle: Swizzle) -> bool:
+    """True where a swizzle moves every byte as the tiles of SWIZZLE_32_4_4 do."""
+    if swizzle == _TILES:
+        return True
     shape = rows, columns = 2 * _TILE[0], 2 * _TILE[1]
-    if any(size % layout.swizzle.tile(dim) for dim, size in enumerate(shape)):
+    if any(size % swizzle.tile(dim) for dim, size in enumerate(shape)):
         return False
-    own, tiles = (swizzle_chain(swizzle, shape) for swizzle in (layout.swizzle, _TILES))
+    own, tiles = (swizzle_chain(one, shape) for one in (swizzle, _TILES))
     return all(own.positions((i, j)) == tiles.positions((i, j)) for i in range(rows) for j in range(columns))

@@ -18,9 +18,16 @@ from layoutc.runtime.torch_private import ddp_sends_weights
 _CONVERTS = nn.Module._apply.__code__  # called by Module.to, half, bfloat16 and float, and by users
 _FRAMES = 16  # the most between nn.Module._apply and a handler: the function that it was given, and DTensor
 _NEAR = 8  # the most frames between a stager and a handler: __torch_dispatch__, and dispatch modes
-_PLUMBING = ("__torch_dispatch__", "__torch_function__", "decompose")
+_PLUMBING = ("__torch_dispatch__", "__torch_function__", "handle_torch_function", "decompose")
 _KEEPERS = ("torch.nn.parameter", "torch._functorch")
-_BETWEEN = ("layoutc.", "torch._ops", "torch._library", "torch.utils.", "contextlib")  # from a call to its handler
+_BETWEEN = (
+    "layoutc.",
+    "torch.overrides",
+    "torch._ops",
+    "torch._library",
+    "torch.utils.",
+    "contextlib",
+)  # from a call to its handler
 _C10D = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
@@ -89,7 +96,7 @@ def of_collective() -> str | None:
     within = False
     for frame in _frames():
         name = _module(frame)
-        if within and name not in _C10D:
+        if within and name not in _C10D and not _asks_a_class(frame):
             return name
         within = within or name in _C10D
     return None
@@ -99,6 +106,11 @@ def find(module: str, function: str) -> FrameType | None:
     """The innermost frame of a function on the stack; None if it is not there."""
     of_that_name = (frame for frame in _frames() if frame.f_code.co_name == function)
     return next((frame for frame in of_that_name if _module(frame) == module), None)
+
+
+def _asks_a_class(frame: FrameType) -> bool:
+    """True for what asks a tensor's class before a function of torch runs, and for the class's answer."""
+    return _module(frame) == "torch.overrides" or frame.f_code.co_name == "torch_function"
 
 
 def _is_engine(frame: FrameType) -> bool:
