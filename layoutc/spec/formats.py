@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Format:
         """True if codes are only exponents: powers of two, without a sign, a zero or infinities."""
         return not (self.integer or self.sign or self.mantissa or self.subnormals or self.inf)
 
-    @property
+    @cached_property
     def magnitudes(self) -> tuple[float, ...]:
         """The finite values without sign, ascending: code c has the magnitude magnitudes[c]. Up to 8 bits only.
 
