@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import layoutc
+from layoutc.runtime.product_mode import Mode
 
 pytestmark = [  # looked for, not imported, which takes seconds of every run
     pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[integrations]'")
@@ -87,10 +88,12 @@ def values(param: Tensor) -> Tensor:
     return DTensor.from_local(plain, param.device_mesh, param.placements, **options).full_tensor()
 
 
-def trained(recipe: str, use: str, sharded: bool) -> tuple[list[float], list[list[float]]]:
+def trained(
+    recipe: str, use: str, sharded: bool, products: Mode = "dequantize"
+) -> tuple[list[float], list[list[float]]]:
     """Losses as logged, and what every parameter is after the last step."""
     model = llama(recipe, use)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, layoutc.products(products):
         made = trainer(model, use, sharded, folder)
         made.train()
         losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
@@ -108,5 +111,16 @@ def test_a_trainer_trains_as_one_process(two: Ranks, recipe: str, use: str) -> N
     assert losses[-1] < losses[0]
     for sharded in (True, False):
         for found, held in two.run(trained, recipe, use, sharded):
+            assert found == losses
+            assert held == expected
+
+
+@pytest.mark.parametrize(("recipe", "use"), [("fp8_current", "quantized"), ("fp8_block", "cast")])
+def test_a_trainer_trains_in_low_precision_as_one_process(two: Ranks, recipe: str, use: str) -> None:
+    """The same, with products in low precision."""
+    losses, expected = trained(recipe, use, False, "low")
+    assert losses != trained(recipe, use, False)[0]
+    for sharded in (True, False):
+        for found, held in two.run(trained, recipe, use, sharded, "low"):
             assert found == losses
             assert held == expected
