@@ -20,11 +20,20 @@ import layoutc
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.products import choice, linear, shared_inputs
+from layoutc.runtime.torch_private import scaled_mm_on_cpus
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
 ON_CPU = ("fp8_current", "fp8_rowwise")  # whose kernels CPUs have as well
 TOKENS, M, K = 128, 256, 384
+
+
+on_cpus = pytest.mark.skipif(
+    not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13"
+)
+checks_in_python = pytest.mark.skipif(
+    torch.__version__ >= "2.14", reason="needs torch before 2.14, whose function for meta tensors checks scales"
+)
 
 
 def run(
@@ -90,6 +99,7 @@ def test_low_precision_multiplies_quantized_values(recipe: str) -> None:
         assert ((found.double() - left @ right).abs() <= bound).all()
 
 
+@on_cpus
 @pytest.mark.parametrize("recipe", ON_CPU)
 def test_a_kernel_is_scaled_mm_on_the_same_bytes(recipe: str) -> None:
     x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
@@ -133,6 +143,7 @@ def test_what_kernels_get_passes_the_checks_of_torch(recipe: str, tokens: int) -
     assert (of_x.shape, of_w.shape) == ((tokens, K), (M, K))
 
 
+@checks_in_python
 def test_the_checks_of_torch_refuse_another_order_of_scales() -> None:
     """That is, the test above would fail with scales in a wrong order."""
     held = make("fp8_block", M, K).to("meta")
@@ -216,6 +227,7 @@ def test_sizes_that_kernels_do_not_take(recipe: str, tokens: int, expected: tupl
     assert linear.ways_of(make(recipe, M, K), x, "auto") == expected
 
 
+@on_cpus
 def test_reasons() -> None:
     def reason(recipe: str, name: Any, m: int = M, k: int = K, tokens: int = TOKENS, how: mode.Mode = "auto") -> str:
         return choice.choose(module(recipe).Tensor, name, m, k, tokens, torch.device("cpu"), how).reason
@@ -266,6 +278,7 @@ def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
     assert kept == sum(plane.nbytes for plane in activation.planes().values()) < TOKENS * K * 1.1
 
 
+@on_cpus
 def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Linear(K, M, bias=False) for _ in range(3)]
     for layer in layers:
@@ -385,6 +398,7 @@ def test_pieces_of_weights() -> None:
     assert counted["fp8_block forward: the weight is transposed, or cuts blocks"] == 1
 
 
+@on_cpus
 def test_products_without_a_kernel_are_counted() -> None:
     x, w, g = weight(24, K), weight(M, K, seed=1), weight(24, M, seed=2)
     before = layoutc.products_without_kernel()
@@ -403,6 +417,7 @@ def test_products_without_a_kernel_are_counted() -> None:
     assert layoutc.products_without_kernel() == before
 
 
+@on_cpus
 def test_gradients_have_no_gradients() -> None:
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, "fp8_current")
@@ -413,6 +428,7 @@ def test_gradients_have_no_gradients() -> None:
             of_x.sum().backward()
 
 
+@on_cpus
 def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, "fp8_current")
@@ -443,6 +459,7 @@ def test_a_recipe_that_was_changed_since_is_refused(monkeypatch: pytest.MonkeyPa
     choice._recipes_of.cache_clear()
 
 
+@on_cpus
 def test_explain_products() -> None:
     model = nn.Sequential(nn.Linear(K, M, bias=False), nn.Linear(M, 24, bias=False), nn.LayerNorm(24))
     layoutc.quantize_(model, "fp8_current")

@@ -78,6 +78,7 @@ def test_without_torch_function_a_class_is_not_asked() -> None:
         torch.sum(one)
 
 
+@pytest.mark.skipif(not private.scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs")
 def test_scaled_mm_is_the_operator_behind_the_function() -> None:
     """Operands, scales, kinds and orders of scales for each side; bias, dtype, contracted dims, fast accumulation."""
     codes, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1,), 2.0)

@@ -11,6 +11,7 @@ import torch
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Cards, Layout, Operand
 from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Way = Literal["kernel", "reference", "dequantize"]
@@ -113,7 +114,7 @@ def _unquantizable(recipes: Recipes, name: ProductName, tokens: int) -> str:
 def _not_here(cards: Cards, device: torch.device) -> str:
     """Why a device does not have the kernel."""
     if device.type == "cpu":
-        return "" if cards.cpu else "CPUs have no kernel for it"
+        return "" if cards.cpu and scaled_mm_on_cpus else "CPUs have no kernel for it"
     if device.type != "cuda":
         return "" if device.type == "meta" else f"devices of type {device.type} have no kernel for it"
     capability = _capability(device)
