@@ -50,6 +50,8 @@ def test_kernels_and_products_are_shown_one_at_a_time() -> None:
     assert result.exit_code == 2
     assert "--kernels goes with no other option" in result.stderr
     assert "--products goes with no other option" in run("nvfp4", "--products", "--json").stderr
+
+
 @pytest.mark.parametrize("path", sorted(UNSHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_kernels_of_recipes_that_nobody_ships(path: Path, golden: Callable[[Path, str], None]) -> None:
     result = run(path, "--kernels")
