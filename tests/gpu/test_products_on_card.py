@@ -103,6 +103,15 @@ def test_any_number_of_tokens(name: str, tokens: int) -> None:
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_of_one_value(name: str) -> None:
+    """That of a sum has strides of 0: it gives what a copy of it gives."""
+    x, w = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16), torch.randn(M, K, device="cuda")
+    one = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(TOKENS, M)
+    expanded, copied = run(name, x, w.bfloat16(), one, "auto"), run(name, x, w.bfloat16(), one.contiguous(), "auto")
+    assert all(map(torch.equal, expanded, copied))
+
+
 def test_a_step_in_a_cuda_graph() -> None:
     """Forward and backward are captured, and replayed on other values."""
     layer = nn.Linear(K, M, bias=False, device="cuda", dtype=torch.bfloat16)
