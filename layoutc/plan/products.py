@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Literal
 
 from layoutc.layout.layout import Buffer, Dim, Layout, Source, swizzle_chain
+from layoutc.plan.conversions import E2M1
 from layoutc.spec.formats import Format
 from layoutc.spec.notation import Axis, Swizzle, parse_swizzle
 from layoutc.spec.rule_constants import constant
@@ -209,12 +210,7 @@ def _axes(orientation: str) -> tuple[Axis, Axis]:
 def _dtype(element: Format, source: Source) -> str | None:
     if element.torch is not None:
         return element.torch
-    return "float4_e2m1fn_x2" if _is_e2m1(element) and source.quantization.low_first else None
-
-
-def _is_e2m1(element: Format) -> bool:
-    """True for the format of torch's float4_e2m1fn_x2 (OCP MX v1.0, 5.3.3)."""
-    return element.bits == 4 and element.magnitudes == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    return "float4_e2m1fn_x2" if element == E2M1 and source.quantization.low_first else None
 
 
 def _scale_dtype(scale: Format) -> str | None:

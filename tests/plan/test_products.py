@@ -184,3 +184,10 @@ def test_each_product_contracts_the_same_axis_of_both_operands() -> None:
         for name, sides in OPERANDS.items()
     }
     assert contracted == {"forward": {"k"}, "grad_input": {"m"}, "grad_weight": {"tokens"}}
+
+
+def test_the_runtime_has_the_same_operands() -> None:
+    """It imports nothing of the compiler, and so has the table again."""
+    from layoutc.runtime.products import choice
+
+    assert choice.OPERANDS == OPERANDS

@@ -450,13 +450,13 @@ def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.Monk
 
 
 def test_a_recipe_that_was_changed_since_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice._recipes_of.cache_clear()
+    choice.recipes_of.cache_clear()
     monkeypatch.setattr(module("fp8_block_1d"), "LAYOUT", module("fp8_block").LAYOUT)
     with pytest.raises(
         LayoutError, match="fp8_block was built to be multiplied with fp8_block_1d of layout f52fff5e711b"
     ):
         choice.recipes_of(module("fp8_block").Tensor)
-    choice._recipes_of.cache_clear()
+    choice.recipes_of.cache_clear()
 
 
 @on_cpus

@@ -349,9 +349,10 @@ def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
     and addmm are products in low precision where those are wanted.
     """
-    made = None if kwargs else linear_products.matrix_product(func, args, mode.current())
-    if made is not None:
-        return made
+    if mode.current() != "dequantize" and not kwargs:
+        made = linear_products.matrix_product(func, args, mode.current())
+        if made is not None:
+            return made
     first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
     plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]

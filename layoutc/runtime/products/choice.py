@@ -43,13 +43,9 @@ class Recipes(NamedTuple):
     gradient: Recipe
 
 
+@cache
 def recipes_of(weight: Recipe) -> Recipes:
     """The recipes that a weight's spec names. Raises LayoutError if one was not built, or was changed since."""
-    return _recipes_of(weight)
-
-
-@cache
-def _recipes_of(weight: Recipe) -> Recipes:
     products = weight.LAYOUT.products
     assert products is not None
     return Recipes(weight, _load(weight, *products.activation), _load(weight, *products.gradient))

@@ -19,7 +19,7 @@ from torch import Tensor
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_mm, shared_inputs
-from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
+from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.flattening import whole_and_window
@@ -56,16 +56,19 @@ def ways_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Ways:
 
     A piece that cuts blocks, and a transposed weight, are dequantized.
     """
-    if _is_odd(weight):
-        return _DEQUANTIZED
+    return _DEQUANTIZED if _is_odd(weight) else Ways(*(one.way for one in _chosen(weight, x, mode)))
+
+
+def _chosen(weight: QuantizedTensor, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
+    """What is chosen for a weight's sizes, in the order of NAMES: looked up where they are numbers."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
     known = all(type(size) is int for size in (m, k, tokens))  # in a traced graph, sizes may be symbols
-    return (_ways if known else _ways.__wrapped__)(type(weight), m, k, tokens, x.device, mode)
+    return (_choose_all if known else _choose_all.__wrapped__)(type(weight), m, k, tokens, x.device, mode)
 
 
 @lru_cache(maxsize=4096)
-def _ways(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode) -> Ways:
-    return Ways(*(choose(cls, name, m, k, tokens, device, mode).way for name in NAMES))
+def _choose_all(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode) -> tuple[Chosen, ...]:
+    return tuple(choose(cls, name, m, k, tokens, device, mode) for name in NAMES)
 
 
 def _count(weight: QuantizedTensor, x: Tensor, mode: Mode, ways: Ways, names: Sequence[ProductName]) -> None:
@@ -73,8 +76,7 @@ def _count(weight: QuantizedTensor, x: Tensor, mode: Mode, ways: Ways, names: Se
     for name in names:
         if getattr(ways, name) == "kernel" or getattr(weight.LAYOUT.products, name) is None:
             continue
-        (m, k), tokens = weight.shape, prod(x.shape[:-1])
-        reason = choose(type(weight), name, m, k, tokens, x.device, mode).reason
+        reason = _chosen(weight, x, mode)[NAMES.index(name)].reason
         reason = "the weight is transposed, or cuts blocks" if _is_odd(weight) else reason
         _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
 
@@ -188,9 +190,9 @@ def matrix_product(func: Any, args: Sequence[Any], mode: Mode) -> Tensor | None:
     This is what `x @ weight.t()` is to a tensor's class, and a linear layer whose weight is a DTensor, to the local
     shard. The gradient of the weight never meets the weight, so autograd takes it from x as it is.
     """
-    *bias, left, right = args
-    if func not in (aten.mm.default, aten.addmm.default) or mode == "dequantize":
+    if func not in (aten.mm.default, aten.addmm.default):
         return None
+    *bias, left, right = args
     if not isinstance(right, QuantizedTensor) or right.LAYOUT.products is None:
         return None
     if isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
