@@ -100,9 +100,11 @@ def show_recipe(name: str, x: torch.Tensor) -> None:
     show(f"{name} buffers()", q.buffers)
 
 
-def ordinary(kernel: Any, grid: Any, args: Any, num_warps: int, maxnreg: int | None = None) -> None:
+def ordinary(
+    kernel: Any, grid: Any, args: Any, num_warps: int, maxnreg: int | None = None, constants: Any = ()
+) -> None:
     """triton_direct.run without what is direct."""
-    kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
+    kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ pytestmark = [
 NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
 
 
-def ordinary(kernel: Any, grid: Any, args: Any, num_warps: int, maxnreg: int | None = None) -> None:
-    kernel[grid](*args, num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
+def ordinary(
+    kernel: Any, grid: Any, args: Any, num_warps: int, maxnreg: int | None = None, constants: Any = ()
+) -> None:
+    kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
 
 
 def inputs(layout: Any) -> list[torch.Tensor]:
