@@ -18,6 +18,7 @@ from numpy_models import all_bf16, recipe, reference
 from test_numerics_models import SPECIAL, values
 
 import layoutc.recipes
+from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
@@ -134,6 +135,18 @@ def test_a_transposed_weight_and_given_planes(name: str) -> None:
     if not bad[first].is_contiguous():
         with pytest.raises(ValueError, match=f"{layout.name}: {first} must be contiguous"):
             kernels(name).quantize(x, amax, layout.orientations, bad)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block_1d"])
+def test_values_that_lie_apart(name: str) -> None:
+    """Neither rows nor columns are runs of values: every other one, and one value for all, as a sum's gradient is."""
+    for x in (torch.randn(64, 512)[:, ::2], torch.ones(()).expand(64, 256), torch.ones(1, 256).expand(64, 256)):
+        amax = recipe(name).Tensor._shared_amax(x) if recipe(name).LAYOUT.shares_amax else None
+        expected = reference(name).quantize_reference(x, amax=amax)
+        made = kernels(name).quantize(x, amax, recipe(name).LAYOUT.orientations)
+        assert all(torch.equal(bits(stored), bits(made[plane])) for plane, stored in expected.items())
+    alone = torch.empty(1).as_strided((1, 1), (5, 7))
+    assert launch.in_runs(alone).stride() == (1, 1)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -21,6 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 __all__ = [
     "checked_planes",
     "hardware",
+    "in_runs",
     "level_of",
     "plane_facts",
     "planes",
@@ -85,6 +86,15 @@ def _find_level(device: torch.device) -> int:
                 stacklevel=3,
             )
     return _levels.setdefault(device, level)
+
+
+def in_runs(x: Tensor) -> Tensor:
+    """A matrix as kernels read it: its rows or its columns are runs of values. Others are copied first.
+
+    Reading those would waste most of each sector. And ptxas, as Triton 3.6 and 3.7 bring it, crashes on some kernels
+    for two strides that are unknown: gradients of a sum have both 0.
+    """
+    return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
 
 
 def writable(out: Out, device: torch.device) -> Out:

@@ -158,6 +158,7 @@ class Kernels:
     ) -> None:
         """Quantizes x into planes and buffers. Those that are missing from `planes` and `made` are not written."""
         m, k = x.shape
+        x = launch.in_runs(x)
         rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
         step_m, step_k = choice.step
         even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
