@@ -215,6 +215,7 @@ def test_matrix_products_follow_the_mode() -> None:
     ("recipe", "tokens", "expected"),
     [
         ("fp8_block", 100, ("kernel", "kernel", "dequantize")),
+        ("fp8_block", 130, ("dequantize", "dequantize", "dequantize")),  # cuBLAS reads scales of 4 rows at a time
         ("fp8_current", 100, ("kernel", "kernel", "dequantize")),
         ("fp8_rowwise", 100, ("kernel", "kernel", "dequantize")),
         ("nvfp4", 100, ("dequantize", "dequantize", "dequantize")),

@@ -148,7 +148,10 @@ def _misfit(recipes: Recipes, name: ProductName, m: int, k: int, tokens: int) ->
 
 
 def _multiples(operand: Operand) -> tuple[int, int]:
-    """What the free and the contracted dim must be multiples of: whole blocks of 128, and bytes in groups of 16."""
+    """What the free and the contracted dim must be multiples of: whole blocks of 128, and bytes in groups of 16.
+
+    cuBLAS reads scales of 1x128 blocks in groups of 16 bytes along the free dim.
+    """
     codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1
-    free = 128 if operand.scaling == "BlockWise128x128" else 1
+    free = {"BlockWise128x128": 128, "BlockWise1x128": 4}.get(operand.scaling, 1)
     return free, 128 if operand.scaling.endswith("x128") else _ALIGNED * codes
