@@ -146,6 +146,8 @@ def test_operators_keep_their_contracts(name: str) -> None:
     check(OPERATORS.lay_out.default, (named, m, k, cls.KEY, every, False))
     if cls.LAYOUT.swizzled:
         check(OPERATORS.lay_out.default, (named, m, k, cls.KEY, every, True), test_utils=quick)
+    for orientations, swizzled in [(every, False), (every[:1], False), (every[-1:], bool(layout.swizzled))]:
+        check(OPERATORS.quantize_buffers.default, (x, amax, cls.KEY, orientations, swizzled), test_utils=quick)
     if layout.shares_amax:
         check(OPERATORS.shared_amax.default, (x, cls.KEY))
     for orientation in every:
@@ -266,14 +268,19 @@ def test_a_recipe_that_is_not_there() -> None:
         OPERATORS.quantize(torch.zeros(32, 32), None, "nowhere 123", ["rowwise"])
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"])
-def test_buffers_are_compiled_in_one_graph(name: str) -> None:
-    """quantize_buffers is a function, whose dict dynamo lets out, while it breaks its graph at Tensor.buffers."""
-    swizzled = bool(recipe(name).LAYOUT.swizzled)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp8_2d", "nvfp4"])
+def test_buffers_are_compiled_in_one_graph(name: str, count: int) -> None:
+    """quantize_buffers is a function, whose dict dynamo lets out, while it breaks its graph at Tensor.buffers.
+
+    Buffers that are the same plane leave the operator once: fp8_delayed has one scale for both orientations.
+    """
+    swizzled, orientations = bool(recipe(name).LAYOUT.swizzled), recipe(name).LAYOUT.orientations[-count:]
     quantize_buffers = recipe(name).quantize_buffers
 
     def function(x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return quantize_buffers(x * 2, swizzled=swizzled)  # type: ignore[no-any-return]
+        made: dict[str, torch.Tensor] = quantize_buffers(x * 2, swizzled=swizzled, orientations=orientations)
+        return made
 
     x = weight(name, 4, 4)
     made, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x)

@@ -98,13 +98,7 @@ def quantize_buffers(
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
     shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None), None)
-    buffers: dict[str, Tensor] | None = None
-    if not operators.traced(matrix):
-        buffers = cls._quantize_buffers(matrix, shared, chosen, swizzled)
-    if buffers is None:
-        planes = operators.quantize(cls, matrix, shared, chosen) | extra
-        return operators.lay_out(cls, planes, m, k, chosen, swizzled)
-    return buffers | extra
+    return operators.quantize_buffers(cls, matrix, shared, chosen, swizzled) | extra
 
 
 def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -12,12 +12,14 @@ packages that were built twice never answer for each other. `gathered_in_graphs`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from layoutc.runtime import numerics
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
@@ -72,9 +74,41 @@ def quantize(
     return dict(zip(names, _quantize(x, amax, cls.KEY, list(orientations)), strict=True))
 
 
+def quantize_buffers(
+    cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, orientations: Sequence[str], swizzled: bool
+) -> dict[str, Tensor]:
+    """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
+
+    amax: what `shared_amax` gives, for recipes that share one.
+    """
+    layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
+    if not traced(x):
+        fused = cls._quantize_buffers(x, amax, chosen, swizzled)
+        return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled) if fused is None else fused
+    outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled)
+    made = dict(zip(_distinct_of(layout, m, k, chosen, swizzled), outputs, strict=True))
+    first = _first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
+    buffers: dict[str, Tensor] = {}
+    for name, facts in layout.buffers(m, k).items():
+        if name == "amax":
+            assert amax is not None
+            buffers[name] = amax
+        elif name in made:
+            buffers[name] = made[name]
+        elif name.split("_")[0] in chosen:
+            buffers[name] = made[first[layout.as_stored[name]]].view(facts.shape)
+    return buffers
+
+
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
-    """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
-    return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
+    """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`.
+
+    In a traced graph, that of the whole matrix is plain torch: the largest value has the same bytes in any order, and
+    Inductor computes it where x is made.
+    """
+    if not traced(x):
+        return cls._shared_amax(x)
+    return numerics.tensor_amax(x) if cls.LAYOUT.amax_columns is None else _shared_amax(x, cls.KEY)
 
 
 def dequantize(
@@ -100,17 +134,43 @@ def lay_out(
     if not traced(next(iter(planes.values()))):
         return cls._lay_out(planes, m, k, tuple(orientations), swizzled)
     names = cls.LAYOUT.laid_out(m, k, orientations, swizzled)
-    needed = _needed(cls.LAYOUT, orientations)
     made: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
     if names:
-        outputs = _lay_out([planes[n] for n in needed], m, k, cls.KEY, list(orientations), swizzled)
-        made = dict(zip(names, outputs, strict=True))
+        needed = [planes[name] for name in _needed(cls.LAYOUT, orientations)]
+        made = dict(zip(names, _lay_out(needed, m, k, cls.KEY, list(orientations), swizzled), strict=True))
+    buffers: dict[str, Tensor] = {}
     for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
         if name == "amax" or name.split("_")[0] in orientations:
             stored = None if name in made else planes[cls.LAYOUT.as_stored[name]]
             buffers[name] = made[name] if stored is None else stored.flatten() if len(shape) == 1 else stored
     return buffers
+
+
+@lru_cache(maxsize=4096)
+def _distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Facts]:
+    """The buffers of orientations, each plane once: what an operator returns, whose results must not share memory."""
+    laid_out = layout.laid_out(m, k, orientations, swizzled)
+    first = _first_of_planes(layout, orientations, laid_out)
+    return {
+        name: laid_out.get(name, facts)
+        for name, facts in layout.buffers(m, k).items()
+        if name in laid_out or name in first.values()
+    }
+
+
+def _distinct_of(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
+    """As _distinct, where sizes may be symbols, which can't be looked up."""
+    known = type(m) is int and type(k) is int
+    return (_distinct if known else _distinct.__wrapped__)(layout, m, k, orientations, swizzled)
+
+
+def _first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Collection[str]) -> dict[str, str]:
+    """Plane -> the first buffer of orientations that is this plane as it is."""
+    first: dict[str, str] = {}
+    for name, plane in layout.as_stored.items():
+        if name not in laid_out and name.split("_")[0] in orientations:
+            first.setdefault(plane, name)
+    return first
 
 
 def _needed(layout: Layout, orientations: Sequence[str]) -> list[str]:
@@ -124,6 +184,25 @@ def _run_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: lis
     cls = recipe_of(recipe)
     planes = cls._quantize_matrix(x, amax, tuple(orientations))
     return [own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
+
+
+def _quantize_buffers_by_planes(
+    cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+) -> dict[str, Tensor]:
+    planes = cls._quantize_matrix(x, amax, orientations)
+    shared = {} if amax is None or "amax" not in cls.LAYOUT.stored else {"amax": amax}
+    return cls._lay_out(planes | shared, x.shape[0], x.shape[1], orientations, swizzled)
+
+
+def _run_quantize_buffers(
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
+) -> list[Tensor]:
+    cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
+    names = _distinct(cls.LAYOUT, m, k, chosen, swizzled)
+    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled)) is not None:
+        return [fused[name] for name in names]  # new tensors, which a kernel wrote
+    buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled)
+    return own_all([buffers[name] for name in names], x, amax)
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
@@ -142,7 +221,7 @@ def _run_lay_out(
     cls = recipe_of(recipe)
     named = dict(zip(_needed(cls.LAYOUT, orientations), planes, strict=True))
     buffers = cls._lay_out(named, m, k, tuple(orientations), swizzled)
-    return [own(buffers[name], *planes) for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)]
+    return own_all([buffers[name] for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)], *planes)
 
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -151,6 +230,20 @@ def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
     storage = made.untyped_storage().data_ptr()
     shared = any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
     return made.clone() if shared and made.numel() else made
+
+
+def own_all(made: list[Tensor], *inputs: Tensor | None) -> list[Tensor]:
+    """Results as an operator must return them: contiguous, and no aliases of inputs nor of one another."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
+    owned: list[Tensor] = []
+    for one in made:
+        one = one.contiguous()
+        storage = one.untyped_storage().data_ptr()
+        if storage in taken and one.numel():
+            one = one.clone()
+        taken.add(storage)
+        owned.append(one)
+    return owned
 
 
 # ----------------------------------------------------------------------------------------- shapes and dtypes, no values
@@ -162,6 +255,13 @@ def _fake_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: li
     return [
         _like(facts, x) for facts in recipe_of(recipe).LAYOUT.written(x.shape[0], x.shape[1], orientations).values()
     ]
+
+
+def _fake_quantize_buffers(
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
+) -> list[Tensor]:
+    layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
+    return [_like(facts, x) for facts in _distinct_of(layout, m, k, tuple(orientations), swizzled).values()]
 
 
 def _fake_shared_amax(x: Tensor, recipe: str) -> Tensor:
@@ -194,6 +294,11 @@ define(
     _run_quantize,
     _fake_quantize,
 )
+define(
+    "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled) -> Tensor[]",
+    _run_quantize_buffers,
+    _fake_quantize_buffers,
+)
 define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
 define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
@@ -206,6 +311,7 @@ define(
     _fake_lay_out,
 )
 _quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
+_quantize_buffers: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize_buffers.default
 _shared_amax: Callable[..., Tensor] = torch.ops.layoutc.shared_amax.default
 _dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize.default
 _lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out.default
