@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layoutc.runtime.kernels import amaxes, recipe_kernels
+from layoutc.runtime.kernels import amaxes
 from layoutc.runtime.kernels import direct as triton_direct
 
 CALLS, ROUNDS = 2000, 5
@@ -87,24 +87,18 @@ def show_recipe(name: str, x: torch.Tensor) -> None:
     q = recipe.quantize(x, amax=amax)
     held = q.planes()
     # As the launcher of Triton would: every other part of the host's work is the same.
-    direct, recipe_kernels.run = recipe_kernels.run, ordinary
+    split, triton_direct._split = triton_direct._split, lambda _: None
     show(f"{name} kernels.quantize, out=, Triton's", lambda: kernels.quantize(x, amax, every, out))
-    recipe_kernels.run = direct
+    triton_direct._split = split
     show(f"{name} kernels.quantize, out=", lambda: kernels.quantize(x, amax, every, out))
     show(f"{name} kernels.quantize, new planes", lambda: kernels.quantize(x, amax, every))
     show(f"{name} kernels.dequantize", lambda: kernels.dequantize(held, m, k, every[0], torch.bfloat16))
+    show(f"{name} kernels.quantize_buffers", lambda: kernels.quantize_buffers(x, amax, every))
     show(f"{name} kernels.lay_out", lambda: kernels.lay_out(held, m, k, every))
     show(f"{name} quantize(x, amax=, out=)", lambda: recipe.quantize(x, amax=amax, out=q))
     show(f"{name} quantize(x)", lambda: recipe.quantize(x))
     show(f"{name} dequantize()", q.dequantize)
     show(f"{name} buffers()", q.buffers)
-
-
-def ordinary(
-    kernel: Any, grid: Any, args: Any, num_warps: int, maxnreg: int | None = None, constants: Any = ()
-) -> None:
-    """triton_direct.run without what is direct."""
-    kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

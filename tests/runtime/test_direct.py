@@ -21,7 +21,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from layoutc.runtime.kernels import direct  # noqa: E402
+from layoutc.runtime.kernels import direct, prepared  # noqa: E402
 from layoutc.runtime.triton import kernels  # noqa: E402
 
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
@@ -315,3 +315,71 @@ def test_the_ordinary_way_where_direct_launches_are_not_known(launches: Any, mon
     for _ in range(3):
         direct.run(kernel, (4,), arguments(), 8)
     assert len(ordinary) == len(calls) == 3
+
+
+def bound_and_args() -> tuple[tuple[Any, ...], direct.Constants]:
+    args = arguments()
+    split = sum(not parameter.is_constexpr for parameter in jitted("quantize_kernel").params)
+    return args[:split], direct.Constants(args[split:])
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def test_a_bound_launch_gets_tensors_alone(launches: Any) -> None:
+    """It launches what `run` launches with the same arguments; the first one compiles."""
+    kernel, calls, ordinary = launches
+    args, constants = bound_and_args()
+    bound = direct.Bound(kernel, (4,), args, 8, None, constants)
+    direct.run(kernel, (4,), args, 8, None, constants)
+    for _ in range(3):
+        bound(*tensors_of(args))
+    assert len(ordinary) == 1
+    assert calls[1] == calls[2] == calls[3]
+    other = [SPACE[256 + 16 * index :][: tensor.numel()] for index, tensor in enumerate(tensors_of(args))]
+    bound(*other)
+    addresses = iter(tensor.data_ptr() for tensor in other)
+    expected = [next(addresses) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert list(calls[4][1][9:]) == [*expected, *constants]
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        bound(*tensors_of(args), SPACE)
+
+
+def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> None:
+    kernel, calls, ordinary = launches
+    args, constants = bound_and_args()
+    bound, tensors = direct.Bound(kernel, (4,), args, 8, None, constants), tensors_of(args)
+    bound(*tensors)
+    for _ in range(2):
+        bound(SPACE[1 : 1 + tensors[0].numel()], *tensors[1:])
+    bound(*tensors)
+    assert len(ordinary) == 2
+    names = [name for name, _ in calls]
+    assert names[0] == names[3] != names[1] == names[2]
+
+
+@pytest.mark.parametrize("what", ["hook", "debug"])
+def test_a_bound_launch_passes_nothing_by(launches: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Hooks that a profiler sets later, and options that are changed later."""
+    kernel, _, ordinary = launches
+    args, constants = bound_and_args()
+    bound = direct.Bound(kernel, (4,), args, 8, None, constants)
+    bound(*tensors_of(args))
+    bound(*tensors_of(args))
+    assert len(ordinary) == 1
+    if what == "hook":
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda *_: None)
+    else:
+        monkeypatch.setattr(knobs.runtime, "debug", True)
+    bound(*tensors_of(args))
+    assert len(ordinary) == 2
+
+
+def test_prepared_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_MOST", 3)
+    kept = prepared.PreparedLaunches()
+    for index in range(10):
+        kept[index] = index  # type: ignore[assignment]
+        assert kept[index] == index
+        assert len(kept) <= 3

@@ -19,7 +19,6 @@ from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.products import autograd
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
-from layoutc.runtime.weight.tensor import keep_signature
 
 aten = torch.ops.aten
 
@@ -235,6 +234,6 @@ def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
     """Decorator for generated classes: sets the recipe's layout, and makes them known to
     torch.load(weights_only=True)."""
     cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
-    keep_signature(CastOnGather.fsdp_pre_all_gather)
+    registry.keep_signature(CastOnGather.fsdp_pre_all_gather)
     torch.serialization.add_safe_globals([cls, rebuild_cast, (rebuild_cast, "layoutc.runtime.casting.rebuild")])
     return cls

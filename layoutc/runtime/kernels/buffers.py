@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from layoutc.ints.sizes import cdiv, up
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import batches
+
+Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
+
+
+class Entry(NamedTuple):
+    """A buffer of an orientation. plane: the plane that serves as the buffer; None if the buffer is made from one."""
+
+    name: str
+    plane: str | None
+    is_flat: bool
+    is_swizzled: bool
 
 
 def new(layout: Layout, m: int, k: int, orientations: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
@@ -101,3 +114,25 @@ def split(
     some = next(iter(made[0].values()))
     tables, single = batches.tables_of(some.device, covers, fields, wide, (tile[0], tile[1]), (word, word))
     return [*((0, table) for table in tables), *((index, None) for index in single)]
+
+
+@lru_cache(maxsize=4096)
+def entries(layout: Layout, orientations: tuple[str, ...]) -> list[Entry]:
+    """The buffers of orientations, in the layout's order."""
+    facts = layout.buffers(layout.multiple_m, layout.multiple_k)
+    return [
+        Entry(name, layout.as_stored.get(name), name in layout.as_stored and len(shape) == 1, name in layout.swizzled)
+        for name, (shape, _) in facts.items()
+        if name == "amax" or name.split("_")[0] in orientations
+    ]
+
+
+@lru_cache(maxsize=4096)
+def cover(padding: tuple[Padding, Padding], m: int, k: int) -> tuple[int, int]:
+    """The rows and columns that tiles must cover: those of the weight, and the padding of all buffers."""
+    sizes = (
+        max([size, *(up(cdiv(size, per), multiple) * per for per, multiple in axis)])
+        for size, axis in zip((m, k), padding, strict=True)
+    )
+    rows, columns = sizes
+    return rows, columns

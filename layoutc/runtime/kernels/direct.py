@@ -50,30 +50,82 @@ def run(
     args: the kernel's arguments in order, with its constants at the end unless `constants` has them. Tensors must be on
     the current device. Fusion stays off because bytes depend on it: a fused multiply-add rounds once, not twice.
     """
-    split = _split(kernel)
-    specialization, values = (None, []) if split is None else key(args, split, constants)
-    if specialization is None:
-        kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
-        return
-    active = driver.active
-    device = active.get_current_device()
-    at = (
-        kernel.fn,
-        device,
-        num_warps,
-        maxnreg,
-        knobs.runtime.debug,
-        knobs.compilation.instrumentation_mode,
-        *specialization,
-    )
+    at, values = _key_of(kernel, args, num_warps, maxnreg, constants)
     launch = _launches.get(at)
-    if launch is None:
+    if at is None or launch is None:
         compiled = kernel[grid](*args, *(constants or ()), num_warps=num_warps, maxnreg=maxnreg, enable_fp_fusion=False)
-        if isinstance(compiled, CompiledKernel):
+        if at is not None and isinstance(compiled, CompiledKernel):
             _launches[at] = compiled.run, compiled.function, compiled.packed_metadata
         return
     launcher, function, packed = launch
-    launcher(grid[0], 1, 1, active.get_current_stream(device), function, packed, None, None, None, *values)
+    active = driver.active
+    stream = active.get_current_stream(active.get_current_device())
+    launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
+
+
+class Bound:
+    """A launch whose sizes, options and constants are bound: it is called with tensors alone.
+
+    args, and the others: as for `run`, with example tensors. Calls take as many tensors, in the same order, of the same
+    dtypes, on the same device.
+    """
+
+    __slots__ = ("_args", "_at", "_launch", "_options", "_state", "_values")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int],
+        args: tuple[Any, ...],
+        num_warps: int,
+        maxnreg: int | None,
+        constants: Constants,
+    ) -> None:
+        self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor))
+        self._args = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self._options = kernel, grid, num_warps, maxnreg, constants
+        self._values = [*self._args, *constants]
+        self._launch: tuple[Any, int, Any] | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launches on the current stream."""
+        kernel, grid, num_warps, maxnreg, constants = self._options
+        values, addresses = self._values.copy(), 0
+        for at, tensor in zip(self._at, tensors, strict=True):
+            values[at] = address = tensor.data_ptr()
+            addresses |= address
+        aligned = addresses & 15 == 0
+        if self._launch is not None and aligned and _split(kernel) is not None and self._state == _state():
+            launcher, function, packed = self._launch
+            active = driver.active
+            stream = active.get_current_stream(active.get_current_device())
+            launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
+            return
+        args = self._args.copy()
+        for at, tensor in zip(self._at, tensors, strict=True):
+            args[at] = tensor
+        run(kernel, grid, tuple(args), num_warps, maxnreg, constants)
+        if aligned:
+            at_key, _ = _key_of(kernel, tuple(args), num_warps, maxnreg, constants)
+            self._launch, self._state = _launches.get(at_key), _state()
+
+
+def _state() -> tuple[Any, ...]:
+    """What a compiled kernel depends on beside its arguments."""
+    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def _key_of(
+    kernel: Any, args: tuple[Any, ...], num_warps: int, maxnreg: int | None, constants: Constants | None
+) -> tuple[Hashable, list[Any]]:
+    """The key of a launch, None if Triton's own launcher must be used; and the values of all arguments."""
+    split = _split(kernel)
+    specialization, values = (None, []) if split is None else key(args, split, constants)
+    if specialization is None:
+        return None, values
+    device = driver.active.get_current_device()
+    return (kernel.fn, device, num_warps, maxnreg, *_state(), *specialization), values
 
 
 def _split(kernel: Any) -> int | None:

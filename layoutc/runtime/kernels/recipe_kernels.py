@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layoutc.ints.sizes import cdiv, up
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch
-from layoutc.runtime.kernels.direct import Constants, run
+from layoutc.runtime.kernels.direct import Bound, Constants, run
+from layoutc.runtime.kernels.prepared import PreparedLaunch, PreparedLaunches
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
 Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes per value of x, and which sources are written
 Covers = Mapping[tuple[int, *tuple[bool, ...]], tuple[int, int]]  # by the same: rows and columns of a tile
-Padding = tuple[tuple[int, int], ...]  # (per, multiple): an axis has ceil(size / per) entries, rounded up to a multiple
 Planes = Mapping[str, Tensor]
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
@@ -41,13 +41,14 @@ class _Choice(NamedTuple):
         return self.cover if self.cover[0] else (self.tile[0], self.tile[1])
 
 
-class _Entry(NamedTuple):
-    """A buffer of an orientation. plane: the plane that serves as the buffer; None if the buffer is made from one."""
+class _Arguments(NamedTuple):
+    """Of a launch, in the order of `run`, after the kernel."""
 
-    name: str
-    plane: str | None
-    is_flat: bool
-    is_swizzled: bool
+    grid: tuple[int]
+    args: tuple[Any, ...]
+    warps: int
+    registers: int | None
+    constants: Constants
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,7 +70,7 @@ class Kernels:
     lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
     word: int = 1  # how many rows and columns of codes are moved at a time
-    padding: tuple[Padding, Padding] = ((), ())  # of m and k, over all buffers
+    padding: tuple[buffers.Padding, buffers.Padding] = ((), ())  # of m and k, over all buffers
     batched: bool = True  # False: a launch quantizes one matrix
     takes_input_max: bool = False  # True: scales depend on the largest value of x's dtype
     row_blocks: Mapping[str, int] = field(
@@ -91,7 +92,8 @@ class Kernels:
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
             choice = self._choice(self.quantize_sizes, orientations, x.dtype)
-            self._quantize(x, self._shared_amax(x, amax), planes, {}, choice, m, k, False)
+            x = launch.in_runs(x)
+            run(quantize_kernel, *self._quantizing(x, self._shared_amax(x, amax), planes, {}, choice, m, k, False))
         return planes
 
     def quantize_buffers(
@@ -106,11 +108,23 @@ class Kernels:
         shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
+        x = launch.in_runs(x)
+        inputs = (x,) if amax is None else (x, amax)
+        key = "quantize", m, k, x.stride(), x.dtype, x.device, orientations, swizzled
+        if (prepared := self._prepared.get(key)) is not None:
+            return prepared(inputs, shared)
         made = buffers.new(self.layout, m, k, orientations, x.device)
         planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
         choice = self._choice(self.buffer_sizes, orientations, x.dtype)
-        self._quantize(x, amax, planes, made, choice, *_cover(self.padding, m, k), swizzled)
-        return self._buffers(planes | shared, made, orientations, swizzled)
+        arguments = self._quantizing(x, amax, planes, made, choice, *buffers.cover(self.padding, m, k), swizzled)
+        if self.row_blocks or self._reorders(orientations, swizzled):  # more than one launch
+            run(quantize_kernel, *arguments)
+            return self._buffers(planes | shared, made, orientations, swizzled)
+        bound = Bound(quantize_kernel, *arguments)
+        written = _ordered(planes, self._planes), _ordered(made, self._made)
+        prepared = PreparedLaunch.of(bound, *written, buffers.entries(self.layout, orientations), swizzled)
+        self._prepared[key] = prepared
+        return prepared(inputs, shared)
 
     def quantize_batch(
         self,
@@ -145,7 +159,7 @@ class Kernels:
         for index in alone:
             self.quantize(xs[index], None if shared is None else shared[index], orientations, outs[index])
 
-    def _quantize(
+    def _quantizing(
         self,
         x: Tensor,
         amax: Tensor | None,
@@ -155,10 +169,9 @@ class Kernels:
         cover_m: int,
         cover_k: int,
         swizzled: bool,
-    ) -> None:
-        """Quantizes x into planes and buffers. Those that are missing from `planes` and `made` are not written."""
+    ) -> _Arguments:
+        """Of a launch that quantizes x, which lies in runs, into planes and buffers; what is missing is not written."""
         m, k = x.shape
-        x = launch.in_runs(x)
         rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
         step_m, step_k = choice.step
         even = m % step_m == 0 and k % step_k == 0 and cover_m == m and cover_k == k
@@ -175,7 +188,7 @@ class Kernels:
         shared = amax, input_max, amax_m, amax_k
         args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
         grid = launch.programs(cover_m, cover_k, step_m, step_k)
-        run(quantize_kernel, grid, args, warps, launch.registers(device, registers), constants)
+        return _Arguments(grid, args, warps, launch.registers(device, registers), constants)
 
     def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
         """For each written source whose blocks are whole rows: what their scales depend on, in fp32.
@@ -270,11 +283,22 @@ class Kernels:
 
         swizzled: scales are flat, in the GEMM's order.
         """
-        planes, made = launch.readable(planes), {}
-        if self.lay_out_tile is not None:
-            made = buffers.new(self.layout, m, k, orientations, next(iter(planes.values())).device)
-            self._lay_out(planes, made, m, k, swizzled, None)
-        return self._buffers(planes, made, orientations, swizzled)
+        planes = launch.readable(planes)
+        if self.lay_out_tile is None or not m or not k:
+            return self._buffers(planes, {}, orientations, swizzled)
+        device = next(iter(planes.values())).device
+        moved = [name for name in self.moved if name in planes]
+        key = "lay_out", m, k, device, orientations, swizzled, len(moved)
+        if (prepared := self._prepared.get(key)) is None:
+            made = buffers.new(self.layout, m, k, orientations, device)
+            if not made or self._reorders(orientations, swizzled):
+                self._lay_out(planes, made, m, k, swizzled, None)
+                return self._buffers(planes, made, orientations, swizzled)
+            arguments = self._laying_out(planes, made, m, k, swizzled, None)
+            bound, entries = Bound(lay_out_kernel, *arguments), buffers.entries(self.layout, orientations)
+            prepared = PreparedLaunch.of(bound, {}, _ordered(made, self._made), entries, swizzled)
+            self._prepared[key] = prepared
+        return prepared([planes[name] for name in moved], planes)
 
     def lay_out_batch(
         self,
@@ -289,7 +313,7 @@ class Kernels:
         """
         weights = [launch.readable(planes) for planes in weights]
         made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
-        covers = [_cover(self.padding, *shape) for shape in shapes]
+        covers = [buffers.cover(self.padding, *shape) for shape in shapes]
         launches = buffers.split(
             self.moved, tuple(filter(None, self._made)), weights, made, shapes, covers, self.lay_out_size, self.word
         )
@@ -300,24 +324,29 @@ class Kernels:
     def _lay_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
     ) -> None:
-        """Fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it.
+        """Fills the buffers in `made` from the planes of a weight; with a table, those of all weights in it."""
+        if made and (table is None or table.programs):
+            run(lay_out_kernel, *self._laying_out(planes, made, m, k, swizzled, table))
+
+    def _laying_out(
+        self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
+    ) -> _Arguments:
+        """Of a launch that lays out a weight, or those of a table.
 
         The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
         """
-        cover_m, cover_k = _cover(self.padding, m, k)
+        cover_m, cover_k = buffers.cover(self.padding, m, k)
         tile_m, tile_k, warps = self.lay_out_size
         if table is None:
             programs = cdiv(cover_m, tile_m) * cdiv(cover_k, tile_k)
             table = batches.Table(None, 0, programs, False, m % self.word == 0 and k % self.word == 0)
-        if not made or not table.programs:
-            return
         moved, tiled = len(self.moved), (tile_m, tile_k, launch.hardware(next(iter(made.values())).device))
         kind = swizzled, table.rows, table.aligned, table.even, tiled[2]
         constants = self._moving.get(kind)
         if constants is None:
             constants = self._moving[kind] = Constants((self.lay_out_tile, moved, *kind[:4], *tiled))
         args = (table.entries, m, k, cover_k, *map(planes.get, self._moved), *map(made.get, self._made))
-        run(lay_out_kernel, (table.programs,), args, warps, None, constants)
+        return _Arguments((table.programs,), args, warps, None, constants)
 
     @cached_property
     def _moving(self) -> dict[Any, Constants]:
@@ -328,12 +357,22 @@ class Kernels:
     ) -> dict[str, Tensor]:
         """All buffers of the orientations, in the layout's order: planes that serve as they are, and `made` ones."""
         result: dict[str, Tensor] = {}
-        for name, plane, is_flat, is_swizzled in self._entries(orientations):
+        for name, plane, is_flat, is_swizzled in buffers.entries(self.layout, orientations):
             buffer = made[name] if plane is None else planes[plane]
             if is_swizzled and swizzled:
                 buffer = buffer.flatten() if plane is None else self._in_order(name, buffer)
             result[name] = buffer.flatten() if is_flat else buffer
         return result
+
+    def _reorders(self, orientations: tuple[str, ...], swizzled: bool) -> bool:
+        """True if a plane that serves as a buffer must be put in the GEMM's order, which is a launch of its own."""
+        return swizzled and any(
+            one.is_swizzled and one.plane is not None for one in buffers.entries(self.layout, orientations)
+        )
+
+    @cached_property
+    def _prepared(self) -> PreparedLaunches:
+        return PreparedLaunches()
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
         """A scale, or zero point, that is a plane, in the GEMM's order: 1-D."""
@@ -341,34 +380,12 @@ class Kernels:
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
 
-    def _entries(self, orientations: tuple[str, ...]) -> list[_Entry]:
-        entries = self._listed.get(orientations)
-        if entries is None:
-            as_stored, swizzled = self.layout.as_stored, self.layout.swizzled
-            facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
-            entries = self._listed[orientations] = [
-                _Entry(name, as_stored.get(name), name in as_stored and len(shape) == 1, name in swizzled)
-                for name, (shape, _) in facts.items()
-                if name == "amax" or name.split("_")[0] in orientations
-            ]
-        return entries
-
-    @cached_property
-    def _listed(self) -> dict[tuple[str, ...], list[_Entry]]:
-        return {}
-
 
 def _six(names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of planes or buffers, filled up with empty names."""
     return (*names, *("",) * (6 - len(names)))
 
 
-@lru_cache(maxsize=4096)
-def _cover(padding: tuple[Padding, Padding], m: int, k: int) -> tuple[int, int]:
-    """The rows and columns that tiles must cover: those of the weight, and the padding of all buffers."""
-    sizes = (
-        max([size, *(up(cdiv(size, per), multiple) * per for per, multiple in axis)])
-        for size, axis in zip((m, k), padding, strict=True)
-    )
-    rows, columns = sizes
-    return rows, columns
+def _ordered(tensors: Planes, names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors in the order of a kernel's arguments."""
+    return {name: tensors[name] for name in names if name in tensors}

@@ -218,10 +218,18 @@ def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientati
 def _run_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
-    cls = recipe_of(recipe)
-    named = dict(zip(_needed(cls.LAYOUT, orientations), planes, strict=True))
-    buffers = cls._lay_out(named, m, k, tuple(orientations), swizzled)
-    return own_all([buffers[name] for name in cls.LAYOUT.laid_out(m, k, orientations, swizzled)], *planes)
+    cls, chosen = recipe_of(recipe), tuple(orientations)
+    names, needed = _laid_out_names(cls.LAYOUT, chosen, swizzled)
+    buffers = cls._lay_out(dict(zip(needed, planes, strict=True)), m, k, chosen, swizzled)
+    made = [buffers[name] for name in names]
+    return made if cls._kernels(planes[0]) is not None else own_all(made, *planes)  # a kernel writes new tensors
+
+
+@lru_cache(maxsize=256)
+def _laid_out_names(layout: Layout, orientations: tuple[str, ...], swizzled: bool) -> tuple[list[str], list[str]]:
+    """The buffers that laying out gives, and the planes that it needs."""
+    made = layout.laid_out(layout.multiple_m, layout.multiple_k, orientations, swizzled)
+    return list(made), _needed(layout, orientations)
 
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:

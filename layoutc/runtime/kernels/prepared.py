@@ -1,0 +1,84 @@
+"""Launches that were made before for the same sizes: what is left is to allocate results and to pass addresses.
+
+Products in low precision quantize the same sizes, and lay out the same weights, in each step. Working out tiles, grid,
+shapes and Triton's key takes the host more time than the launch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.facts import Facts
+from layoutc.runtime.kernels.buffers import Entry
+from layoutc.runtime.kernels.direct import Bound
+
+_MOST = 1024  # sizes that are kept: tokens may differ from step to step
+
+
+class Result(NamedTuple):
+    """A buffer that a launch gives: a new tensor, by its position, or one of the tensors that the caller named."""
+
+    name: str
+    position: int | None
+    given: str
+    is_flat: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLaunch:
+    """A launch for tensors of known sizes, with the tensors that it writes and the buffers that these are."""
+
+    bound: Bound
+    device: torch.device
+    new: tuple[Facts, ...]
+    results: tuple[Result, ...]
+
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        planes: Mapping[str, Tensor],
+        made: Mapping[str, Tensor],
+        entries: Sequence[Entry],
+        swizzled: bool,
+    ) -> PreparedLaunch:
+        """planes, made: examples of what the launch writes, in its order: at least one. entries: the buffers."""
+        new = [*planes.values(), *made.values()]
+        from_plane = {name: index for index, name in enumerate(planes)}
+        from_made = {name: index for index, name in enumerate(made, len(planes))}
+        results = [
+            Result(
+                one.name,
+                from_made[one.name] if one.plane is None else from_plane.get(one.plane),
+                one.plane or "",
+                one.is_flat or (one.is_swizzled and swizzled),
+            )
+            for one in entries
+        ]
+        facts = tuple(Facts(tuple(tensor.shape), tensor.dtype) for tensor in new)
+        return cls(bound, new[0].device, facts, tuple(results))
+
+    def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers. inputs: what the kernel reads, in order. given: what serves as a buffer as it is."""
+        device = self.device
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.new]
+        self.bound(*inputs, *made)
+        buffers = {}
+        for name, position, plane, is_flat in self.results:
+            buffer = given[plane] if position is None else made[position]
+            buffers[name] = buffer.flatten() if is_flat else buffer
+        return buffers
+
+
+class PreparedLaunches(dict[Hashable, PreparedLaunch]):
+    """Launches by what they depend on. Bounded: all are dropped when there are too many."""
+
+    def __setitem__(self, key: Hashable, launch: PreparedLaunch) -> None:
+        if len(self) >= _MOST:
+            self.clear()
+        super().__setitem__(key, launch)
