@@ -13,6 +13,7 @@ has that of its recipe. Both need a card.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -156,6 +157,8 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
     with mode:
         for _ in range(options.warm):
             step()
+        gc.collect()
+        gc.freeze()  # what the variants before have left must not slow this one; torchtitan turns the collector off
         _wait(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
