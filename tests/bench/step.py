@@ -177,6 +177,7 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
     )
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     median, spread, most = slowest.tolist()
+    gc.unfreeze()
     return Run(variant, batch, median, spread, int(most), float(loss.detach()), parts)
 
 
@@ -235,6 +236,7 @@ def main() -> None:
                 continue
             if dist.get_rank() == 0:
                 print(f"{variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+            gc.collect()
             if cards:
                 torch.cuda.empty_cache()
     if dist.get_rank() == 0:

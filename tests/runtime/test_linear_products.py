@@ -285,13 +285,13 @@ def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypat
     for layer in layers:
         layoutc.quantize_(layer, "fp8_current")
     read: list[Tensor] = []
-    quantize_buffers = linear.weights.quantize_buffers
+    quantize_buffers = linear.operators.quantize_buffers
 
-    def counted(cls: Any, x: Tensor, **options: Any) -> dict[str, Tensor]:
+    def counted(cls: Any, x: Tensor, *options: Any) -> dict[str, Tensor]:
         read.append(x)
-        return quantize_buffers(cls, x, **options)
+        return quantize_buffers(cls, x, *options)
 
-    monkeypatch.setattr(linear.weights, "quantize_buffers", counted)
+    monkeypatch.setattr(linear.operators, "quantize_buffers", counted)
     x = weight(TOKENS, K)
     with layoutc.products("auto"):
         first = [layer(x) for layer in layers]
@@ -434,13 +434,13 @@ def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.Monk
     layer = nn.Linear(K, M, bias=False)
     layoutc.quantize_(layer, "fp8_current")
     asked: list[Any] = []
-    quantize_buffers = linear.weights.quantize_buffers
+    quantize_buffers = linear.operators.quantize_buffers
 
-    def noted(*args: Any, **options: Any) -> dict[str, Tensor]:
-        asked.append(options["orientations"])
-        return quantize_buffers(*args, **options)
+    def noted(*args: Any) -> dict[str, Tensor]:
+        asked.append(args[3])
+        return quantize_buffers(*args)
 
-    monkeypatch.setattr(linear.weights, "quantize_buffers", noted)
+    monkeypatch.setattr(linear.operators, "quantize_buffers", noted)
     with layoutc.products("auto"):
         with torch.no_grad():
             layer(weight(TOKENS, K))

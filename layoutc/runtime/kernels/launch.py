@@ -21,6 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 __all__ = [
     "checked_planes",
     "hardware",
+    "in_rows",
     "in_runs",
     "level_of",
     "plane_facts",
@@ -95,6 +96,14 @@ def in_runs(x: Tensor) -> Tensor:
     for two strides that are unknown: gradients of a sum have both 0.
     """
     return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """A matrix whose rows are runs of values, as kernels that also transpose codes read it. Others are copied first.
+
+    With columns that are runs, such a kernel of fp8_current gave other bytes on an H200 (Triton 3.6).
+    """
+    return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def writable(out: Out, device: torch.device) -> Out:

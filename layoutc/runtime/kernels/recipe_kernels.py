@@ -108,7 +108,7 @@ class Kernels:
         shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
-        x = launch.in_runs(x)
+        x = launch.in_rows(x)
         inputs = (x,) if amax is None else (x, amax)
         key = "quantize", m, k, x.stride(), x.dtype, x.device, orientations, swizzled
         if (prepared := self._prepared.get(key)) is not None:

@@ -160,11 +160,8 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, 
     made: dict[str, Buffers] = {}
     for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
     if for_kernel:
-        made |= _split(
-            layout,
-            weights.quantize_buffers(recipe, x, orientations=for_kernel, swizzled=bool(layout.swizzled)),
-            dict.fromkeys(for_kernel, "kernel"),
-        )
+        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled))
+        made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
     for_reference = tuple(name for name, way in ways.items() if way == "reference")
     if for_reference:
         planes = weights.quantize(recipe, x, orientations=for_reference)._planes

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layoutc.runtime import numerics
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
@@ -79,20 +78,19 @@ def quantize_buffers(
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
-    amax: what `shared_amax` gives, for recipes that share one.
+    amax: what `shared_amax` gives, for recipes that share one; default: that of x.
     """
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
     if not traced(x):
         fused = cls._quantize_buffers(x, amax, chosen, swizzled)
         return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled) if fused is None else fused
     outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled)
-    made = dict(zip(_distinct_of(layout, m, k, chosen, swizzled), outputs, strict=True))
+    made = dict(zip(_distinct_of(layout, m, k, chosen, swizzled), outputs, strict=False))
     first = _first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
-            assert amax is not None
-            buffers[name] = amax
+            buffers[name] = outputs[-1] if amax is None else amax
         elif name in made:
             buffers[name] = made[name]
         elif name.split("_")[0] in chosen:
@@ -101,14 +99,8 @@ def quantize_buffers(
 
 
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
-    """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`.
-
-    In a traced graph, that of the whole matrix is plain torch: the largest value has the same bytes in any order, and
-    Inductor computes it where x is made.
-    """
-    if not traced(x):
-        return cls._shared_amax(x)
-    return numerics.tensor_amax(x) if cls.LAYOUT.amax_columns is None else _shared_amax(x, cls.KEY)
+    """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
+    return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
 
 
 def dequantize(
@@ -158,6 +150,14 @@ def _distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swi
     }
 
 
+def _operator_results(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
+) -> list[str]:
+    """What the operator that quantizes to buffers returns; the amax, if it is a buffer and the operator finds it."""
+    names = list(_distinct(layout, m, k, orientations, swizzled))
+    return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
+
+
 def _distinct_of(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
     """As _distinct, where sizes may be symbols, which can't be looked up."""
     known = type(m) is int and type(k) is int
@@ -189,6 +189,8 @@ def _run_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: lis
 def _quantize_buffers_by_planes(
     cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
 ) -> dict[str, Tensor]:
+    if amax is None and cls.LAYOUT.shares_amax:
+        amax = cls._shared_amax(x)
     planes = cls._quantize_matrix(x, amax, orientations)
     shared = {} if amax is None or "amax" not in cls.LAYOUT.stored else {"amax": amax}
     return cls._lay_out(planes | shared, x.shape[0], x.shape[1], orientations, swizzled)
@@ -198,7 +200,7 @@ def _run_quantize_buffers(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
-    names = _distinct(cls.LAYOUT, m, k, chosen, swizzled)
+    names = _operator_results(cls.LAYOUT, m, k, chosen, swizzled, amax is None)
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled)) is not None:
         return [fused[name] for name in names]  # new tensors, which a kernel wrote
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled)
@@ -269,7 +271,10 @@ def _fake_quantize_buffers(
     x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
-    return [_like(facts, x) for facts in _distinct_of(layout, m, k, tuple(orientations), swizzled).values()]
+    made = [_like(facts, x) for facts in _distinct_of(layout, m, k, tuple(orientations), swizzled).values()]
+    if amax is None and "amax" in layout.as_stored:
+        made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
+    return made
 
 
 def _fake_shared_amax(x: Tensor, recipe: str) -> Tensor:
