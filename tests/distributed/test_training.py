@@ -226,6 +226,35 @@ def gathers_experts(recipe: str, experts: int) -> None:
     assert_same_tensors(module.weight.buffers(), whole.buffers())
 
 
+def keeps_the_scale_of_its_codes(recipe: str, reshards: bool) -> None:
+    """A weight that is gathered while its shard is rewritten has the old values; the next gather has the new ones."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 96, bias=False)
+    layoutc.quantize_(module, recipe)
+    fully_shard(module, reshard_after_forward=reshards)
+    x, shard = torch.randn(4, 64), module.weight
+    if reshards:
+        module.unshard()
+    else:
+        module(x)
+    gathered = module.weight
+    before = gathered.dequantize()
+    with torch.no_grad():
+        local(shard).copy_(torch.randn(local(shard).shape) * 8)
+    assert_same_tensors({"gathered": gathered.dequantize()}, {"gathered": before})
+    module.reshard()
+    module(x)
+    module.unshard()
+    after = module.weight.dequantize()
+    assert float(after.abs().max()) > 4 * float(before.abs().max())
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_gathered_weight_keeps_the_scale_of_its_codes(two: Ranks, reshards: bool) -> None:
+    for recipe in ("fp8_current", "nvfp4"):
+        two.run(keeps_the_scale_of_its_codes, recipe, reshards)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str, keeps: bool) -> None:

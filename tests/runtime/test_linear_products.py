@@ -287,9 +287,9 @@ def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypat
     read: list[Tensor] = []
     quantize_buffers = linear.operators.quantize_buffers
 
-    def counted(cls: Any, x: Tensor, *options: Any) -> dict[str, Tensor]:
+    def counted(cls: Any, x: Tensor, *options: Any, **typed: bool) -> dict[str, Tensor]:
         read.append(x)
-        return quantize_buffers(cls, x, *options)
+        return quantize_buffers(cls, x, *options, **typed)
 
     monkeypatch.setattr(linear.operators, "quantize_buffers", counted)
     x = weight(TOKENS, K)
@@ -436,9 +436,9 @@ def test_without_gradients_nothing_is_made_for_backward(monkeypatch: pytest.Monk
     asked: list[Any] = []
     quantize_buffers = linear.operators.quantize_buffers
 
-    def noted(*args: Any) -> dict[str, Tensor]:
+    def noted(*args: Any, **typed: bool) -> dict[str, Tensor]:
         asked.append(args[3])
-        return quantize_buffers(*args)
+        return quantize_buffers(*args, **typed)
 
     monkeypatch.setattr(linear.operators, "quantize_buffers", noted)
     with layoutc.products("auto"):

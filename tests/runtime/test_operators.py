@@ -148,7 +148,9 @@ def test_operators_keep_their_contracts(name: str) -> None:
         check(OPERATORS.lay_out.default, (named, m, k, cls.KEY, every, True), test_utils=quick)
     for orientations, swizzled in [(every, False), (every[:1], False), (every[-1:], bool(layout.swizzled))]:
         for given in {id(one): one for one in (amax, None)}.values():
-            check(OPERATORS.quantize_buffers.default, (x, given, cls.KEY, orientations, swizzled), test_utils=quick)
+            for typed in (False, True):
+                args = (x, given, cls.KEY, orientations, swizzled, typed)
+                check(OPERATORS.quantize_buffers.default, args, test_utils=quick)
     if layout.shares_amax:
         check(OPERATORS.shared_amax.default, (x, cls.KEY))
     for orientation in every:

@@ -88,9 +88,10 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         initial_values.free(shard)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
-        # Copies, so that a weight that is still gathered when its shard is requantized keeps the scale of its codes.
-        needed = {name for orientation in layout.serves[route.which] for name in layout.sources[orientation]}
-        gathering.shared = {n: plane.clone() for n, plane in shard._planes.items() if n in needed & layout.shared}
+        # Copied where the weight may still be gathered when its shard is requantized, so that codes keep their scale.
+        copies = sharding is None or not sharding.frees_after_pass
+        planes = {name: shard._planes[name] for name in layout.shared_in(route.which)}
+        gathering.shared = {name: plane.clone() for name, plane in planes.items()} if copies else planes
     if sharding is not None:
         gathering.joined = gathered_of(sharding).joined
         if sharding.dim:

@@ -160,7 +160,7 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, 
     made: dict[str, Buffers] = {}
     for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
     if for_kernel:
-        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled))
+        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), typed=True)
         made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
     for_reference = tuple(name for name, way in ways.items() if way == "reference")
     if for_reference:

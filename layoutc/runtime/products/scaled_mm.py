@@ -30,8 +30,8 @@ def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: 
     operand = layout.operands[orientation]
     assert isinstance(operand, Operand)  # else there is no kernel
     codes = buffers[f"{orientation}_data"]
-    codes = (codes.t().contiguous() if operand.transposes else codes).view(operand.codes)
-    scale = buffers[f"{orientation}_scale"].view(operand.scale)
+    codes = _as(codes.t().contiguous() if operand.transposes else codes, operand.codes)
+    scale = _as(buffers[f"{orientation}_scale"], operand.scale)
     scales, orders = [_scale(operand.scaling, scale, free, is_left)], [_order(operand)]
     kinds = [int(ScalingType.__members__[operand.scaling].value)]
     if operand.tensor_scale is not None:
@@ -39,6 +39,10 @@ def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: 
         kinds.append(int(ScalingType.TensorWise.value))
         orders.append(int(SwizzleType.NO_SWIZZLE.value))
     return Side(codes, scales, kinds, orders)
+
+
+def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    return stored if stored.dtype == dtype else stored.view(dtype)
 
 
 def _order(operand: Operand) -> int:

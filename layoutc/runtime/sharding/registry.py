@@ -174,6 +174,14 @@ class Sharding:
         """True while the group gathers for backward."""
         return bool(self.group()._training_state.name == "PRE_BACKWARD")  # type: ignore[union-attr]
 
+    @property
+    def frees_after_pass(self) -> bool:
+        """True if what is gathered now is freed before a step: not kept, and not gathered by `unshard()`."""
+        group: Any = self.group()
+        if group._training_state.name == "FORWARD":
+            return self.frees_after_forward
+        return self.gathers_for_backward and bool(getattr(group, "reshard_after_backward", False))
+
     def gather_as_rows(self) -> None:
         """Makes FSDP2 leave the gathered bytes in rank order when a dim other than 0 is sharded.
 

@@ -74,17 +74,23 @@ def quantize(
 
 
 def quantize_buffers(
-    cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, orientations: Sequence[str], swizzled: bool
+    cls: type[QuantizedTensor],
+    x: Tensor,
+    amax: Tensor | None,
+    orientations: Sequence[str],
+    swizzled: bool,
+    typed: bool = False,
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
-    amax: what `shared_amax` gives, for recipes that share one; default: that of x.
+    amax: what `shared_amax` gives, for recipes that share one; default: that of x. typed: the operator gives codes and
+    scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a call into Python.
     """
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
     if not traced(x):
         fused = cls._quantize_buffers(x, amax, chosen, swizzled)
         return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled) if fused is None else fused
-    outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled)
+    outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed)
     made = dict(zip(_distinct_of(layout, m, k, chosen, swizzled), outputs, strict=False))
     first = _first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
     buffers: dict[str, Tensor] = {}
@@ -197,14 +203,25 @@ def _quantize_buffers_by_planes(
 
 
 def _run_quantize_buffers(
-    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool, typed: bool
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
     names = _operator_results(cls.LAYOUT, m, k, chosen, swizzled, amax is None)
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled)) is not None:
-        return [fused[name] for name in names]  # new tensors, which a kernel wrote
+        made = [fused[name] for name in names]  # new tensors, which a kernel wrote
+        return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled)
-    return own_all([buffers[name] for name in names], x, amax)
+    made = own_all([buffers[name] for name in names], x, amax)
+    return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
+
+
+def _typed(layout: Layout, name: str, buffer: Tensor) -> Tensor:
+    """A buffer in the dtype in which scaled_mm reads it."""
+    orientation, _, kind = name.rpartition("_")
+    operand = layout.operands.get(orientation)
+    if operand is None or isinstance(operand, str) or operand.transposes:
+        return buffer
+    return buffer.view(operand.codes if kind == "data" else operand.scale)
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
@@ -268,10 +285,13 @@ def _fake_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: li
 
 
 def _fake_quantize_buffers(
-    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool, typed: bool
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
-    made = [_like(facts, x) for facts in _distinct_of(layout, m, k, tuple(orientations), swizzled).values()]
+    distinct = _distinct_of(layout, m, k, tuple(orientations), swizzled)
+    made = [_like(facts, x) for facts in distinct.values()]
+    if typed:
+        made = [_typed(layout, *one) for one in zip(distinct, made, strict=True)]
     if amax is None and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
@@ -308,7 +328,7 @@ define(
     _fake_quantize,
 )
 define(
-    "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled) -> Tensor[]",
+    "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled, bool typed) -> Tensor[]",
     _run_quantize_buffers,
     _fake_quantize_buffers,
 )
