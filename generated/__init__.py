@@ -22,6 +22,8 @@ mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
+nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for nvfp4_gradient.
+nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
 """
 
 from importlib import import_module as _import_module  # a recipe may have any name that begins with a letter
@@ -48,6 +50,8 @@ RECIPES = (
     "nvfp4",
     "nvfp4_1d",
     "nvfp4_4over6",
+    "nvfp4_activation",
+    "nvfp4_gradient",
 )
 
 

@@ -49,7 +49,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4",
     summary="E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax",
-    spec_sha256="c67252640e18a9df591dec007294242ffba8d54a5d89e5e8332a84ef47de8ecd",
+    spec_sha256="aaa2778b09a254e5683b153b24af707d10d5cb94ffd583fc39b49326893e2d95",
     layout_id="7356aee3b36b",
     language=1,
     shard_rows=16,
@@ -87,8 +87,8 @@ LAYOUT = Layout(
         ),
     },
     products=Products(
-        activation=("nvfp4_1d", "d267bb47f560"),
-        gradient=("nvfp4_1d", "d267bb47f560"),
+        activation=("nvfp4_activation", "c37c1157c9eb"),
+        gradient=("nvfp4_gradient", "0f6f7f1fb4e9"),
         forward=Cards((10, 0), below=(11, 0)),
         grad_input=Cards((10, 0), below=(11, 0)),
         grad_weight=Cards((10, 0), below=(11, 0)),

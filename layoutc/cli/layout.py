@@ -21,7 +21,7 @@ from layoutc.diagnostics.renderers import FORMS
 if TYPE_CHECKING:
     from layoutc.plan.plan import Plan
     from layoutc.report.describe import Description
-    from layoutc.report.proofs import Proof
+    from layoutc.report.proof import Proof
     from layoutc.report.tables import Table
 
 WIDTH = 120  # of a picture that is not printed on a terminal

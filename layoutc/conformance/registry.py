@@ -56,6 +56,7 @@ class Check:
     meaning: str
     run: Callable[[Subject], None]
     needs_processes: bool = False
+    of_weights: bool = False  # of what only weights do: it is skipped for recipes that weights can't have
     compares: Kind = "bytes"
 
 
@@ -66,12 +67,18 @@ class Registry:
     checks: list[Check] = field(default_factory=list)
 
     def check(
-        self, name: str, meaning: str, *, needs_processes: bool = False, compares: Kind = "bytes"
+        self,
+        name: str,
+        meaning: str,
+        *,
+        needs_processes: bool = False,
+        of_weights: bool = False,
+        compares: Kind = "bytes",
     ) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
         """Decorator: adds a check."""
 
         def add(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-            self.checks.append(Check(name, meaning, function, needs_processes, compares))
+            self.checks.append(Check(name, meaning, function, needs_processes, of_weights or needs_processes, compares))
             return function
 
         return add

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Edit = Callable[[Path], None]
 _numbers = itertools.count(1)
+SEED = 0x243F6A8885A308D3  # of random bits: both words of the key are in use
 LARGEST = 192  # rows or columns; of larger blocks only a part is tried, as a weight may be smaller than a block
 
 
@@ -83,7 +84,18 @@ class Subject:
         """The independent model of the spec."""
         from layoutc.conformance.model.weights import Model
 
-        return Model(self.layout)
+        return Model(self.layout, SEED)
+
+    def quantize(self, x: Any, **given: Any) -> Any:
+        """The generated `quantize`, with the model's seed if the recipe rounds by random bits."""
+        return self.package.quantize(x, **({"seed": SEED} if self.layout.stochastic else {}), **given)
+
+    @property
+    def seeded(self) -> dict[str, Any]:
+        """The model's seed, as the reference and the kernels take it; {} if the recipe rounds to nearest."""
+        import torch
+
+        return {"seed": torch.tensor([SEED])} if self.layout.stochastic else {}
 
     def close(self) -> None:
         """Unloads and deletes the temporary package."""

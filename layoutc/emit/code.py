@@ -31,7 +31,8 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
                 return repr(constant)
 
     constants = {name: spelled(constant) for name, constant in conversion.constants.items()}
-    return call(f"lt.{conversion.function}", value, *(["HARDWARE"] if conversion.takes_hardware else []), **constants)
+    given = [*(["bits"] if conversion.takes_bits else []), *(["HARDWARE"] if conversion.takes_hardware else [])]
+    return call(f"lt.{conversion.function}", value, *given, **constants)
 
 
 def constants(*names: str) -> str:

@@ -9,11 +9,12 @@ from fractions import Fraction
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, constants, indented
 from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Layout, Plane, Source
+from layoutc.layout.layout import Layout, Plane, Source, Transform, stream_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import Move, ScaleMove
 
 _TILE = ("TILE_M", "TILE_K")
+AXES = ("m", "k")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def _shared_lines(kernels: Kernels) -> list[str]:
         lines.append("amax = shared[0]  # float32")
     if any(source.inputs.input_max for source in kernels.sources):
         lines.append("input_max = shared[1]  # the largest value of x's dtype")
+    if kernels.layout.stochastic:
+        lines.append("seed = tl.load(shared[4])  # (1,) int64")
     rows = {source.source.name: source for source in kernels.sources if source.amax_from == "rows"}
     for index, name in ((2, "rowwise"), (3, "columnwise")):
         if name in rows and rows[name].inputs.block_range:
@@ -114,6 +117,17 @@ def _blocks_of(source: SourceKernel) -> dict[str, str]:
     """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
     block = source.source.quantization.block
     return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
+
+
+def _tile(source: SourceKernel) -> str:
+    """The name of the tile of values that a source quantizes."""
+    return "turned" if source.source.quantization.transform else "tile"
+
+
+def _transformed(function: str, values: str, transform: Transform) -> str:
+    """The call of a transform, or of its inverse."""
+    constants: dict[str, str | int | float] = {"AXIS": AXES.index(transform.axis), "SIZE": transform.size}
+    return call(function, values, **constants, SIGNS=f"0x{transform.signs:X}", SCALE=transform.scale)
 
 
 def _to_units(entries: str, source: SourceKernel) -> str:
@@ -146,12 +160,17 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     q, suffix, (bm, bk) = source.source.quantization, source.suffix, _block(source)
     results, inputs = rule_text.results(q), source.inputs
     extra = [one.name for one in rule_text.shared_arguments(q)]
+    extra = [rule_text.grown(name, q).strip("()") if name == "tensor_amax" else name for name in extra]
     if source.amax_from == "tensor":
         rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
         return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
     units = source.units
     cut = f"  # units: {' x '.join(map(str, units.counts))} of them make up a block" if units else ""
-    lines = [f"blocks = {call('lt.to_blocks', 'lt.to_float(tile)', bm, bk)}{cut}", *_measure(source, bm, bk, even)]
+    tile = _tile(source)
+    values = tile if q.transform else "lt.to_float(tile)"
+    lines = [f"blocks = {call('lt.to_blocks', values, bm, bk)}{cut}", *_measure(source, bm, bk, even)]
+    if q.transform:
+        lines.insert(0, f"{tile} = {_transformed('lt.hadamard', 'lt.to_float(tile)', q.transform)}")
     measured = ["lowest", "highest"] if inputs.block_range else ["block_amax"]
     if q.definition.candidates:
         lines += _try_candidates(source, measured, extra, sized)
@@ -183,7 +202,7 @@ def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
             highest = call("lt.largest_of_units", highest, **counts)
         return [f"lowest = {lowest}", f"highest = {highest}"]
     if source.amax_from == "block":
-        amax = call("lt.block_amax", "tile", bm, bk, "HARDWARE")
+        amax = call("lt.block_amax", _tile(source), bm, bk, "HARDWARE")
         return [f"block_amax = {call('lt.largest_of_units', amax, **counts) if counts else amax}"]
     pointer = "amax" if source.amax_from == "columns" else f"{name}_amax"
     return [f"block_amax = {call('lt.load_blocks', pointer, *at, **block)}"]
@@ -217,6 +236,11 @@ def _put_elements(source: SourceKernel) -> Lines:
     data, q = source.source.data, source.source.quantization
     into = (data.name, f"to_{source.transposed_into}" if source.transposed_into else "None", "at", "EVEN", "HARDWARE")
     encode = f"encode{source.suffix}"
+    if q.stochastic:
+        packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
+        bits = call("lt.random_bits", "seed", "at", "tile.shape[0]", "tile.shape[1]", STREAM=stream_of(source.source))
+        codes = f"{encode}(scaled, bits, HARDWARE)"
+        return (f"bits = {bits}", call("lt.put_codes", codes, *into, **packing))
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {}
         return (call("lt.put_codes", f"{encode}(scaled, HARDWARE)", *into, **packing),)
@@ -224,7 +248,7 @@ def _put_elements(source: SourceKernel) -> Lines:
     form["CARD_CONVERTS"] = source.nibbles.card_converts
     if not source.nibbles.in_blocks:
         return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
-    arguments = ("scaled", "source", "tile", "block_amax", "multiplier", *into)
+    arguments = ("scaled", "source", _tile(source), "block_amax", "multiplier", *into)
     bounded = source.nibbles.is_bounded
     block = {"BLOCK": str(source.units.sizes)} if source.units else _blocks_of(source)
     return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
@@ -245,7 +269,7 @@ def _dequantize_body(kernels: Kernels) -> Lines:
 def _dequantize_source(source: SourceKernel) -> Lines:
     """Lines from the planes of one source to `values`."""
     q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
-    variables = {"scale": "scale", "tensor_amax": "tensor_amax"}
+    variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
     factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
     lines = [_read_elements(source)]
     coded = "" if q.scale.is_f32 else ".to(tl.int32)"
@@ -262,7 +286,10 @@ def _dequantize_source(source: SourceKernel) -> Lines:
     if source.source.zero is not None:
         lines.append(f"zero = {call('lt.load_blocks', source.source.zero.name, *at, **sizes)}.to(tl.int32)")
         lines.append(f"blocks -= decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]")
-    return (*lines, "values = lt.from_blocks(blocks * factor[:, None, :, None])")
+    lines.append("values = lt.from_blocks(blocks * factor[:, None, :, None])")
+    if q.transform:
+        lines.append(f"values = {_transformed('lt.unhadamard', 'values', q.transform)}")
+    return tuple(lines)
 
 
 def _read_elements(source: SourceKernel) -> str:

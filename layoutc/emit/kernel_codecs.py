@@ -42,7 +42,9 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> lis
     only_software: kernels call the element's encoder only if the card has no conversion.
     """
     prefix = rule_text.prefix_of(suffix)
-    codecs = list(_codec("", quantization.element, f"{prefix}ELEMENT", "nearest", suffix, only_software))
+    codecs = list(
+        _codec("", quantization.element, f"{prefix}ELEMENT", quantization.element_rounding, suffix, only_software)
+    )
     if not quantization.scale.is_f32:
         codecs += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
     if quantization.zero is not None:
@@ -55,9 +57,10 @@ def _codec(
 ) -> tuple[Function, Function]:
     encoding, decoding = conversions.encoding(fmt, rounding), conversions.decoding(fmt)
     assert decoding is not None  # recipes with a format that kernels can't decode have no kernels
+    bits = ", bits" if encoding.software.takes_bits else ""
     return (
         Function(
-            f"encode{what}{suffix}(x, HARDWARE: tl.constexpr)",
+            f"encode{what}{suffix}(x{bits}, HARDWARE: tl.constexpr)",
             f"fp32 -> {fmt.name} codes; {rule_text.ROUNDED[rounding]}; saturating.",
             _body(Codec(encoding.software) if only_software else encoding, "x", prefix),
         ),

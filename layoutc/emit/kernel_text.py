@@ -95,7 +95,8 @@ def _facts(kernels: Kernels) -> Lines:
         lines += [f"word={lay_out.word},"] if lay_out.word > 1 else []
         lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
     rows = {s.source.name: s.source.quantization.block.m for s in kernels.sources if s.amax_from == "rows"}
-    lines += [f"row_blocks={rows},", "batched=False,"] if rows else []
+    lines += [f"row_blocks={rows},"] if rows else []
+    lines += [] if quantize.batched else ["batched=False,"]
     ranges = tuple(s.source.name for s in kernels.sources if s.source.name in rows and s.inputs.block_range)
     lines += [f"row_ranges={ranges},"] if ranges else []
     lines += ["takes_input_max=True,"] if any(source.inputs.input_max for source in kernels.sources) else []

@@ -102,6 +102,8 @@ class RecipeText:
     amax_columns: int | None
     slots_differ: bool
     extremes: bool
+    stochastic: bool
+    not_weights: str
     history: int
     pick: str
     has_kernels: bool
@@ -156,6 +158,8 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         amax_columns=plan.amax_columns,
         slots_differ=plan.slots_differ,
         extremes=plan.extremes,
+        stochastic=layout.stochastic,
+        not_weights=plan.not_weights,
         history=layout.history,
         pick=layout.pick,
         has_kernels=has_kernels,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from layoutc.emit import rule_text
-from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group
+from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group, stream_of
 from layoutc.plan.kernels import inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
 from layoutc.spec.formats import Format, thresholds
@@ -25,6 +25,7 @@ class CodecText:
     nan_text: str = ""
     encode: str = ""
     decode: str = ""
+    bits: str = ""  # the parameter of random bits, where it is rounded by them
 
     @property
     def coded(self) -> bool:
@@ -110,6 +111,7 @@ class ReferenceText:
     prologue: list[str]
     dequantize: list[str]
     amax_doc: str
+    stochastic: bool
     swizzle: SwizzleText | None
 
 
@@ -130,13 +132,16 @@ def reference_text(plan: Plan) -> ReferenceText:
         prologue=_prologue(plan),
         dequantize=_dequantize(layout, suffixes),
         amax_doc=_amax_doc(plan),
+        stochastic=layout.stochastic,
         swizzle=_swizzle(layout),
     )
 
 
 def _prologue(plan: Plan) -> list[str]:
     """The first lines of quantize_reference."""
-    lines = ["m, k = x.shape"] if any(not s.scale.is_scalar for s in plan.layout.sources) else []
+    sized = plan.layout.stochastic or any(not s.scale.is_scalar for s in plan.layout.sources)
+    lines = ["m, k = x.shape"] if sized else []
+    lines += ["if seed is None:", "    seed = draw_seed(x)"] if plan.layout.stochastic else []
     reads_input_max = any(inputs_of(source.quantization).input_max for source in plan.layout.sources)
     lines += ["input_max = torch.finfo(x.dtype).max"] if reads_input_max else []
     lines += ["x = x.float().contiguous()"]
@@ -164,7 +169,7 @@ def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
     prefix, zero = rule_text.prefix_of(suffix), quantization.zero
     return ArithmeticText(
         suffix,
-        element=_codec(quantization.element, f"{prefix}ELEMENT", "nearest"),
+        element=_codec(quantization.element, f"{prefix}ELEMENT", quantization.element_rounding),
         scale=_codec(quantization.scale, f"{prefix}SCALE", quantization.rounding),
         zero=_codec(zero, f"{prefix}ZERO", "nearest") if zero else None,
         rule=_rule(quantization, suffix),
@@ -205,6 +210,7 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
     text = CodecText(fmt.name, f"{fmt.max:.17g}", rule_text.ROUNDED[rounding])
     if fmt.is_f32:
         return text
+    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
     if fmt.integer:
         encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN)"
         decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"
@@ -212,9 +218,13 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
         encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
         decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
     else:
-        sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
         encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
         decode = f"num.from_codes(codes, {prefix}_VALUES)"
+    if rounding == "stochastic":
+        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})" if fmt.torch and not fmt.integer else decode
+        form = f"{prefix}_MAGNITUDES, {sign_bit}" if not fmt.integer else f"{fmt.integer}, {fmt.lowest}, {fmt.fraction}"
+        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN)"
+        text = replace(text, bits=", bits: Tensor")
     # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
     return replace(text, nan_text=f"0x{nan_code(fmt):02x}", encode=encode, decode=decode)
 
@@ -233,17 +243,22 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
     def add(name: str, value: str, doc: str = "") -> None:
         constants.append(ConstantText(prefix + name, value, doc))
 
-    kinds = [(element, "ELEMENT", "nearest"), (scale, "SCALE", quantization.rounding)]
+    kinds = [(element, "ELEMENT", quantization.element_rounding), (scale, "SCALE", quantization.rounding)]
     kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero else []
     for fmt, kind, rounding in kinds:
         if fmt.is_f32:
             continue
         native = fmt.torch is not None and rounding == "nearest"
+        by_chance = rounding == "stochastic"
         if native or f"{kind}_MAX" in used:
             add(f"{kind}_MAX", repr(fmt.max))
         doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
         add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
-        if not native and not fmt.integer:
+        if by_chance and not fmt.integer:
+            add(f"{kind}_MAGNITUDES", _table(fmt.magnitudes), "without a sign, ascending")
+            if not fmt.torch:
+                add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "the value of each code")
+        elif not native and not fmt.integer:
             add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "thresholds: from here on, |x| gets the next code")
             add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "the value of each code")
     for name in CONSTANTS:
@@ -285,22 +300,28 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     """How the planes of one source are made."""
     block, data, scale = source.quantization.block, source.data.name, source.scale.name
     inputs = inputs_of(source.quantization)
-    extra = (", amax" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
+    transform = source.quantization.transform
+    grown = f" * {transform.headroom}" if transform else ""
+    extra = (f", amax{grown}" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
     values = "blocks * multiplier[:, None, :, None]"
     values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
-    codes = f"encode{suffix}(num.from_blocks({values}, m, k))"
+    bits = ", bits" if source.quantization.stochastic else ""
+    codes = f"encode{suffix}(num.from_blocks({values}, m, k){bits})"
     if source.scale.is_scalar:
         lines = [f"scale, multiplier = scales{suffix}(amax{extra})"]
-        codes = f"encode{suffix}(x * multiplier)"
+        codes = f"encode{suffix}(x * multiplier{bits})"
     else:
         amax = "amax" if source.scale.per_m is None else "num.block_amax(blocks)"
         amax = "*num.block_range(blocks)" if inputs.block_range else amax
         chosen = f"scales{suffix}({amax}{extra})"
         if source.quantization.definition.candidates:
             chosen = f'best_scales{suffix}(blocks{extra}, "{_contracted(source.name)}")'
-        lines = [f"blocks = num.to_blocks(x, {block.m}, {block.k})", f"{results} = {chosen}"]
+        values = f"num.hadamard(x, {rule_text.transform_arguments(transform)})" if transform else "x"
+        lines = [f"blocks = num.to_blocks({values}, {block.m}, {block.k})", f"{results} = {chosen}"]
+    if bits:
+        lines.append(f"bits = random_bits(seed, m, k, {stream_of(source)})")
     if codes_per_group(source.data.bits) > 1:
         codes = f"num.pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
@@ -326,6 +347,9 @@ def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
                 f"element = decode{suffix}({codes}) - num.per_element(zero, {spread})",
                 f"return element * num.per_element(factor, {spread})",
             ]
+        if transform := quantization.transform:
+            body[-1] = body[-1].replace("return ", "values = ", 1)
+            body.append(f"return num.unhadamard(values, {rule_text.transform_arguments(transform)})")
         if len(layout.sources) == 1:
             return body
         test = f'orientation == "{served[0]}"' if len(served) == 1 else f"orientation in {tuple(served)}"

@@ -6,11 +6,16 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layoutc.layout.layout import Quantization
+from layoutc.layout.layout import Quantization, Transform
 from layoutc.plan.kernels import inputs_of
 from layoutc.spec.rules import names
 
-ROUNDED = {"nearest": "rounded to nearest, ties to even", "up": "rounded up", "down": "rounded down"}
+ROUNDED = {
+    "nearest": "rounded to nearest, ties to even",
+    "up": "rounded up",
+    "down": "rounded down",
+    "stochastic": "rounded by random bits",
+}
 _OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.BitOr: "|", ast.BitAnd: "&"}
 _COMPARE = {ast.Eq: "==", ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">="}
 
@@ -99,8 +104,19 @@ def candidates(quantization: Quantization, suffix: str) -> list[str]:
 
 def decode(quantization: Quantization, scale: str, suffix: str) -> str:
     """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane."""
-    variables = {"scale": scale, "tensor_amax": 'planes["amax"]'}
+    variables = {"scale": scale, "tensor_amax": grown('planes["amax"]', quantization)}
     return expression(quantization.definition.decode, quantization, variables, suffix)
+
+
+def grown(amax: str, quantization: Quantization) -> str:
+    """The amax of the whole matrix as a rule reads it: times what a transform may have made of it."""
+    return f"({amax} * {quantization.transform.headroom})" if quantization.transform else amax
+
+
+def transform_arguments(transform: Transform) -> str:
+    """The arguments of a transform in torch, after the values."""
+    axis = ("m", "k").index(transform.axis)
+    return f"{axis}, {transform.size}, 0x{transform.signs:X}, {transform.scale!r}"
 
 
 def uses(quantization: Quantization) -> frozenset[str]:

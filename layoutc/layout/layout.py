@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
+from layoutc.layout.quantization import Block, Quantization, Transform
 from layoutc.spec import formats
-from layoutc.spec.formats import Format
 from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
-from layoutc.spec.rules import RULES, Rule
 
 if TYPE_CHECKING:
     from layoutc.spec import schema
@@ -26,33 +25,6 @@ ORIENTATIONS = ("rowwise", "columnwise")
 
 
 # ------------------------------------------------------------------------------------------------- sources and planes
-@dataclass(frozen=True)
-class Block:
-    """How many rows and columns share a scale; None means all of them."""
-
-    m: int | None
-    k: int | None
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """All that decides codes and scales. Orientations with equal quantizations have the same codes and scales."""
-
-    element: Format
-    scale: Format
-    zero: Format | None
-    rounding: str
-    rule: str
-    parameters: tuple[tuple[str, float | int | bool | str], ...]
-    block: Block
-    low_first: bool
-
-    @property
-    def definition(self) -> Rule:
-        """The scale rule's program."""
-        return RULES[self.rule]
-
-
 @dataclass(frozen=True)
 class Plane:
     """A stored array of a source: one value for each `per_m` rows and `per_k` columns of the weight; None: all of them.
@@ -122,6 +94,11 @@ class Source:
     def planes(self) -> tuple[Plane, ...]:
         """Its planes, in order."""
         return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
+
+
+def stream_of(source: Source) -> int:
+    """Which random bits a source's elements are rounded by: those of orientations with codes of their own differ."""
+    return ORIENTATIONS.index(source.name)
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -262,6 +239,17 @@ class Layout:
         return tuple(orientation for orientation, _ in self.source_of)
 
     @property
+    def stochastic(self) -> bool:
+        """True if elements of some orientation are rounded by random bits."""
+        return any(source.quantization.stochastic for source in self.sources)
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The orientations whose values are transformed, and how."""
+        found = {name: self.source(name).quantization.transform for name in self.orientations}
+        return {name: transform for name, transform in found.items() if transform is not None}
+
+    @property
     def planes(self) -> tuple[Plane, ...]:
         """All planes that a tensor stores, in order; the amax last."""
         stored = tuple(plane for source in self.sources for plane in source.planes)
@@ -294,7 +282,9 @@ def resolve(spec: schema.Spec) -> Layout:
         parameters = tuple(sorted(stated_scale.parameters.items()))
         zero = all_formats[stated_scale.zero] if stated_scale.zero else None
         quantization = Quantization(
-            element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first
+            *(element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first),
+            stochastic=stated_element.round == "stochastic",
+            transform=_transform(orientation, name),
         )
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
@@ -332,6 +322,12 @@ def resolve(spec: schema.Spec) -> Layout:
     )
 
 
+def _transform(orientation: schema.Orientation, name: str) -> Transform | None:
+    """An orientation's transform, along the axis that products contract."""
+    stated = orientation.transform
+    return Transform("k" if name == "rowwise" else "m", stated.hadamard, stated.signs) if stated else None
+
+
 def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
     """True for buffers that a GEMM reads swizzled: scales, and zero points, which are laid out as scales."""
     return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
@@ -363,6 +359,7 @@ __all__ = [
     "Repeat",
     "Source",
     "Split",
+    "Transform",
     "cdiv",
     "codes_per_group",
     "is_swizzled",

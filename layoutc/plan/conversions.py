@@ -34,6 +34,7 @@ class Conversion:
     function: str
     constants: Mapping[str, Constant]
     takes_hardware: bool = False
+    takes_bits: bool = False  # 32 random bits for each value
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,15 @@ _NONE: Mapping[str, Constant] = MappingProxyType({})
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
-    """How fp32 values become codes of a format, saturating. rounding: "nearest" (ties to even), "up" or "down"."""
+    """How fp32 values become codes of a format, saturating.
+
+    rounding: "nearest" (ties to even), "up" or "down"; or "stochastic", of formats with subnormals or integers.
+    """
     last = len(fmt.magnitudes) - 1
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
     nan = NanCode()
+    if rounding == "stochastic":
+        return Codec(_by_chance(fmt, sign_bit, last))
     if fmt.integer:
         constants: dict[str, Constant] = {
             "BITS": fmt.integer,
@@ -91,6 +97,16 @@ def encoding(fmt: Format, rounding: str) -> Codec:
         form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SUBNORMALS": fmt.subnormals, "SIGN_BIT": sign_bit}
         software = Conversion("to_codes", {**form, "LAST": last, "NAN": nan, "ROUNDING": rounding})
     return Codec(software, hardware, level)
+
+
+def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
+    """How fp32 values become codes of an element's format by random bits. No card's conversion has these bits."""
+    form: dict[str, Constant]
+    if fmt.integer:
+        form = {"BITS": fmt.integer, "LOWEST": fmt.lowest, "FRACTION": fmt.fraction, "NAN": NanCode()}
+        return Conversion("to_integer_codes_by_chance", form, takes_bits=True)
+    form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "LAST": last, "NAN": NanCode()}
+    return Conversion("to_codes_by_chance", form, takes_bits=True)
 
 
 def decoding(fmt: Format) -> Codec | None:

@@ -164,7 +164,10 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
 
 def suffixes_of(layout: Layout) -> dict[str, str]:
     """The suffix of each source's functions: empty if all sources can share them, else the source's name."""
-    same = {replace(source.quantization, block=Block(None, None), low_first=True) for source in layout.sources}
+    same = {
+        replace(source.quantization, block=Block(None, None), low_first=True, transform=None)
+        for source in layout.sources
+    }
     return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
 
 
@@ -208,6 +211,8 @@ def _source_gap(source: Source) -> str | None:
 
 def _not_batched(layout: Layout) -> str | None:
     """Why a launch can't quantize many matrices; None if it can."""
+    if layout.stochastic:
+        return "elements are rounded by random bits, and each matrix has a seed of its own"
     if all(source.quantization.block.k or not source.quantization.block.m for source in layout.sources):
         return None
     return (

@@ -93,6 +93,15 @@ class Plan:
         return next(iter(per_k), None)
 
     @property
+    def not_weights(self) -> str:
+        """Why weights can't have the recipe; "" if they can."""
+        if self.layout.stochastic:
+            return "it rounds elements by random bits, so that a weight would be another one each time it is quantized"
+        if self.layout.transforms:
+            return "it transforms values, which only another operand with the same transform undoes"
+        return ""
+
+    @property
     def block_rows(self) -> int:
         """A cut at a multiple of this many rows splits no value of any plane."""
         return block_rows(self.layout)
@@ -273,6 +282,7 @@ def _quantization_facts(source: Source) -> dict[str, object]:
     Defaults are left out, so that layouts keep their ids if the language gets new fields.
     """
     quantization = source.quantization
+    transform = quantization.transform
     defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
     return {
         "element": _bits(quantization.element),
@@ -282,6 +292,8 @@ def _quantization_facts(source: Source) -> dict[str, object]:
         "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
         "block": [quantization.block.m, quantization.block.k],
         "low_first": quantization.low_first,
+        **({"round": "stochastic"} if quantization.stochastic else {}),
+        **({"transform": list(asdict(transform).values())} if transform else {}),
     }
 
 

@@ -138,6 +138,8 @@ def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
     stated = roles["weight"].others
     if stated is not None and name in stated.dequantized:
         return Product(name, None, "")
+    if reason := _kept_transform(name, roles):
+        return Product(name, None, reason)
     operands: list[Operand] = []
     for role, orientation in OPERANDS[name]:
         found = operand(roles[role], orientation)
@@ -148,6 +150,19 @@ def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
     if reason := _mismatch(a, b):
         return Product(name, None, reason)
     return Product(name, a.scaling.cards.both(b.scaling.cards), "")
+
+
+def _kept_transform(name: ProductName, roles: Mapping[str, Layout]) -> str:
+    """Why the transforms of both operands do not cancel; "" where they do, or there are none."""
+    layouts = [(roles[role], orientation) for role, orientation in OPERANDS[name]]
+    found = [layout.transforms.get(orientation) for layout, orientation in layouts]
+    if len({one.matrix if one else None for one in found}) == 1:
+        return ""
+    told = (
+        f"{layout.name} {orientation}: {one or 'none'}"
+        for (layout, orientation), one in zip(layouts, found, strict=True)
+    )
+    return f"its operands have different transforms, which do not cancel ({'; '.join(told)})"
 
 
 def _mismatch(a: Operand, b: Operand) -> str:
@@ -195,6 +210,9 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
         return tensor_scale
     if reason := _misplaced(layout, scale, scaling, (free, contraction)):
         return reason
+    transform = source.quantization.transform
+    if transform and tensor_scale is not None:
+        tensor_scale *= transform.headroom
     return Operand(scaling, element, data.axes != (free, contraction), tensor_scale)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutc.layout.layout import Source
 from layoutc.plan.moves import CodeMove, Move, widest
@@ -27,7 +27,19 @@ class Tile:
 
 
 def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
-    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x.
+    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x."""
+    return _with_room(_quantize_tile(sources, itemsize), sources)
+
+
+def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
+    """The same with twice the warps, where random bits or transformed values take registers of their own. Not timed."""
+    if not any(source.quantization.stochastic or source.quantization.transform for source in sources):
+        return tile
+    return replace(tile, warps=2 * tile.warps, registers=None)
+
+
+def _quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
+    """As quantize_tile, of sources that round to nearest.
 
     Measured at 8192 x 8192. All rows of a block should be in one warp, since a reduction across warps goes through
     shared memory; and a thread should have as many elements as its registers hold. In some cases a cap on registers is
@@ -109,7 +121,12 @@ def buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...
     If codes are transposed, it has enough rows to write whole sectors of the transposed codes. More rows and warps cost
     more in traffic through shared memory than they gained.
     """
-    least = quantize_tile(sources, itemsize)
+    return _with_room(_buffer_tile(sources, itemsize, moves), sources)
+
+
+def _buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...]) -> Tile:
+    """As buffer_tile, of sources that round to nearest."""
+    least = _quantize_tile(sources, itemsize)
     span = widest(moves)
     width = max([span, *(source.quantization.block.k or 1 for source in sources)])
     if not any(isinstance(move, CodeMove) for move in moves):

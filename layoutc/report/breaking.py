@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
 
 from layoutc.diagnostics.diagnostic import Diagnostic
-from layoutc.layout.layout import Layout, Quantization
+from layoutc.layout.layout import Layout, Quantization, Transform
 from layoutc.plan.plan import Plan
 
 Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
@@ -180,6 +180,8 @@ def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
 def _flat(name: str, value: object, keys: tuple[str, ...] = ()) -> dict[str, str]:
     """Nested values as {dotted name: text}; names and torch dtypes only label the same bytes."""
     parts: list[tuple[str, object]]
+    if isinstance(value, Transform):
+        return {name: str(value)}
     if is_dataclass(value):
         parts = [(field.name, getattr(value, field.name)) for field in fields(value) if field.name not in _LABELS]
     elif isinstance(value, list | tuple):

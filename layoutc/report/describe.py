@@ -132,7 +132,8 @@ class View:
 class Description:
     """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
 
-    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels.
+    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels. `not_weights`:
+    why weights can't have it; "" if they can. `values`: what each orientation does to values besides scaling them.
     """
 
     name: str
@@ -142,6 +143,8 @@ class Description:
     k: int
     accepts: tuple[int, int]
     no_kernels: str | None
+    not_weights: str
+    values: tuple[tuple[str, str], ...]
     planes: tuple[PlaneFacts, ...]
     buffers: tuple[BufferFacts, ...]
     swizzle: str | None
@@ -182,6 +185,8 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         k=k,
         accepts=(layout.multiple_m, layout.multiple_k),
         no_kernels=gap(plan.layout),
+        not_weights=plan.not_weights,
+        values=tuple(_values(layout)),
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
         buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
         swizzle=_swizzle(layout),
@@ -190,6 +195,16 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
         views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
     )
+
+
+def _values(layout: Layout) -> Iterator[tuple[str, str]]:
+    """What is done to the values of each orientation, of those that do more than scale and round to nearest."""
+    for name in layout.orientations:
+        quantization = layout.source(name).quantization
+        done = [f"multiplied by {quantization.transform}"] if quantization.transform else []
+        done += ["rounded by random bits"] if quantization.stochastic else []
+        if done:
+            yield name, ", ".join(done)
 
 
 def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:

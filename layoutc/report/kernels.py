@@ -49,7 +49,8 @@ def _sources(kernels: Kernels) -> Table:
         q = source.source.quantization
         rows.append((source.source.name, "scale from", _AMAX[source.amax_from], ""))
         rows += [("", "blocks", _cut(source), "")] if source.units else []
-        rows += [("", *one) for one in _conversions("element", q.element, "nearest")]
+        rows += [("", *one) for one in _conversions("element", q.element, q.element_rounding)]
+        rows += [("", "values", f"multiplied by {q.transform}, in the same launch", "")] if q.transform else []
         rows += [] if q.scale.is_f32 else [("", *one) for one in _conversions("scale", q.scale, q.rounding)]
         rows += [("", *one) for one in _conversions("zero", q.zero, "nearest")] if q.zero else []
         rows.append(("", "stored", _stored(source), ""))
@@ -80,7 +81,7 @@ def _ways(codec: Codec) -> tuple[str, str]:
 
 def _stored(source: SourceKernel) -> str:
     bits = source.source.data.bits
-    if source.nibbles is not None:
+    if source.nibbles is not None and not source.source.quantization.stochastic:
         return "eight codes of 4 bits at a time, by the card's conversions"
     return "a byte each" if bits == 8 else f"groups of {bits}-bit codes that fill whole bytes"
 

@@ -46,7 +46,12 @@ def _kinds(weight: Layout, products: Products) -> list[tuple[str, ...]]:
     """Each recipe and orientation that a product reads, once."""
     roles = _roles(weight, products)
     read = dict.fromkeys((roles[role], side) for sides in OPERANDS.values() for role, side in sides)
-    return [(layout.name, orientation, _reading(operand(layout, orientation))) for layout, orientation in read]
+    return [(layout.name, side, _reading(operand(layout, side)) + _transform(layout, side)) for layout, side in read]
+
+
+def _transform(layout: Layout, orientation: str) -> str:
+    transform = layout.transforms.get(orientation)
+    return f"; of values multiplied by {transform}" if transform else ""
 
 
 def _reading(found: Operand | str) -> str:

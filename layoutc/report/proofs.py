@@ -8,7 +8,7 @@ repeat with the tile, so statements that hold for these weights hold for all tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import product
 from math import inf, lcm, prod
 
@@ -18,19 +18,10 @@ from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Split
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled, swizzle_chain
 from layoutc.plan.plan import Gather, Plan
 from layoutc.report.describe import padding_bytes
+from layoutc.report.proof import Proof, proof
+from layoutc.report.proofs_of_values import bits_are_their_own, transforms_can_be_undone, transforms_cancel
 
 BUDGET = 2**16  # values or bytes that one proof may walk
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A statement about a layout. `counter`: the first counterexample, if it does not hold."""
-
-    about: str
-    statement: str
-    method: str
-    holds: bool
-    counter: str = ""
 
 
 def prove(plan: Plan) -> list[Proof]:
@@ -43,9 +34,9 @@ def failures(proofs: list[Proof], path: str) -> list[Diagnostic]:
     why = "generated code relies on it, so this is a bug in layoutc, not in the spec"
     help = "report it with this spec; do not use what is generated from it"
     return [
-        Diagnostic("LC403", f"not so: {proof.statement}", path, why=f"{proof.counter}; {why}", help=help)
-        for proof in proofs
-        if not proof.holds
+        Diagnostic("LC403", f"not so: {one.statement}", path, why=f"{one.counter}; {why}", help=help)
+        for one in proofs
+        if not one.holds
     ]
 
 
@@ -57,11 +48,11 @@ def buffers_are_bijections(plan: Plan) -> Iterator[Proof]:
         shapes = _to_walk(plan.layout, buffer)
         if shapes:
             counter = next((case for shape in shapes if (case := _not_a_bijection(buffer, *shape))), "")
-            yield _proof(buffer.name, statement, f"every value and every bit enumerated, {_weights(shapes)}", counter)
+            yield proof(buffer.name, statement, f"every value and every bit enumerated, {_weights(shapes)}", counter)
         else:
             shape = _tiles(plan.layout, buffer, 1, 1)
             counter = _step_by_step(buffer.chain(*shape))
-            yield _proof(buffer.name, statement, f"each step keeps values apart ({_large(shape)})", counter)
+            yield proof(buffer.name, statement, f"each step keeps values apart ({_large(shape)})", counter)
 
 
 def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
@@ -131,14 +122,14 @@ def swizzle_is_a_bijection(plan: Plan) -> Iterator[Proof]:
     names = ", ".join(buffer.name for buffer in plan.layout.buffers if is_swizzled(plan.layout, buffer))
     if prod(shape) > BUDGET:
         counter = _step_by_step(swizzle_chain(swizzle, shape))
-        yield _proof(names, statement, f"each step keeps values apart ({_large(shape)})", counter)
+        yield proof(names, statement, f"each step keeps values apart ({_large(shape)})", counter)
         return
     chain = swizzle_chain(swizzle, shape)
     places = {index: chain.positions(index) for index in product(*map(range, shape))}
     wrong = next((f"{i} goes to {p}" for i, p in places.items() if [chain.value_at(*at) for at in p] != [i]), "")
     if not wrong and {byte for positions in places.values() for byte, _ in positions} != set(range(prod(shape))):
         wrong = "some places of the buffer get no scale"
-    yield _proof(names, statement, f"every place of 2 x 2 tiles of {tile[0]} x {tile[1]} enumerated", wrong)
+    yield proof(names, statement, f"every place of 2 x 2 tiles of {tile[0]} x {tile[1]} enumerated", wrong)
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -152,7 +143,7 @@ def blocks_partition_the_weight(plan: Plan) -> Iterator[Proof]:
             shapes = [whole, (whole[0] + plan.layout.multiple_m, whole[1] + plan.layout.multiple_k)]
             tries = product(shapes, (0, 1))
             counter = next((case for shape, axis in tries if (case := _not_a_partition(plane, shape, axis))), "")
-            yield _proof(plane.name, statement, f"edges of blocks compared, {_weights(shapes)}", counter)
+            yield proof(plane.name, statement, f"edges of blocks compared, {_weights(shapes)}", counter)
     statement = "the entry that an element's row and column lead to holds the value of its block"
     for buffer in plan.layout.buffers:
         if buffer.dims and not buffer.plane.per_m == buffer.plane.per_k == 1:
@@ -160,7 +151,7 @@ def blocks_partition_the_weight(plan: Plan) -> Iterator[Proof]:
             every = _slots(buffer, *shape) <= BUDGET
             how = "every entry" if every else "the first and last entries along each dim"
             counter = _not_its_block(buffer, *shape, every)
-            yield _proof(buffer.name, statement, f"{how} compared, {_weights([shape])}", counter)
+            yield proof(buffer.name, statement, f"{how} compared, {_weights([shape])}", counter)
 
 
 def _not_a_partition(plane: Plane, shape: tuple[int, int], axis: int) -> str:
@@ -217,7 +208,7 @@ def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
         if bool(crossed) == (cut % rows == 0):
             counter = f"a cut at row {cut} crosses {crossed or 'nothing'}"
             break
-    yield _proof("shards", statement, how, counter)
+    yield proof("shards", statement, how, counter)
 
 
 def _crossed(layout: Layout, cut: int) -> str:
@@ -270,12 +261,12 @@ def derivations_are_lossless(plan: Plan) -> Iterator[Proof]:
             strangers = [buffer.name for buffer in own if buffer.plane not in first.planes]
             counter = f"{', '.join(strangers)} is made of other planes" if strangers else ""
             statement = f"{orientation} follows from {base} without loss: the same codes and scales, laid out anew"
-            yield _proof(orientation, statement, "one quantization; every buffer is made of its planes", counter)
+            yield proof(orientation, statement, "one quantization; every buffer is made of its planes", counter)
             continue
         reason = _told_apart(first, other)
         counter = "" if reason else f"{base} and {orientation} quantize alike, so one copy would do"
         statement = f"{orientation} does not follow from {base}: {reason or 'they differ'}"
-        yield _proof(
+        yield proof(
             orientation, statement, "quantizations compared; blocks by two elements that only one joins", counter
         )
 
@@ -337,7 +328,7 @@ def _minimal(plan: Plan, gather: Gather) -> Proof:
     method = f"values counted, {_weights([(m, k)])}: {least:,} bits needed, {moved:,} moved"
     missing = [name for name in wanted if name not in gather.serves]
     counter = "" if moved == least else f"{moved:,} bits are moved where {least:,} would do"
-    return _proof(f"{gather.name} gather", statement, method, f"{missing[0]} is not served" if missing else counter)
+    return proof(f"{gather.name} gather", statement, method, f"{missing[0]} is not served" if missing else counter)
 
 
 def _bits(plane: Plane) -> str:
@@ -378,10 +369,6 @@ def _large(shape: tuple[int, int]) -> str:
     return f"{shape[0]} x {shape[1]} is too large to enumerate"
 
 
-def _proof(about: str, statement: str, method: str, counter: str) -> Proof:
-    return Proof(about, statement, method, not counter, counter)
-
-
 Prover = Callable[[Plan], Iterator[Proof]]
 PROVERS: tuple[Prover, ...] = (
     buffers_are_bijections,
@@ -390,4 +377,7 @@ PROVERS: tuple[Prover, ...] = (
     cuts_cross_nothing,
     derivations_are_lossless,
     gathers_are_minimal,
+    bits_are_their_own,
+    transforms_can_be_undone,
+    transforms_cancel,
 )

@@ -32,6 +32,8 @@ def _head(facts: Description) -> Table:
     rows.append(("takes", multiples or "any number of rows and columns"))
     reason = f"none, so the reference serves every device: {facts.no_kernels}"
     rows.append(("kernels", reason if facts.no_kernels else "quantize, dequantize, lay out"))
+    rows += [("for", f"activations and gradients: {facts.not_weights}")] if facts.not_weights else []
+    rows += [(f"{name} values", done) for name, done in facts.values]
     return Table(f"{facts.name}: {facts.summary}", (), tuple(rows))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -136,6 +136,8 @@ class Layout:
     pick: str = ""  # which amax of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
     swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
+    stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
+    not_weights: str = ""  # why weights can't have this recipe, which is for activations and gradients; "": they can
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized
@@ -210,6 +212,12 @@ class Layout:
                 made[name] = Facts((prod(facts.shape),), facts.dtype) if flat else facts
         return made
 
+    def check_weights(self, name: str = "") -> None:
+        """Raises ValueError for a recipe that is for activations and gradients alone."""
+        if self.not_weights:
+            what = f"{name}: {self.name}" if name else self.name
+            raise ValueError(f"{what} is for activations and gradients, not for weights: {self.not_weights}")
+
     def check_swizzled(self, swizzled: bool) -> None:
         """Raises ValueError if scales are asked for in a GEMM's order and the spec states none."""
         if swizzled and not self.swizzled:
@@ -272,3 +280,52 @@ def _sent(layout: Layout, which: PassName, cuts: Cuts, k: int) -> Mapping[str, F
     whole = layout.planes(cuts.rows, k)
     rows = {name: sent_blocks(cuts, layout.stored[name].rows_per_value or 1) for name in layout.travels[which]}
     return {name: Facts((n, *whole[name].shape[1:]), whole[name].dtype) for name, n in rows.items()}
+
+
+# ------------------------------------------------------------------------------------ buffers as operators return them
+def distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
+    """As _known_distinct, where sizes may be symbols, which can't be looked up."""
+    known = type(m) is int and type(k) is int
+    return (_known_distinct if known else _known_distinct.__wrapped__)(layout, m, k, orientations, swizzled)
+
+
+@lru_cache(maxsize=4096)
+def _known_distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Facts]:
+    """The buffers of orientations, each plane once: what an operator returns, whose results must not share memory."""
+    laid_out = layout.laid_out(m, k, orientations, swizzled)
+    first = first_of_planes(layout, orientations, laid_out)
+    return {
+        name: laid_out.get(name, facts)
+        for name, facts in layout.buffers(m, k).items()
+        if name in laid_out or name in first.values()
+    }
+
+
+def first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Collection[str]) -> dict[str, str]:
+    """Plane -> the first buffer of orientations that is this plane as it is."""
+    first: dict[str, str] = {}
+    for name, plane in layout.as_stored.items():
+        if name not in laid_out and name.split("_")[0] in orientations:
+            first.setdefault(plane, name)
+    return first
+
+
+def quantized_names(
+    layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
+) -> list[str]:
+    """What the operator that quantizes to buffers returns; the amax, if it is a buffer and the operator finds it."""
+    names = list(_known_distinct(layout, m, k, orientations, swizzled))
+    return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
+
+
+@lru_cache(maxsize=256)
+def laid_out_names(layout: Layout, orientations: tuple[str, ...], swizzled: bool) -> tuple[list[str], list[str]]:
+    """The buffers that laying out gives, and the planes that it needs."""
+    made = layout.laid_out(layout.multiple_m, layout.multiple_k, orientations, swizzled)
+    return list(made), needed_planes(layout, orientations)
+
+
+def needed_planes(layout: Layout, orientations: Sequence[str]) -> list[str]:
+    """The planes that buffers of orientations are made of, in order."""
+    needed = {name for orientation in orientations for name in layout.sources[orientation]}
+    return [name for name in layout.stored if name in needed]

@@ -43,6 +43,43 @@ def to_integer_codes(x: Tensor, bits: int, lowest: int, fraction: int, nan_code:
     return (steps.to(torch.int32) & ((1 << bits) - 1)).to(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
+def to_codes_by_chance(
+    x: Tensor, bits: Tensor, magnitudes: Sequence[float], sign_bit: int | None, nan_code: int
+) -> Tensor:
+    """As `to_codes`, rounded by random bits: to the neighbour away from zero as often as |x| is near it.
+
+    magnitudes: the format's, ascending from 0; code c is magnitudes[c]. See `_away`.
+    """
+    size, table = x.abs().contiguous(), x.new_tensor(magnitudes)
+    low = torch.bucketize(size, table[1:], right=True)
+    step = table[(low + 1).clamp(max=len(magnitudes) - 1)] - table[low]
+    share = torch.where(step > 0, (size - table[low]) / step, 0.0).nan_to_num(0.0)
+    code = (low + _away(share, bits)).to(torch.uint8)
+    if sign_bit is not None:
+        code |= torch.signbit(x).to(torch.uint8) << sign_bit
+    return code.masked_fill_(x.isnan(), nan_code)
+
+
+def to_integer_codes_by_chance(
+    x: Tensor, bits: Tensor, width: int, lowest: int, fraction: int, nan_code: int
+) -> Tensor:
+    """As `to_integer_codes` of `width` bits, rounded by random bits. See `_away`."""
+    steps = (x * float(1 << fraction)).clamp(lowest, (1 << (width - 1)) - 1).nan_to_num(0.0)
+    size = steps.abs()
+    low = size.floor()
+    whole = low.to(torch.int64) + _away(size - low, bits)
+    codes = torch.where(torch.signbit(steps), -whole, whole) & ((1 << width) - 1)
+    return codes.to(torch.uint8).masked_fill_(x.isnan(), nan_code)
+
+
+def _away(share: Tensor, bits: Tensor) -> Tensor:
+    """1 where a magnitude becomes its neighbour away from zero, else 0: where bits + floor(share * 2^32) >= 2^32.
+
+    share: how far it lies from the neighbour towards zero, in steps, from 0 up to, not including, 1.
+    """
+    return ((share * 2.0**32).to(torch.int64) + bits) >> 32
+
+
 def from_integer_codes(codes: Tensor, bits: int, fraction: int) -> Tensor:
     """Two's complement codes -> fp32 values, exact."""
     half = 1 << (bits - 1)
@@ -108,6 +145,39 @@ def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
     assert isinstance(word, Tensor)
     codes = [(word >> (s if low_first else (group - 1) * bits - s)) & mask for s in shifts]
     return torch.stack(codes, dim=-1).to(torch.uint8).flatten(-2)
+
+
+def hadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:
+    """(m, k) fp32 values, each group of `size` along an axis multiplied by signs, by a Hadamard matrix, and by `scale`.
+
+    signs: bit i is set where entry i of a group is multiplied by -1. The matrix is a butterfly: sums and differences of
+    entries 1 apart, then of those 2 apart, up to size / 2, each rounded to fp32. scale: fp32(1 / sqrt(size)).
+    """
+    return _added(x * _signs(x, axis, size, signs), axis, size) * scale
+
+
+def unhadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:
+    """The inverse of `hadamard`: the same sums, then `scale`, then signs."""
+    return _added(x, axis, size) * scale * _signs(x, axis, size, signs)
+
+
+def _signs(x: Tensor, axis: int, size: int, signs: int) -> Tensor:
+    """1 or -1 for each step along an axis, to multiply (m, k) values with."""
+    entries = torch.tensor([-1.0 if signs >> i & 1 else 1.0 for i in range(size)], device=x.device)
+    along = entries.repeat(x.shape[axis] // size)
+    return along[:, None] if axis == 0 else along
+
+
+def _added(x: Tensor, axis: int, size: int) -> Tensor:
+    """Sums and differences of entries 1, 2, ... size / 2 apart, along an axis."""
+    apart = 1
+    while apart < size:
+        m, k = x.shape
+        pairs = x.reshape((m // (2 * apart), 2, apart, k) if axis == 0 else (m, k // (2 * apart), 2, apart))
+        low, high = pairs.unbind(axis + 1)
+        x = torch.stack([low + high, low - high], axis + 1).flatten(axis, axis + 2)
+        apart *= 2
+    return x
 
 
 def to_blocks(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:

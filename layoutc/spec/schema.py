@@ -62,6 +62,9 @@ class Element(_Model):
     pack: Literal["low-first", "high-first"] = Field(
         "low-first", description="which code fills a byte's low bits first"
     )
+    round: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="how an element is rounded into its format: ties to even, or by random bits"
+    )
 
 
 class History(_Model):
@@ -137,10 +140,20 @@ class Quantize(_Model):
     scale: Scale | None = Field(default=None, description="in place of the recipe's `scale`")
 
 
+class Transform(_Model):
+    """What values are multiplied by before scales are found: a Hadamard matrix, in groups along the contracted axis."""
+
+    hadamard: Size = Field(description="steps of the contracted axis that are transformed together, a power of two")
+    signs: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="bit i is set where step i of each group changes its sign before"
+    )
+
+
 class Orientation(_Model):
     """One of the two ways in which a GEMM reads the weight."""
 
     quantize: Quantize = Field(default_factory=Quantize, description="formats and rule of this orientation's own")
+    transform: Transform | None = Field(default=None, description="a transform of the values before scales are found")
     block: Block
     data: Buffer
     scale: Buffer

@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from weight_recipes import WEIGHTS
 
 import layoutc
 import layoutc.recipes
@@ -150,7 +151,7 @@ def main(recipes: list[str]) -> None:
         folder.mkdir(parents=True)
     dist.barrier()
     rows = []
-    for recipe in ["bf16", *(recipes or layoutc.recipes.RECIPES)]:
+    for recipe in ["bf16", *(recipes or WEIGHTS)]:
         rows.append(measure(recipe, folder))
         if rank == 0:
             print(json.dumps(rows[-1]), flush=True)

@@ -88,16 +88,18 @@ def check(chosen: list[str]) -> int:
                     for orientations in {layout.orientations, *((o,) for o in layout.orientations)}:
                         # The reference runs on the CPU and on the card; of large weights, on the card alone.
                         shared = amax.cuda() if amax is not None else None
-                        on_card = reference.quantize_reference(card, amax=shared, orientations=orientations)
+                        seed = {"seed": torch.tensor([m * k])} if layout.stochastic else {}
+                        there = {n: one.cuda() for n, one in seed.items()}
+                        on_card = reference.quantize_reference(card, amax=shared, orientations=orientations, **there)
                         expected = {plane: values.cpu() for plane, values in on_card.items()}
                         if m * k < 100_000:
-                            expected = reference.quantize_reference(given, amax=amax, orientations=orientations)
+                            expected = reference.quantize_reference(given, amax=amax, orientations=orientations, **seed)
                         out = {
                             n: torch.full_like(p, 0x5A if p.dtype == torch.uint8 else 1e30).cuda()
                             for n, p in expected.items()
                         }
-                        made = kernels.quantize(card, shared, orientations, out)
-                        strided = kernels.quantize(card.t().contiguous().t(), shared, orientations)
+                        made = kernels.quantize(card, shared, orientations, out, **there)
+                        strided = kernels.quantize(card.t().contiguous().t(), shared, orientations, **there)
                         runs += 1
                         for plane, value in expected.items():
                             for which, found in (("kernel", made), ("strided", strided), ("reference", on_card)):
@@ -115,7 +117,9 @@ def check(chosen: list[str]) -> int:
                                 flags = (swizzled,) if layout.swizzled else ()
                                 made = {"lay_out": kernels.lay_out(moved, m, k, orientations, *flags)}
                                 if kernels.buffer_sizes is not None:
-                                    made["buffers"] = kernels.quantize_buffers(card, shared, orientations, *flags)
+                                    made["buffers"] = kernels.quantize_buffers(
+                                        card, shared, orientations, *flags, **there
+                                    )
                                 for o in orientations if swizzled else ():
                                     laid[f"{o}_scale"] = reference.gemm_scale(laid, o)
                                 for which, found in made.items():

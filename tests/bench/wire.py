@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from weight_recipes import WEIGHTS
 
 import layoutc
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
-from layoutc.recipes import RECIPES
 from layoutc.runtime.quantize import block_edges
 from layoutc.runtime.sharding import registry
 
@@ -222,7 +222,7 @@ def report(rows: list[Row], shape: tuple[int, int], world: int) -> None:
     by = {(row.recipe, row.form, row.cuts, row.phase): row for row in rows}
     print(f"{world} ranks, {shape[0]} x {shape[1]}, bytes per element that each rank receives; bf16: {PLAIN}")
     print(f"{'recipe':<17} {'pass':<9} {'counted':>8} {'planned':>8} {'of bf16':>8} {'cast':>8} {'cut':>8}  peers")
-    for recipe in RECIPES:
+    for recipe in WEIGHTS:
         for number, phase in enumerate(("forward", "backward", "kept")):
             row, cast = by[recipe, "quantized", "aligned", phase], by[recipe, "cast", "aligned", phase]
             cut = by.get((recipe, "quantized", "inside", phase))
@@ -238,7 +238,7 @@ def report(rows: list[Row], shape: tuple[int, int], world: int) -> None:
         print(f"{name}: from {source}")
     print("\nwhat quantizing one weight sends, in bytes that each rank receives (cut: cuts inside blocks)")
     print(f"{'recipe':<17} {'amax, a step':>13} {'cut, a step':>13} {'B/element':>10} {'cast: amax, a gather':>21}")
-    for recipe in RECIPES:
+    for recipe in WEIGHTS:
         step, cast = by[recipe, "quantized", "aligned", "step"], by[recipe, "cast", "aligned", "forward"]
         cut = by.get((recipe, "quantized", "inside", "step"))
         told = f"{cut.exchanged:>13} {cut.exchanged / prod(cut.shape):10.5f}" if cut else f"{'-':>13} {'-':>10}"
@@ -249,7 +249,7 @@ def main() -> None:
     """Prints the tables on rank 0; fails on the first difference."""
     parser = argparse.ArgumentParser(description="Bytes on the wire, counted.")
     parser.add_argument("--json", type=Path, help="also write all figures here")
-    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--recipes", nargs="*", default=WEIGHTS)
     options = parser.parse_args()
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -273,7 +273,7 @@ def main() -> None:
                 rows += measured(recipe, form, cuts, size, device)
         registry._shardings.clear()
     if dist.get_rank() == 0:
-        if set(options.recipes) == set(RECIPES):
+        if set(options.recipes) == set(WEIGHTS):
             report(rows, shape, world)
         print(f"\n{len(rows)} figures, each as planned")
         if options.json:

@@ -15,13 +15,13 @@ import torch
 from checkpoint_cases import Evil, save, trained
 from torch import nn
 from torch.distributed.checkpoint import metadata as dcp
+from weight_recipes import WEIGHTS
 
 import layoutc
 import layoutc.checkpoint
 from layoutc.checkpoint import reading
 from layoutc.checkpoint.common.entries import EntryFacts
 from layoutc.checkpoint.inspection import CheckpointFacts, inspect
-from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight import stored_form
 
@@ -68,7 +68,7 @@ def in_pieces(folder: Path, pieces: list[Any], change: Callable[[dcp.Metadata], 
 
 
 # -------------------------------------------------------------------------------------------------- what a folder holds
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_a_weight_in_each_recipe(saved: Any, recipe: str) -> None:
     weight = saved.model.get_submodule(recipe).weight.detach()
     found, layout = entry(saved.facts, f"model.{recipe}.weight"), weight.LAYOUT
@@ -102,12 +102,12 @@ def test_totals(saved: Any) -> None:
     assert (facts.folder, facts.form, facts.thorough) == (str(saved.folder), "torch.distributed.checkpoint", False)
     assert facts.files == len(list(saved.folder.iterdir()))
     assert facts.bytes_on_disk == sum(file.stat().st_size for file in saved.folder.iterdir())
-    assert {one.kind for one in facts.totals} == {*RECIPES, "float32", "float8_e4m3fn", "int64", "value"}
+    assert {one.kind for one in facts.totals} == {*WEIGHTS, "float32", "float8_e4m3fn", "int64", "value"}
     assert [one.stored_bytes for one in facts.totals] == sorted((o.stored_bytes for o in facts.totals), reverse=True)
     assert sum(one.entries for one in facts.totals) == len(facts.entries)
     assert sum(one.bf16_bytes for one in facts.totals) == facts.bf16_bytes
     assert sum(one.stored_bytes for one in facts.totals) < facts.bytes_on_disk
-    assert all(one.elements == 128**2 for one in facts.totals if one.kind in RECIPES)
+    assert all(one.elements == 128**2 for one in facts.totals if one.kind in WEIGHTS)
 
 
 def test_thorough_is_the_same_where_all_pieces_are(saved: Any) -> None:
@@ -268,13 +268,13 @@ def test_safetensors_of_every_recipe(saved: Any, tmp_path: Path) -> None:
     assert facts.form == "safetensors"
     assert facts.files > 2
     assert {one.name for one in facts.entries} == set(saved.model.state_dict())
-    for recipe in RECIPES:
+    for recipe in WEIGHTS:
         ours, theirs = entry(facts, f"{recipe}.weight"), entry(saved.facts, f"model.{recipe}.weight")
         assert (ours.kind, ours.shape, ours.dtype, ours.layouts) == (recipe, (128, 128), "float32", theirs.layouts)
         assert (ours.orientations, set(ours.planes)) == (theirs.orientations, set(theirs.planes))
         planes = saved.model.get_submodule(recipe).weight.detach()._planes
         assert ours.stored_bytes == sum(plane.nbytes for plane in planes.values())
-    assert entry(facts, f"{RECIPES[0]}.bias").kind == "float32"
+    assert entry(facts, f"{WEIGHTS[0]}.bias").kind == "float32"
 
 
 def test_plain_safetensors(tmp_path: Path) -> None:

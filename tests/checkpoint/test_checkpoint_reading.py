@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from weight_recipes import WEIGHTS
 
 from layoutc.checkpoint import reading
 from layoutc.checkpoint.reading import Plain
 from layoutc.checkpoint.untrusted import unpickling, zips
 from layoutc.checkpoint.untrusted.metadata import metadata_of
-from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight.stored_form import state_of
 
@@ -56,7 +56,7 @@ def test_metadata_is_what_torch_reads(saved: Any) -> None:
     reading.check_files(saved.folder, saved.metadata)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_the_header_of_a_quantized_tensor_is_its_state(saved: Any, recipe: str) -> None:
     header = reading.header_of(saved.folder, item(saved, f"model.{recipe}.weight")[0])
     expected = state_of(saved.model.get_submodule(recipe).weight.detach())
@@ -67,7 +67,7 @@ def test_the_header_of_a_quantized_tensor_is_its_state(saved: Any, recipe: str) 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (f"model.{RECIPES[0]}.bias", {"dtype": torch.float32, "shape": (128,)}),
+        (f"model.{WEIGHTS[0]}.bias", {"dtype": torch.float32, "shape": (128,)}),
         ("extra.codes", {"dtype": torch.float8_e4m3fn, "shape": (3,)}),
         ("extra.steps.1", {"dtype": torch.int64, "shape": (4,)}),
         ("extra.steps.0", {"value": "int"}),
@@ -103,11 +103,11 @@ def test_items_are_whole_and_have_a_fingerprint(saved: Any) -> None:
             end = data.index(b"PK\6\6", start)
         assert print_ == zlib.crc32(data[start:end]) == reading.directory_crc_of(saved.folder, info)
         prints.add(print_)
-    assert len(prints) > len(RECIPES)
+    assert len(prints) > len(WEIGHTS)
 
 
 def test_a_header_is_read_without_the_data(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    info, _ = item(saved, f"optim.state.{RECIPES[0]}.weight.exp_avg")
+    info, _ = item(saved, f"optim.state.{WEIGHTS[0]}.weight.exp_avg")
     read: list[int] = []
     inner = reading._Window._read
     monkeypatch.setattr(reading._Window, "_read", lambda self, at, n: read.append(n) or inner(self, at, n))
@@ -236,7 +236,7 @@ def test_cuts_of_metadata(saved: Any, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_flips_and_cuts_of_an_items_pickle(saved: Any, data: st.DataObject) -> None:
     """As someone writes them who gets the CRC-32 right."""
-    with zipfile.ZipFile(io.BytesIO(item(saved, f"model.{RECIPES[0]}.weight")[1])) as found:
+    with zipfile.ZipFile(io.BytesIO(item(saved, f"model.{WEIGHTS[0]}.weight")[1])) as found:
         raw = found.read("archive/data.pkl")
     for bit in data.draw(st.lists(st.integers(0, len(raw) * 8 - 1), min_size=1, max_size=3)):
         raw = flipped(raw, bit)
@@ -299,7 +299,7 @@ def test_zips_of_more_than_4_gib_have_64_bit_fields(tmp_path: Path) -> None:
 @EXAMPLES
 @given(data=st.data())
 def test_flips_and_cuts_of_items(saved: Any, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([f"model.{recipe}.weight" for recipe in RECIPES]))
+    name = data.draw(st.sampled_from([f"model.{recipe}.weight" for recipe in WEIGHTS]))
     raw = item(saved, name)[1]
     made_by = raw.rindex(b"PK\6\6") + 12
     bit = data.draw(st.integers(0, len(raw) * 8 - 1).filter(lambda bit: bit // 8 not in (made_by, made_by + 1)))
@@ -343,11 +343,11 @@ def changed(saved: Any, change: Callable[[dcp.Metadata], Any]) -> bytes:
 
 
 def tensor_entry(metadata: dcp.Metadata) -> dcp.TensorStorageMetadata:
-    return metadata.state_dict_metadata[f"model.{RECIPES[0]}.weight"]
+    return metadata.state_dict_metadata[f"model.{WEIGHTS[0]}.weight"]
 
 
 def info_of(metadata: dcp.Metadata) -> _StorageInfo:
-    return next(info for index, info in metadata.storage_data.items() if index.fqn == f"model.{RECIPES[0]}.weight")
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == f"model.{WEIGHTS[0]}.weight")
 
 
 def with_chunks(*chunks: tuple[tuple[int, int], tuple[int, int]]) -> Callable[[dcp.Metadata], None]:
@@ -410,7 +410,7 @@ def test_pieces_of_every_form_cover_a_tensor(saved: Any) -> None:
 
     def change(metadata: dcp.Metadata, cuts: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
         with_chunks(*cuts)(metadata)
-        name, info = f"model.{RECIPES[0]}.weight", info_of(metadata)
+        name, info = f"model.{WEIGHTS[0]}.weight", info_of(metadata)
         metadata.storage_data = {i: one for i, one in metadata.storage_data.items() if i.fqn != name}
         for number, (offsets, _) in enumerate(cuts):
             metadata.storage_data[dcp.MetadataIndex(name, offsets)] = _StorageInfo(f"{number}", 0, info.length)
@@ -466,7 +466,7 @@ def test_an_item_of_another_save_is_told_by_its_fingerprint(saved: Any) -> None:
 
 def test_states_that_no_tensor_has(tmp_path: Path, saved: Any) -> None:
     """Found before anything believes them."""
-    state = state_of(saved.model.get_submodule(RECIPES[0]).weight.detach())
+    state = state_of(saved.model.get_submodule(WEIGHTS[0]).weight.detach())
 
     class Stored:
         def __init__(self, state: Any) -> None:

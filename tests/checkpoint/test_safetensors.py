@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from quantized_cases import module, raw, same, same_tensors, snapshot, weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from weight_recipes import WEIGHTS
 
 import layoutc
 from layoutc.checkpoint import export_safetensors, load_safetensors
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.checkpoint.safetensors import export
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
-from layoutc.recipes import RECIPES
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Plane
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -78,7 +78,7 @@ def state(model: nn.Module) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, tmp_path: Path) -> None:
     model = tied(recipe)
     values = plain_values(model)

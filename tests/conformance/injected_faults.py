@@ -67,6 +67,53 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "",
         ("decode", "dequantize"),
     ),
+    "both orientations have the same random bits": (
+        "nvfp4_gradient",
+        "reference.py",
+        r"random_bits\(seed, m, k, 1\)",
+        "random_bits(seed, m, k, 0)",
+        ("encode", "quantize", "random-bits"),
+    ),
+    "elements are rounded to nearest": (
+        "nvfp4_gradient",
+        "reference.py",
+        r"to_codes_by_chance\(x, bits,",
+        "to_codes_by_chance(x, bits * 0 + 2**31,",
+        ("encode", "quantize", "all-bf16"),
+    ),
+    "a seed is not used": (
+        "nvfp4_gradient",
+        "tensor.py",
+        r"quantize, quantize_buffers = (.*)\n",
+        r"""quantize_, quantize_buffers = \1
+
+
+def quantize(x, *, seed=None, **options):
+    return quantize_(x, seed=None if seed is None else abs(int(seed)), **options)
+""",
+        ("random-bits",),
+    ),
+    "a sign of the transform is another": (
+        "nvfp4_activation",
+        "reference.py",
+        r"num\.hadamard\(x, 0, 16, 0xD7E8",
+        "num.hadamard(x, 0, 16, 0xD7E9",
+        ("quantize", "encode"),
+    ),
+    "the inverse transform is forgotten": (
+        "nvfp4_activation",
+        "reference.py",
+        r"return num\.unhadamard\(values.*",
+        "return values",
+        ("dequantize", "decode"),
+    ),
+    "what values grow by is forgotten": (
+        "nvfp4_activation",
+        "reference.py",
+        r"amax \* 4\.0",
+        "amax",
+        ("quantize", "scales"),
+    ),
     "padding is not zero": (
         "mxfp8",
         "reference.py",
@@ -224,8 +271,8 @@ MUTANTS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         r"\g<0>"
         + """
     @classmethod
-    def _quantize_matrix(cls, x, amax, orientations, out=None):
-        return super()._quantize_matrix(x, amax, LAYOUT.orientations, out)
+    def _quantize_matrix(cls, x, amax, orientations, out=None, seed=None):
+        return super()._quantize_matrix(x, amax, LAYOUT.orientations, out, seed)
 """,
         ("one-orientation",),
     ),

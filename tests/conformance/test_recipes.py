@@ -38,8 +38,12 @@ def test_shipped_recipes_pass(path: Path) -> None:
     finally:
         subject.close()
     assert not failures(outcomes), failures(outcomes)
-    assert sum(outcome.status == "pass" for outcome in outcomes) >= 30
+    not_weights = subject.plan.not_weights
+    of_weights = sum(check.of_weights and not check.needs_processes for check in CHECKS.values())
+    assert sum(outcome.status == "pass" for outcome in outcomes) >= 30 - (of_weights if not_weights else 0)
     assert {outcome.message for outcome in outcomes if outcome.status == "skip"} <= {
+        "elements are rounded to nearest",
+        f"the recipe is for activations and gradients: {not_weights}",
         "the spec has no swizzle",
         "no rows share values",
         "the current amax decides the scale",

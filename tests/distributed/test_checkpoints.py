@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
 from resharding import WIDTH, Sizes, assert_holds, awkward, build, kept, load, save, shard, step, trained
+from weight_recipes import WEIGHTS
 
-EVERY = importlib.import_module("layoutc.recipes").RECIPES
+EVERY = WEIGHTS
 TRAINED, MORE = 1, 2
 
 

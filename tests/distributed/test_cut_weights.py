@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from weight_recipes import WEIGHTS
 
 import layoutc
-import layoutc.recipes
 from layoutc.checkpoint import export_safetensors
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -134,11 +134,11 @@ def at_all_cuts(recipe: str, worlds: tuple[int, ...]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
     """Of two, three and four ranks two for recipes that differ in their cuts, one for those that have the cuts of one
     of these; all with LAYOUTC_ALL_PAIRS=1."""
-    worlds, number = (2, 3, 4, 2), layoutc.recipes.RECIPES.index(recipe)
+    worlds, number = (2, 3, 4, 2), WEIGHTS.index(recipe)
     first, count = number % 3, 2 if recipe in (*RECIPES, *ODD) else 1
     four.run(at_all_cuts, recipe, (2, 3, 4) if EVERY_PAIR else worlds[first : first + count])
 
@@ -158,7 +158,7 @@ def on_other_dims(recipe: str) -> None:
         are_whole(recipe, 2, given, Shard(0), copies)
 
 
-@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
     four.run(on_other_dims, recipe)
 
@@ -176,7 +176,7 @@ def exports(recipe: str, where: str) -> None:
         assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
 
 
-@pytest.mark.parametrize("recipe", layoutc.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", WEIGHTS)
 def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(exports, recipe, str(tmp_path))
 

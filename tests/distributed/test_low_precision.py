@@ -76,6 +76,51 @@ def test_weights_that_are_cast_on_gather_train_as_one_process(two: Ranks, recipe
     two.run(trains_cast_on_gather, recipe, compiled)
 
 
+def draws_as_one_process(compiled: bool) -> None:
+    """Tokens that the recipes take: each step draws seeds for gradients, the same on ranks as in one process."""
+    width, rank = 64, dist.get_rank()
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
+        layoutc.quantize_(model, "nvfp4")
+        return model
+
+    reference, model = build(), build()
+    torch._dynamo.reset()
+    for block in (model[0], model[2]):
+        if compiled:
+            block.compile(fullgraph=True, backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    optimizers = [adam(one) for one in (reference, model)]
+    share = float(dist.get_world_size()) if rank == 0 else 0.0
+    before = layoutc.products_without_kernel()
+    with layoutc.products("low"):
+        seen = set()
+        for step in range(3):
+            x, y = torch.randn(2, 32, width, generator=torch.Generator().manual_seed(step)).unbind()
+            losses = []
+            for one, optimizer, part in zip((reference, model), optimizers, (1.0, share), strict=True):
+                torch.manual_seed(step)
+                loss = (one(x) - y).square().mean()
+                (loss * part).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            assert losses[0] == losses[1], f"step {step}: {losses}"
+            seen.add(losses[0])
+        assert len(seen) == 3
+    counted = layoutc.products_without_kernel() - before
+    assert counted
+    assert all("CPUs have no kernel" in name for name in counted)  # none was dequantized for its number of tokens
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_rounded_on_ranks_as_in_one_process(two: Ranks, compiled: bool) -> None:
+    two.run(draws_as_one_process, compiled)
+
+
 def is_exact_in_parallel(recipe: str, mode: Mode) -> None:
     """Shards of rows and of columns multiply in low precision; no rounding, so whole numbers are what they give."""
     mesh = mesh_of(dist.get_world_size())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -32,13 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from weight_recipes import WEIGHTS
 
 import layoutc
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 
 STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others, and with other options
-EVERY = importlib.import_module("layoutc.recipes").RECIPES
+EVERY = WEIGHTS
 
 
 def planned_bytes(model: Any, world: int, keeps: bool) -> int:

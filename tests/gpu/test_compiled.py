@@ -43,6 +43,12 @@ def weights(name: str) -> list[torch.Tensor]:
     return [*made, torch.randn(1024, 512, device="cuda"), torch.randn(512, 1024, device="cuda").t()]
 
 
+def drawing_alike(function: Any, x: torch.Tensor) -> Any:
+    """What a function gives; recipes that round by random bits draw the same seeds at each call."""
+    torch.manual_seed(1)
+    return function(x)
+
+
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
@@ -68,7 +74,7 @@ def test_inductor_gives_the_bytes_of_the_kernels(name: str, dynamic: bool) -> No
 
     compiled = torch.compile(there_and_back, fullgraph=True, dynamic=dynamic)
     for x in weights(name):
-        compare(compiled(x), there_and_back(x))
+        compare(drawing_alike(compiled, x), drawing_alike(there_and_back, x))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +87,7 @@ def test_compiled_buffers(name: str) -> None:
 
     compiled = torch.compile(lay_out)
     for x in weights(name):
-        made, expected = compiled(x), lay_out(x)
+        made, expected = drawing_alike(compiled, x), drawing_alike(lay_out, x)
         assert list(made) == list(expected)
         assert all(same(made[buffer], expected[buffer]) for buffer in expected), x.shape
 

@@ -42,7 +42,8 @@ def work(kernels: recipe_kernels.Kernels, layout: Any, x: torch.Tensor) -> list[
     amax = None
     if layout.shares_amax:
         amax = amaxes.matrix_amax(x, layout.amax_columns)
-    planes = kernels.quantize(x, amax, every)
+    seed = {"seed": torch.ones(1, dtype=torch.int64, device="cuda")} if layout.stochastic else {}
+    planes = kernels.quantize(x, amax, every, **seed)
     held = planes if amax is None else {**planes, "amax": amax}
     values = [kernels.dequantize(held, m, k, orientation, torch.bfloat16) for orientation in every]
     if layout.history:

@@ -37,6 +37,7 @@ def run(name: str, x: Tensor, w: Tensor, g: Tensor, how: Mode, compiled: bool = 
     torch._dynamo.reset()
     called: Any = torch.compile(layer, fullgraph=True) if compiled else layer
     x = x.clone().requires_grad_()
+    torch.manual_seed(1)  # of random bits, which some recipes round gradients by
     with layoutc.products(how):
         out = called(x)
         out.backward(g)
@@ -57,7 +58,8 @@ def test_products_are_exact_where_nothing_rounds(name: str, how: Mode) -> None:
     found = run(name, x, w, g, how)
     expected = product(x.cpu(), w.cpu().t()), product(g.cpu(), w.cpu()), product(g.cpu().t(), x.cpu())
     tensorwise = module(name).LAYOUT.operands["rowwise"].scaling == "TensorWise"
-    for one, whole, way in zip(found, expected, ways(name, how), strict=True):
+    rounds = module(module(name).LAYOUT.products.activation[0]).LAYOUT.not_weights  # transformed values do
+    for one, whole, way in list(zip(found, expected, ways(name, how), strict=True))[: 2 if rounds else 3]:
         rounded = torch.from_numpy(whole).float()
         given = torch.float32 if way != "kernel" or tensorwise else torch.bfloat16
         assert torch.equal(one.cpu(), rounded.to(given).float()), (name, way)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from weight_recipes import WEIGHTS
 
 import layoutc
-from layoutc.recipes import RECIPES
 
 
 class Evil:
@@ -37,7 +37,7 @@ def save(state: dict[str, Any], folder: Path) -> Path:
 def trained() -> tuple[nn.Module, dict[str, Any]]:
     """A model with a weight in each recipe, after a step of AdamW on masters, and all its state."""
     torch.manual_seed(0)
-    layers = {name: nn.Linear(128, 128, bias=name == RECIPES[0]) for name in RECIPES}
+    layers = {name: nn.Linear(128, 128, bias=name == WEIGHTS[0]) for name in WEIGHTS}
     model = nn.Sequential()
     for name, layer in layers.items():
         layoutc.quantize_(layer, name)

@@ -92,6 +92,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     none |= set() if "batch" in name else {"table"}
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
     none |= set() if kernels.takes_input_max else {"input_max"}
+    none |= set() if layout.stochastic else {"seed"}
     none |= {f"{source}_amax" for source in ("rowwise", "columnwise") if source not in kernels.row_blocks}
     return types | dict.fromkeys(none)
 
@@ -129,7 +130,14 @@ def compiled(
     constant |= {"DTYPE": tl.bfloat16 if dtype == "bf16" else tl.float32}
     constant |= {"ROWS": 0, "ALIGNED": False, "DTYPE": None} if "table" in given else {}
     constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
-    pointers = {"x": f"*{dtype}", "out": f"*{dtype}", "table": "*i64", "input_max": "fp32", "ranges": "*fp32"}
+    pointers = {
+        "x": f"*{dtype}",
+        "out": f"*{dtype}",
+        "table": "*i64",
+        "input_max": "fp32",
+        "ranges": "*fp32",
+        "seed": "*i64",
+    }
     pointers |= {name: type_ for name, type_ in given.items() if type_ is not None}
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

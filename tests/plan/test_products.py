@@ -57,6 +57,27 @@ def test_shipped_recipes(name: str, cards: tuple[Cards | str, ...]) -> None:
     assert tuple(products(recipe_layout(name)).values()) == cards
 
 
+def test_transforms_that_do_not_cancel_have_no_kernel() -> None:
+    """The gradient of the weight alone contracts transformed values; the reason names both operands."""
+    weight = edited("nvfp4", "gemm", "gradient", value="nvfp4_1d")
+    found = products(weight)
+    assert (found["forward"], found["grad_input"]) == (BLACKWELL, BLACKWELL)
+    assert found["grad_weight"] == (
+        "its operands have different transforms, which do not cancel (nvfp4_1d columnwise: none; "
+        "nvfp4_activation columnwise: Hadamard 16 along m, signs 0xd7e8)"
+    )
+    other = edited("nvfp4_gradient", "orientations", "columnwise", "transform", "signs", value=1)
+    assert "signs 0x1; nvfp4_activation" in str(products(recipe_layout("nvfp4"), nvfp4_gradient=other)["grad_weight"])
+
+
+def test_the_scale_of_transformed_values_is_that_of_the_amax_and_what_they_grow_by() -> None:
+    plain, transformed = (operand(recipe_layout(name), "columnwise") for name in ("nvfp4_1d", "nvfp4_gradient"))
+    assert isinstance(plain, Operand)
+    assert isinstance(transformed, Operand)
+    assert plain.tensor_scale is not None
+    assert transformed.tensor_scale == 4 * plain.tensor_scale
+
+
 def test_a_plan_has_products_where_the_spec_states_them() -> None:
     block, activations = recipe_layout("fp8_block"), recipe_layout("fp8_block_1d")
     assert derive(block).products is None  # nobody has looked for the recipe of activations

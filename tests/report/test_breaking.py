@@ -234,6 +234,17 @@ CHANGES = {
     "rounding": ("mxfp8", into("scale", round="down"), {"rowwise.rounding", "columnwise.rounding"}),
     "element": ("fp8_current", into("element", format="e5m2"), {"rowwise.element.exponent"}),
     "parameter": ("fp8_block", into("scale", **{"power-of-two": False}), {"rowwise.parameters.power-of-two"}),
+    "random bits": ("nvfp4_1d", into("element", round="stochastic"), {"rowwise.stochastic", "columnwise.stochastic"}),
+    "signs": (
+        "nvfp4_gradient",
+        into("orientations", "columnwise", "transform", signs=0xACE1),
+        {"columnwise.transform"},
+    ),
+    "no transform": (
+        "nvfp4_activation",
+        lambda data: data["orientations"]["columnwise"].pop("transform"),
+        {"columnwise.transform"},
+    ),
     "history": ("fp8_delayed", into("scale", history={"length": 16, "pick": "max"}), {"history"}),
     "pick": ("fp8_delayed", into("scale", history={"length": 1024, "pick": "most-recent"}), {"pick"}),
     "orientation": ("fp8_block", lambda data: data["orientations"].pop("columnwise"), {"columnwise_data"}),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from weight_recipes import WEIGHTS
 
 import layoutc
 from layoutc.runtime.cast.tensor import CastOnGather
@@ -19,7 +20,7 @@ from layoutc.runtime.errors import ImplicitDequantize, LayoutError, UnsupportedO
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-RECIPES = import_module("layoutc.recipes").RECIPES
+RECIPES = WEIGHTS
 SOME = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8_rowwise")
 
 

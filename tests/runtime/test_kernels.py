@@ -64,24 +64,25 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     layout, (m, k) = recipe(name).LAYOUT, tuple(x.shape)
     amax: Any = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
-    expected = reference(name).quantize_reference(x, amax=amax, orientations=orientations)
-    made = kernels(name).quantize(x, amax, orientations)
+    seed = {"seed": torch.tensor([0x243F6A8885A308D3])} if layout.stochastic else {}
+    expected = reference(name).quantize_reference(x, amax=amax, orientations=orientations, **seed)
+    made = kernels(name).quantize(x, amax, orientations, **seed)
     assert made.keys() == expected.keys()
     for plane, stored in expected.items():
         assert torch.equal(bits(stored), bits(made[plane])), plane
     planes = expected if amax is None else {**expected, "amax": amax}
     if not layout.history:
         laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
-        buffers = recipe(name).quantize_buffers(x, amax=amax, orientations=orientations)
+        buffers = recipe(name).quantize_buffers(x, amax=amax, orientations=orientations, **seed)
         fused = kernels(name).buffer_sizes is not None
-        at_once = kernels(name).quantize_buffers(x, amax, orientations) if fused else buffers
+        at_once = kernels(name).quantize_buffers(x, amax, orientations, **seed) if fused else buffers
         assert list(laid_out) == list(moved) == list(buffers) == list(at_once)
         for buffer, entries in laid_out.items():
             for found in (moved, buffers, at_once):
                 assert torch.equal(bits(entries), bits(found[buffer])), buffer
         if layout.swizzled:
             moved = kernels(name).lay_out(planes, m, k, orientations, True)
-            at_once = kernels(name).quantize_buffers(x, amax, orientations, True) if fused else moved
+            at_once = kernels(name).quantize_buffers(x, amax, orientations, True, **seed) if fused else moved
             for orientation in orientations:
                 expected_scale = reference(name).gemm_scale(laid_out, orientation)
                 for found in (moved, at_once):
@@ -125,9 +126,10 @@ def test_a_transposed_weight_and_given_planes(name: str) -> None:
     layout, (m, k) = recipe(name).LAYOUT, shapes(name)[0]
     x = weight(k, m, 3).t()
     amax = recipe(name).Tensor._shared_amax(x) if layout.shares_amax else None
-    expected = reference(name).quantize_reference(x, amax=amax)
+    seed = {"seed": torch.tensor([1])} if layout.stochastic else {}
+    expected = reference(name).quantize_reference(x, amax=amax, **seed)
     out = {plane: torch.full(stored.shape, 0x5A, dtype=stored.dtype) for plane, stored in expected.items()}
-    kernels(name).quantize(x, amax, layout.orientations, out)
+    kernels(name).quantize(x, amax, layout.orientations, out, **seed)
     for plane, stored in expected.items():
         assert torch.equal(bits(stored), bits(out[plane])), plane
     first = next(iter(expected))

@@ -75,7 +75,12 @@ def texts(draw: st.DrawFn) -> str:
             stored["pad"] = [4 if axis == contracted else 128 for axis in cut]
         elif terms and draw(st.booleans()):
             stored["pad"] = [draw(st.sampled_from([1, 4, 7])) for _ in terms]
-        return {"block": dict(block), "data": data, "scale": stored}
+        made = {"block": dict(block), "data": data, "scale": stored}
+        sizes = [size for size in (2, 4, 8) if len(cut) == 2 and block[contracted] % size == 0]
+        if sizes and scale["rule"] != "four-over-six" and draw(st.booleans()):
+            size = draw(st.sampled_from(sizes))
+            made["transform"] = {"hadamard": size, "signs": draw(st.integers(0, 2**size - 1))}
+        return made
 
     block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
     others = [block, {"m": block["k"], "k": block["m"]}, {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}]
@@ -91,6 +96,8 @@ def texts(draw: st.DrawFn) -> str:
     }
     if element not in ("e4m3", "e5m2", "int8"):
         text["element"]["pack"] = draw(st.sampled_from(["low-first", "high-first"]))
+    if scale["rule"] != "four-over-six" and draw(st.integers(0, 3)) == 0:
+        text["element"]["round"] = "stochastic"
     if scale["rule"] in ("two-level", "four-over-six"):
         text["tensor"] = {"amax": "f32"}
     if swizzled:

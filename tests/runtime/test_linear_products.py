@@ -21,6 +21,7 @@ from layoutc.runtime import product_mode as mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.products import choice, linear, shared_inputs
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
+from layoutc.runtime.weight import operators
 
 EVERY = importlib.import_module("layoutc.recipes").RECIPES
 WITH_PRODUCTS = tuple(name for name in EVERY if module(name).LAYOUT.products is not None)
@@ -64,20 +65,22 @@ def inputs(recipe: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("how", ["low", "auto", "dequantize"])
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
 def test_products_are_exact_where_nothing_rounds(recipe: str, how: mode.Mode, use: str) -> None:
-    """Against whole numbers: kernels of CPUs, the reference, and dequantized weights."""
+    """Against whole numbers: kernels of CPUs, the reference, and dequantized weights. Transformed values do round."""
     x, w, g = inputs(recipe)
     found = run(recipe, x, w, g, how, use=use)
     expected = product(x, w.t()), product(g, w), product(g.t(), x)
     ways = linear.ways_of(make(recipe, M, K), x, how)
-    for one, whole, way in zip(found, expected, ways, strict=True):
+    rounds = how != "dequantize" and module(module(recipe).LAYOUT.products.activation[0]).LAYOUT.not_weights
+    for one, whole, way in list(zip(found, expected, ways, strict=True))[: 2 if rounds else 3]:
         # scaled_mm with RowWise scales gives bf16, whatever it is asked for.
         given = torch.bfloat16 if recipe == "fp8_rowwise" and way == "kernel" else torch.float32
         assert same_bits(one, torch.from_numpy(whole).to(given).float())
 
 
 @pytest.mark.parametrize("recipe", WITH_PRODUCTS)
-def test_low_precision_multiplies_quantized_values(recipe: str) -> None:
+def test_low_precision_multiplies_quantized_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each product against that of the recipes' own values in fp64: an fp32 accumulator is all that lies between."""
+    monkeypatch.setattr(operators, "draw_seed", lambda x: torch.tensor([5]))
     x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
     products = module(recipe).LAYOUT.products
     activation, gradient = module(products.activation[0]), module(products.gradient[0])
@@ -198,8 +201,9 @@ def test_autocast_decides_the_dtype_and_nothing_else(recipe: str) -> None:
     assert same_bits(cast.grad, x.grad.float())
 
 
-def test_matrix_products_follow_the_mode() -> None:
+def test_matrix_products_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """x @ w.t() and g @ w, which is also what DTensor calls, equal the products of F.linear."""
+    monkeypatch.setattr(operators, "draw_seed", lambda x: torch.tensor([5]))
     for recipe in ("fp8_current", "mxfp8", "nvfp4"):
         x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
         out, of_x, _ = run(recipe, x, w, g, "low")
@@ -242,7 +246,7 @@ def test_reasons() -> None:
     assert reason("fp8_current", "forward", m=24) == "scaled_mm takes a dim in multiples of 16, not 24"
     assert reason("fp8_rowwise", "grad_weight") == "the spec says so"
     assert reason("mxfp8", "forward") == "CPUs have no kernel for it"
-    assert reason("nvfp4", "forward", tokens=24) == "nvfp4_1d takes tokens in multiples of 16, not 24"
+    assert reason("nvfp4", "forward", tokens=24) == "nvfp4_activation takes tokens in multiples of 16, not 24"
     assert reason("int8_block", "forward") == "the recipe names none for activations"
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from quantized_cases import make, module, same_tensors, snapshot, weight
 from torch import nn
+from weight_recipes import WEIGHTS
 
 import layoutc
 
-pytestmark = pytest.mark.parametrize("recipe", import_module("layoutc.recipes").RECIPES)
+pytestmark = pytest.mark.parametrize("recipe", WEIGHTS)
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[nn.Module], Any]]] = {
     "to": (torch.bfloat16, lambda model: model.to(torch.bfloat16)),
     "to device": (torch.float16, lambda model: model.to("cpu", torch.float16)),

@@ -70,7 +70,9 @@ class Plain(yaml.SafeDumper):
 def elements(draw: st.DrawFn) -> dict[str, Any]:
     """A format, packed where it is smaller than a byte."""
     name = draw(st.sampled_from(ELEMENTS))
-    return {"format": name} | ({} if name in BYTES else {"pack": draw(st.sampled_from(["low-first", "high-first"]))})
+    rounded = {"round": "stochastic"} if draw(st.integers(0, 4)) == 0 else {}
+    packed = {} if name in BYTES else {"pack": draw(st.sampled_from(["low-first", "high-first"]))}
+    return {"format": name} | packed | rounded
 
 
 @st.composite
@@ -89,7 +91,10 @@ def orientations(draw: st.DrawFn, swizzled: bool) -> dict[str, Any]:
         scale["pad"] = [128, 4][: len(terms)]
     elif terms and draw(st.booleans()):
         scale["pad"] = [draw(st.sampled_from([1, 4, 7, 16])) for _ in terms]
-    return {"block": block, "data": data, "scale": scale}
+    turned: dict[str, Any] = {}
+    if draw(st.integers(0, 3)) == 0:
+        turned["transform"] = {"hadamard": draw(st.sampled_from([2, 4, 8, 32])), "signs": draw(st.integers(0, 3))}
+    return {"block": block, "data": data, "scale": scale} | turned
 
 
 @st.composite

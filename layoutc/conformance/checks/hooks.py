@@ -51,7 +51,7 @@ def rows_of(x: Tensor, world: int) -> list[Tensor]:
 def shards_of(subject: Subject, x: Tensor, world: int) -> list[Any]:
     """Every rank's rows, quantized separately with the amax that all ranks share."""
     amax = shared_amax(subject, x)
-    return [subject.package.quantize(rows, **amax) for rows in rows_of(x, world)]
+    return [subject.quantize(rows, **amax) for rows in rows_of(x, world)]
 
 
 def send(shards: list[Any], which: PassName, shape: tuple[int, ...]) -> tuple[Inputs, list[Any]]:
@@ -105,13 +105,17 @@ def served_planes(subject: Subject, tensor: Any, which: PassName) -> dict[str, T
     return planes
 
 
-@check("gather", "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte")
+@check(
+    "gather",
+    "on 1 to 8 ranks, in every pass, what is gathered equals quantizing the whole weight, byte for byte",
+    of_weights=True,
+)
 def gather(subject: Subject) -> None:
     """Uneven and empty shards included."""
     for world in WORLDS:
         for number, shape in enumerate(weights(subject, world)):
             x = weight(subject, shape, ("plain", "zeros", "coarse")[number % 3])
-            whole = subject.package.quantize(x, **shared_amax(subject, x))
+            whole = subject.quantize(x, **shared_amax(subject, x))
             planes = subject.model.quantize(as_fp32(x))
             expected = Expected(
                 planes,
@@ -155,7 +159,11 @@ def _gathers(subject: Subject, shards: list[Any], expected: Expected, which: Pas
             expect_same(subject, f"{orientation} values", value, expected.values[orientation], **details)
 
 
-@check("gather-again", "a gathered weight is refreshed in place: every plane is the new weight's, also for old views")
+@check(
+    "gather-again",
+    "a gathered weight is refreshed in place: every plane is the new weight's, also for old views",
+    of_weights=True,
+)
 def gather_again(subject: Subject) -> None:
     """FSDP2 hands the same object to the post hook after each optimizer step."""
     for world in (1, 2, 4):
@@ -183,6 +191,7 @@ def gather_again(subject: Subject) -> None:
 @check(
     "gather-sizes",
     "all ranks send contiguous bytes of equal sizes, the same in forward and backward, as planned",
+    of_weights=True,
     compares="facts",
 )
 def gather_sizes(subject: Subject) -> None:
@@ -207,7 +216,11 @@ def gather_sizes(subject: Subject) -> None:
             expect(sizes["forward"] == sizes["backward"], f"sizes differ between passes: {sizes}", **both)
 
 
-@check("shards-untouched", "the hooks leave the shard as it was, and so does writing into what they gathered")
+@check(
+    "shards-untouched",
+    "the hooks leave the shard as it was, and so does writing into what they gathered",
+    of_weights=True,
+)
 def untouched(subject: Subject) -> None:
     """Planes, addresses and attributes."""
     world = 2
@@ -224,7 +237,11 @@ def untouched(subject: Subject) -> None:
             expect(shard.__dict__ == attributes, "the shard's attributes have changed", shape=shape)
 
 
-@check("cut-blocks", "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes")
+@check(
+    "cut-blocks",
+    "shards whose cuts fall inside blocks gather to the whole weight, byte for byte, in equal sizes",
+    of_weights=True,
+)
 def cut_blocks(subject: Subject) -> None:
     """Blocks that two or more ranks share. The tensors that FSDP2 is to free own their storages."""
     unit, (um, uk) = subject.facts.block_rows, subject.units
@@ -237,7 +254,7 @@ def cut_blocks(subject: Subject) -> None:
                 continue
             tried += 1
             shape = (rows, uk)
-            whole = subject.package.quantize(weight(subject, shape))
+            whole = subject.quantize(weight(subject, shape))
             shards = list(whole.split(cdiv(rows, world)))
             shards += [whole[:0] for _ in range(world - len(shards))]
             for which in PASSES:

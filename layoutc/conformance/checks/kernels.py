@@ -73,8 +73,9 @@ def _compare(
     (m, k), layout = x.shape, subject.layout
     amax = subject.tensor._shared_amax(x) if subject.facts.shares_amax else None
     moved = None if amax is None else amax.to(device)
-    expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations)
-    made = kernels.quantize(x.to(device), moved, orientations)
+    expected = subject.reference.quantize_reference(x, amax=amax, orientations=orientations, **subject.seeded)
+    seed = {name: one.to(device) for name, one in subject.seeded.items()}
+    made = kernels.quantize(x.to(device), moved, orientations, **seed)
     for name, plane in expected.items():
         expect_same(subject, name, made[name].cpu(), plane, (m, k), **details)
     planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
@@ -83,7 +84,7 @@ def _compare(
         laid_out = kernels.lay_out(on_device, m, k, orientations)
         at_once = laid_out
         if kernels.buffer_sizes is not None:
-            at_once = kernels.quantize_buffers(x.to(device), moved, orientations)
+            at_once = kernels.quantize_buffers(x.to(device), moved, orientations, **seed)
         together = [laid_out]
         if kernels.lay_out_tile is not None:
             together = kernels.lay_out_batch([on_device] * 2, [(m, k)] * 2, orientations)

@@ -85,7 +85,11 @@ def master_of(linear: nn.Linear) -> Any:
     return linear.weight.data
 
 
-@check("master-weights", "MasterWeights requantizes from fp32 masters: the weight is what its master quantizes to")
+@check(
+    "master-weights",
+    "MasterWeights requantizes from fp32 masters: the weight is what its master quantizes to",
+    of_weights=True,
+)
 def master_weights(subject: Subject) -> None:
     """Three steps of SGD in one process."""
     m, k = shape = subject.whole()
@@ -101,6 +105,6 @@ def master_weights(subject: Subject) -> None:
         master = master.add(linear.weight.grad, alpha=-0.1)
         optimizer.step()
         optimizer.zero_grad()
-        subject.package.quantize(master, out=twin)
+        subject.quantize(master, out=twin)
         for name, plane in master_of(linear).planes().items():
             expect_same(subject, name, plane, twin.planes()[name], shape, step=step)

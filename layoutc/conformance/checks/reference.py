@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,16 +50,16 @@ def quantize(subject: Subject) -> None:
         x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
         details: dict[str, Any] = {"shape": shape, "kind": kind, "dtype": str(dtype)}
         expected = subject.model.quantize(as_fp32(x), input_max(dtype))
-        made = subject.package.quantize(x)
+        made = subject.quantize(x)
         expect_same_all(subject, made.planes(), expected, (m, k), **details)
-        reference = subject.reference.quantize_reference(x.reshape(m, k))
+        reference = subject.reference.quantize_reference(x.reshape(m, k), **subject.seeded)
         expect_same_all(subject, {n: expected[n] for n in reference}, reference, (m, k), **details)
         expect_same_all(subject, made.buffers(), buffers(subject.layout, expected, m, k), (m, k), **details)
     for source in subject.layout.sources:
         if source.quantization.definition.candidates:
             m, k = subject.whole(2, 2)
             for values in near_ties(subject.model, source, m, k, generator(subject, "ties", m, k)):
-                made = subject.package.quantize(torch.from_numpy(values))
+                made = subject.quantize(torch.from_numpy(values))
                 expect_same_all(subject, made.planes(), subject.model.quantize(values), (m, k), kind="near ties")
 
 
@@ -67,7 +68,7 @@ def dequantize(subject: Subject) -> None:
     """The tensor's own dequantize in the outer shape, and the reference of each orientation."""
     for shape, kind, dtype in cases(subject):
         x, (m, k) = weight(subject, shape, kind, dtype), subject.matrix(shape)
-        made = subject.package.quantize(x)
+        made = subject.quantize(x)
         planes: Planes = {name: array(plane) for name, plane in made.planes().items()}
         details: dict[str, Any] = {"shape": shape, "kind": kind, "dtype": str(dtype)}
         for orientation in subject.layout.orientations:
@@ -87,15 +88,15 @@ def one_orientation(subject: Subject) -> None:
     """And unknown orientations are refused."""
     shape = subject.shapes()[1]
     x = weight(subject, shape)
-    whole = subject.package.quantize(x)
+    whole = subject.quantize(x)
     for orientation in subject.layout.orientations:
-        made = subject.package.quantize(x, orientations=(orientation,))
+        made = subject.quantize(x, orientations=(orientation,))
         stated = set(subject.facts.sources[orientation])
         expect(set(made.planes()) == stated, f"{orientation}: stores {', '.join(made.planes())}", shape=shape)
         expect(orientation in made.orientations, f"{orientation} was asked for, but it does not hold that", shape=shape)
         for name, plane in made.planes().items():
             expect_same(subject, name, plane, whole.planes()[name], shape=shape)
-    expect_refused(ValueError, lambda: subject.package.quantize(x, orientations=("sideways",)), "unknown orientation")
+    expect_refused(ValueError, lambda: subject.quantize(x, orientations=("sideways",)), "unknown orientation")
 
 
 @check(
@@ -111,7 +112,7 @@ def nan(subject: Subject) -> None:
             for kind in ("plain", "zeros", "inf"):
                 x = weight(subject, shape, kind, DTYPES[number % len(DTYPES)])
                 x.view(m, k)[i, j] = float("nan")
-                made = subject.package.quantize(x)
+                made = subject.quantize(x)
                 for orientation in subject.layout.orientations:
                     value = subject.reference.dequantize_reference(made.planes(), m, k, orientation)[i, j]
                     message = f"a NaN became {float(value)!r} in {orientation}"
@@ -134,6 +135,32 @@ def refused(subject: Subject) -> None:
     expect_refused(TypeError, lambda: quantize_(torch.ones(m, k, dtype=torch.int64)), "an int64 weight")
     if not subject.facts.shares_amax:
         expect_refused(ValueError, lambda: quantize_(torch.ones(m, k), amax=torch.ones(1)), "amax, which is not shared")
+    seeds: tuple[Any, ...] = (
+        (torch.ones(2, dtype=torch.int64), torch.ones(1), 2**63) if subject.layout.stochastic else (1,)
+    )
+    for seed in seeds:
+        expect_refused(ValueError, lambda seed=seed: quantize_(torch.ones(m, k), seed=seed), f"seed {seed}")
+
+
+@check(
+    "random-bits", "any seed gives the model's bytes, as a number or as a tensor; without one, torch's generator draws"
+)
+def random_bits(subject: Subject) -> None:
+    """Seeds of either sign, of a few bits and of many."""
+    if not subject.layout.stochastic:
+        raise Skipped("elements are rounded to nearest")
+    shape = subject.shapes()[1]
+    x, matrix = weight(subject, shape), subject.matrix(shape)
+    torch.manual_seed(subject.seed)
+    made, following = subject.package.quantize(x), torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+    torch.manual_seed(subject.seed)
+    drawn = int(torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64))
+    expect_same_all(subject, made.planes(), replace(subject.model, seed=drawn).quantize(as_fp32(x)), matrix)
+    for seed in (1, -(2**40) - 7, int(following)):
+        expected = replace(subject.model, seed=seed).quantize(as_fp32(x))
+        for given in (seed, torch.tensor([seed])):
+            made = subject.package.quantize(x, seed=given)
+            expect_same_all(subject, made.planes(), expected, matrix, of_seed=seed)
 
 
 @check("out", "quantizing into a tensor replaces every plane, scales included, in place, also for its views")
@@ -141,10 +168,10 @@ def out(subject: Subject) -> None:
     """Two weights one after the other into the same object."""
     for shape in subject.shapes()[1:3]:
         first, second = weight(subject, shape), weight(subject, shape, "coarse", salt=1) * 64
-        made = subject.package.quantize(first)
+        made = subject.quantize(first)
         flat, addresses = made.view(-1), {n: p.data_ptr() for n, p in made.planes().items()}
         before = made.planes()["amax"].clone() if subject.layout.history else None
-        result = subject.package.quantize(second, out=made)
+        result = subject.quantize(second, out=made)
         expect(result is made, "quantize(out=) returns another object", shape=shape)
         expect({n: p.data_ptr() for n, p in made.planes().items()} == addresses, "planes have moved", shape=shape)
         x = as_fp32(second)
@@ -182,5 +209,5 @@ def history(subject: Subject) -> None:
         expected = subject.model.quantize(values, amax=_deciding(subject, values, torch.from_numpy(stored)))
         stored = _shifted(values, stored)
         expected["amax"] = stored
-        made = subject.package.quantize(x, out=made)
+        made = subject.quantize(x, out=made)
         expect_same_all(subject, made.planes(), expected, subject.matrix(shape), shape=shape, step=step)

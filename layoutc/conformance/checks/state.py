@@ -32,9 +32,9 @@ def kinds(subject: Subject) -> Iterator[tuple[str, Any]]:
     yield "transposed", base.t()
     yield "flat", base.view(-1)
     yield "without rows", base[:0]
-    yield "bf16", subject.package.quantize(weight(subject, (m, k), "nan", torch.bfloat16))
+    yield "bf16", subject.quantize(weight(subject, (m, k), "nan", torch.bfloat16))
     name = subject.layout.orientations[-1]
-    yield f"only {name}", subject.package.quantize(weight(subject, (m, k)), orientations=(name,))
+    yield f"only {name}", subject.quantize(weight(subject, (m, k)), orientations=(name,))
 
 
 def same(subject: Subject, what: str, actual: Any, expected: Any) -> None:
@@ -91,7 +91,7 @@ def checkpoint(subject: Subject) -> None:
 
     shape = subject.whole()
     x = weight(subject, shape, "nan")
-    saved: dict[str, Any] = {"weight": subject.package.quantize(x), "other": torch.arange(5)}
+    saved: dict[str, Any] = {"weight": subject.quantize(x), "other": torch.arange(5)}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(saved, checkpoint_id=folder, no_dist=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
+from itertools import pairwise
 from math import inf, isinf, isnan, lcm, nan
 from typing import Any
 
@@ -129,6 +130,42 @@ class Codes:
         if rounding == "down":
             return next((code for value, code in reversed(units) if value <= whole), pairs[0][1])
         return min(units, key=lambda pair: (abs(pair[0] - whole), pair[1] % 2))[1]
+
+    def neighbours(self, negative: bool) -> list[tuple[Fraction, int]]:
+        """The (magnitude, code) pairs of a sign, ascending from zero: what random bits round to."""
+        if self.has_sign_bit:
+            return self.candidates(negative)
+        return sorted((abs(v), c) for c, v in self.finite.items() if (v <= 0 if negative else v >= 0))
+
+    def search_by_chance(self, x: float, bits: int) -> int:
+        """fp32 and 32 random bits -> code, by the plain definition, in exact fractions."""
+        if isnan(x):
+            return self.nan_code
+        pairs = self.neighbours(str(x).startswith("-"))
+        if isinf(x) or Fraction(abs(x)) >= pairs[-1][0]:
+            return pairs[-1][1]
+        size = Fraction(abs(x))
+        (low, kept), (high, away) = next(pair for pair in pairwise(pairs) if pair[0][0] <= size < pair[1][0])
+        share = int(2**32 * (size - low) / (high - low))  # towards zero, and so down
+        return away if bits + share >= 2**32 else kept
+
+    def encode_by_chance(self, x: Array, bits: Array) -> Array:
+        """The same, vectorized; it must equal `search_by_chance`. Exact in fp64."""
+        x = np.asarray(x, F32)
+        codes = np.empty(x.shape, np.uint8)
+        size = np.nan_to_num(np.abs(x).astype(np.float64))
+        for negative in (False, True):
+            pairs = self.neighbours(negative)
+            values = np.array([float(value) for value, _ in pairs])
+            of = np.array([code for _, code in pairs], np.uint8)
+            last = len(values) - 1
+            low = np.searchsorted(values, size, side="right") - 1
+            high = np.minimum(low + 1, last)
+            step = np.where(low < last, values[high] - values[low], 1.0)
+            share = np.floor(np.where(low < last, (size - values[low]) / step, 0.0) * 2.0**32)
+            chosen = of[np.where(share + bits.astype(np.float64) >= 2.0**32, high, low)]
+            codes = np.where(np.signbit(x) == negative, chosen, codes)
+        return np.where(np.isnan(x), np.uint8(self.nan_code), codes)
 
     def encode(self, x: Array, rounding: str) -> Array:
         """fp32 -> codes, vectorized; it must equal `search`. Exact in fp64."""

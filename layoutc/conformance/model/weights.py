@@ -19,6 +19,8 @@ import numpy as np
 import yaml
 
 from layoutc.conformance.model.codes import F32, Array, codes_of, pack, power, rounded, unpack
+from layoutc.conformance.model.hadamard import growth, transformed
+from layoutc.conformance.model.philox import element_bits
 from layoutc.layout.layout import Layout, Plane, Quantization, Source
 
 FLT_MAX = np.finfo(np.float32).max
@@ -229,6 +231,7 @@ class Model:
     """A recipe's quantization and dequantization, as the spec says."""
 
     layout: Layout
+    seed: int = 0  # of random bits
 
     def quantize(self, x: Array, input_max: float = float(FLT_MAX), amax: Array | None = None) -> Planes:
         """(m, k) fp32 -> every plane as stored. amax: the one that shards share, if it is not that of x."""
@@ -245,16 +248,28 @@ class Model:
         """The planes of one source."""
         q, (m, k) = source.quantization, x.shape
         bm, bk = q.block.m or max(m, 1), q.block.k or k
+        if q.transform is not None:
+            largest = np.max(np.abs(x), initial=F32(0)) if amax is None else np.asarray(amax, F32)
+            amax = np.asarray(largest * growth(q.transform), F32)
+            x = transformed(q.transform, x)
         names = self.scales(source, x, input_max, amax)
         with np.errstate(all="ignore"):
             scaled = x * spread(names["multiplier"], bm, bk, m, k)
             if q.zero is not None:
                 scaled = scaled + spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
-        codes = codes_of(q.element).encode(scaled, "nearest")
+        codes = self.codes(source, scaled)
         planes = {source.data.name: pack(codes, source.data.bits, q.low_first)}
         for plane in planes_of(source)[1:]:
             planes[plane.name] = np.asarray(names[plane.kind]).reshape(plane.shape(m, k))
         return planes
+
+    def codes(self, source: Source, scaled: Array) -> Array:
+        """The codes of scaled values: the nearest, or what random bits say."""
+        q, (m, k) = source.quantization, scaled.shape
+        if not q.stochastic:
+            return codes_of(q.element).encode(scaled, "nearest")
+        bits = element_bits(self.seed, m, k, ("rowwise", "columnwise").index(source.name))
+        return codes_of(q.element).encode_by_chance(scaled, bits)
 
     def scales(self, source: Source, x: Array, input_max: float, amax: Array | None) -> dict[str, Array]:
         """Everything that the rule computes for each block, by name."""
@@ -320,7 +335,7 @@ class Model:
         q = source.quantization
         names: dict[str, Array] = {plane.kind: planes[plane.name] for plane in planes_of(source)[1:]}
         if "amax" in planes:
-            names["tensor_amax"] = planes["amax"]
+            names["tensor_amax"] = planes["amax"] * (growth(q.transform) if q.transform else F32(1))
         factor = Evaluator(q, names).value(programs()[q.rule]["decode"])
         codes = unpack(planes[source.data.name], source.data.bits, q.low_first)
         bm, bk = q.block.m or max(m, 1), q.block.k or k
@@ -328,4 +343,5 @@ class Model:
         with np.errstate(all="ignore"):
             if q.zero is not None:
                 elements = elements - spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
-            return elements * spread(factor, bm, bk, m, k)
+            values: Array = elements * spread(factor, bm, bk, m, k)
+        return values if q.transform is None else transformed(q.transform, values, inverse=True)

@@ -70,7 +70,8 @@ class CastOnGather(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
-        """Wraps values without copying."""
+        """Wraps values without copying. Raises ValueError for a recipe that weights can't have."""
+        cls.QUANTIZED.LAYOUT.check_weights()
         return cls._wrap({"values": values}, values, requires_grad=requires_grad)
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ class Constants(tuple[Any, ...]):
         except AttributeError:
             self._hash = super().__hash__()
             return self._hash
+
+
+class Arguments(NamedTuple):
+    """Of a launch, in the order of `run`, after the kernel."""
+
+    grid: tuple[int]
+    args: tuple[Any, ...]
+    warps: int
+    registers: int | None
+    constants: Constants
 
 
 def run(

@@ -13,8 +13,9 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch
-from layoutc.runtime.kernels.direct import Bound, Constants, run
+from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import PreparedLaunch, PreparedLaunches
+from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
@@ -41,16 +42,6 @@ class _Choice(NamedTuple):
         return self.cover if self.cover[0] else (self.tile[0], self.tile[1])
 
 
-class _Arguments(NamedTuple):
-    """Of a launch, in the order of `run`, after the kernel."""
-
-    grid: tuple[int]
-    args: tuple[Any, ...]
-    warps: int
-    registers: int | None
-    constants: Constants
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Kernels:
     """The kernels of one recipe: its tile functions, and the sizes of their launches.
@@ -73,31 +64,41 @@ class Kernels:
     padding: tuple[buffers.Padding, buffers.Padding] = ((), ())  # of m and k, over all buffers
     batched: bool = True  # False: a launch quantizes one matrix
     takes_input_max: bool = False  # True: scales depend on the largest value of x's dtype
-    row_blocks: Mapping[str, int] = field(
-        default_factory=dict
-    )  # sources whose blocks are whole rows -> rows of a block
+    # Sources whose blocks are whole rows -> rows of a block.
+    row_blocks: Mapping[str, int] = field(default_factory=dict)
     row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
 
     # ------------------------------------------------------------------------------------------------------- quantize
     def quantize(
-        self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], out: Planes | None = None
+        self,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: tuple[str, ...],
+        out: Planes | None = None,
+        seed: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """(m, k) in fp32, bf16 or fp16 -> planes of the orientations.
 
-        amax: the shared amax, fp32; default: that of x. out: planes to write into; default: new ones. Raises ValueError
-        for an `out` of another shape, dtype or alignment.
+        amax: the shared amax, fp32; default: that of x. seed: (1,) int64, if elements are rounded by random bits;
+        default: drawn. out: planes to write into; default: new ones. Raises ValueError for an `out` of another shape,
+        dtype or alignment.
         """
         m, k = x.shape
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
         if m and k:
             choice = self._choice(self.quantize_sizes, orientations, x.dtype)
-            x = launch.in_runs(x)
-            run(quantize_kernel, *self._quantizing(x, self._shared_amax(x, amax), planes, {}, choice, m, k, False))
+            x, shared = launch.in_runs(x), self._shared_amax(x, amax)
+            run(quantize_kernel, *self._quantizing(x, shared, planes, {}, choice, m, k, False, seed))
         return planes
 
     def quantize_buffers(
-        self, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool = False
+        self,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: tuple[str, ...],
+        swizzled: bool = False,
+        seed: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations.
 
@@ -107,16 +108,20 @@ class Kernels:
         amax = self._shared_amax(x, amax)
         shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
-            return self.lay_out(self.quantize(x, amax, orientations) | shared, m, k, orientations, swizzled)
+            planes = self.quantize(x, amax, orientations, None, seed)
+            return self.lay_out(planes | shared, m, k, orientations, swizzled)
+        if seed is None and self.layout.stochastic:
+            seed = draw_seed(x)
         x = launch.in_rows(x)
-        inputs = (x,) if amax is None else (x, amax)
+        inputs = [one for one in (x, amax, seed) if one is not None]
         key = "quantize", m, k, x.stride(), x.dtype, x.device, orientations, swizzled
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
         made = buffers.new(self.layout, m, k, orientations, x.device)
         planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
         choice = self._choice(self.buffer_sizes, orientations, x.dtype)
-        arguments = self._quantizing(x, amax, planes, made, choice, *buffers.cover(self.padding, m, k), swizzled)
+        cover = buffers.cover(self.padding, m, k)
+        arguments = self._quantizing(x, amax, planes, made, choice, *cover, swizzled, seed)
         if self.row_blocks or self._reorders(orientations, swizzled):  # more than one launch
             run(quantize_kernel, *arguments)
             return self._buffers(planes | shared, made, orientations, swizzled)
@@ -148,7 +153,7 @@ class Kernels:
         for table in tables:
             args = (
                 *(table.entries, None, None, None, None, None, None),
-                *(None if shared is None else shared[0], input_max, None, None),
+                *(None if shared is None else shared[0], input_max, None, None, None),
                 *_NONE,
                 *_NONE,
                 *(self.quantize_tile, rowwise, columnwise, False, *self._masks),
@@ -169,7 +174,8 @@ class Kernels:
         cover_m: int,
         cover_k: int,
         swizzled: bool,
-    ) -> _Arguments:
+        seed: Tensor | None,
+    ) -> Arguments:
         """Of a launch that quantizes x, which lies in runs, into planes and buffers; what is missing is not written."""
         m, k = x.shape
         rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
@@ -185,10 +191,12 @@ class Kernels:
         p0, p1, p2, p3, p4, p5 = map(planes.get, self._planes)
         b0, b1, b2, b3, b4, b5 = map(made.get, self._made) if made else _NONE
         amax_m, amax_k = self._row_amaxes(x, rowwise, columnwise) if self.row_blocks else (None, None)
-        shared = amax, input_max, amax_m, amax_k
+        if seed is None and self.layout.stochastic:
+            seed = draw_seed(x)
+        shared = amax, input_max, amax_m, amax_k, seed
         args = (None, x, m, k, stride_m, stride_k, cover_k, *shared, p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5)
         grid = launch.programs(cover_m, cover_k, step_m, step_k)
-        return _Arguments(grid, args, warps, launch.registers(device, registers), constants)
+        return Arguments(grid, args, warps, launch.registers(device, registers), constants)
 
     def _row_amaxes(self, x: Tensor, *written: bool) -> tuple[Tensor | None, Tensor | None]:
         """For each written source whose blocks are whole rows: what their scales depend on, in fp32.
@@ -330,7 +338,7 @@ class Kernels:
 
     def _laying_out(
         self, planes: Planes, made: Planes, m: int, k: int, swizzled: bool, table: batches.Table | None
-    ) -> _Arguments:
+    ) -> Arguments:
         """Of a launch that lays out a weight, or those of a table.
 
         The weight is then one of the table's: it says which planes and buffers there are, and their dtypes.
@@ -346,7 +354,7 @@ class Kernels:
         if constants is None:
             constants = self._moving[kind] = Constants((self.lay_out_tile, moved, *kind[:4], *tiled))
         args = (table.entries, m, k, cover_k, *map(planes.get, self._moved), *map(made.get, self._made))
-        return _Arguments((table.programs,), args, warps, None, constants)
+        return Arguments((table.programs,), args, warps, None, constants)
 
     @cached_property
     def _moving(self) -> dict[Any, Constants]:

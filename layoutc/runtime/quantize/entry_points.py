@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize import weights
+from layoutc.runtime.random_bits import Seed
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 T = TypeVar("T", bound=QuantizedTensor)
@@ -26,6 +27,7 @@ class Quantize(Protocol[T]):
         amax: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
         out: T | None = None,
+        seed: Seed | None = None,
     ) -> T:
         """See `functions`."""
 
@@ -41,6 +43,7 @@ class QuantizeBuffers(Protocol):
         amax: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
         swizzled: bool = False,
+        seed: Seed | None = None,
     ) -> dict[str, Tensor]:
         """See `functions`."""
 
@@ -55,8 +58,9 @@ def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
         amax: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
         out: T | None = None,
+        seed: Seed | None = None,
     ) -> T:
-        quantized = weights.quantize(cls, x, orientations=orientations, amax=amax, group=group, out=out)
+        quantized = weights.quantize(cls, x, orientations=orientations, amax=amax, group=group, out=out, seed=seed)
         assert isinstance(quantized, cls)
         return quantized
 
@@ -67,14 +71,18 @@ def functions(cls: type[T]) -> tuple[Quantize[T], QuantizeBuffers]:
         amax: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
         swizzled: bool = False,
+        seed: Seed | None = None,
     ) -> dict[str, Tensor]:
-        return weights.quantize_buffers(cls, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled)
+        return weights.quantize_buffers(
+            cls, x, orientations=orientations, amax=amax, group=group, swizzled=swizzled, seed=seed
+        )
 
     quantize.__doc__ = f"""Quantizes (..., k) values in fp32, bf16 or fp16 to {cls.__name__}, of x's shape and dtype.
 
     orientations: those to store. Default: {", ".join(cls.LAYOUT.orientations)}.
     {_amax_text(cls.LAYOUT)}
     out: a tensor of the recipe and of x's shape to overwrite and return, instead of a new one.
+    {_seed_text(cls.LAYOUT)}
 
     Raises ValueError for shapes {_refused_text(cls.LAYOUT)}, TypeError for other dtypes.
     """
@@ -94,6 +102,12 @@ def _amax_text(layout: Layout) -> str:
     shape = "(1,)" if layout.amax_columns is None else f"(1, blocks of {layout.amax_columns} columns)"
     text = f"amax: {shape} fp32. Default: that of x, or the maximum over the ranks of `group`. Collective with a group."
     return f"{text} The scale follows from the history of `out`." if layout.history else text
+
+
+def _seed_text(layout: Layout) -> str:
+    if not layout.stochastic:
+        return "seed: must be None, since elements are rounded to nearest."
+    return "seed: an int, or an int64 tensor of one element, that random bits follow from. Default: drawn by torch."
 
 
 def _refused_text(layout: Layout) -> str:

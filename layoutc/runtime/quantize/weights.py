@@ -26,6 +26,7 @@ from layoutc.runtime.quantize.amax import (
     with_history,
 )
 from layoutc.runtime.quantize.block_edges import check_whole_blocks, with_halos
+from layoutc.runtime.random_bits import Seed
 from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
@@ -47,33 +48,35 @@ def quantize(
     restart: bool = False,
     tag: int | None = None,
     row_sharding: RowSharding | None = None,
+    seed: Seed | None = None,
 ) -> QuantizedTensor:
     """Quantizes high-precision values. The body of every generated `quantize`.
 
     x: (..., k), fp32, bf16 or fp16. amax: the shared amax, fp32; by default that of x and, with `group`, the maximum
     over the shards. out: a tensor of the same shape to overwrite; if it trains, it stores x for its master. restart:
     forget its history of amaxes. tag: see reduce_max. row_sharding: how the weight that `out` is a shard of is cut; the
-    call is then collective.
+    call is then collective. seed: as for operators.seed_of.
 
-    Raises ValueError for a shape, an orientation or an amax that the recipe does not take, TypeError for other dtypes,
-    and with an `out` also what check_out and check_whole_blocks raise.
+    Raises ValueError for a shape, an orientation, an amax or a seed that the recipe does not take, TypeError for other
+    dtypes, and with an `out` also what check_out and check_whole_blocks raise.
     """
     layout = cls.LAYOUT
     _check_in(layout, x, amax)
     chosen = chosen_orientations(layout, orientations)
+    seeds = operators.seed_of(cls, x, seed)
     if out is not None:
         asked = None if orientations is None else chosen
         check_out(layout, x, out, asked, alone=amax is None and group is None)
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
         current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out)
-        _overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart)
+        _overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
         initial_values.store(out, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
     matrix = as_matrix(x, (m, k))
     shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, tag), None)
-    planes = operators.quantize(cls, matrix, shared, chosen) | extra
+    planes = operators.quantize(cls, matrix, shared, chosen, seed=seeds) | extra
     return cls(planes, x.shape, x.dtype, matrix=(m, k), orientations=chosen)
 
 
@@ -85,6 +88,7 @@ def quantize_buffers(
     amax: Tensor | None = None,
     group: dist.ProcessGroup | Groups | None = None,
     swizzled: bool = False,
+    seed: Seed | None = None,
 ) -> dict[str, Tensor]:
     """Quantizes high-precision values to the buffers that a GEMM reads. The body of every generated `quantize_buffers`.
 
@@ -98,7 +102,8 @@ def quantize_buffers(
     chosen = chosen_orientations(layout, orientations)
     matrix = as_matrix(x, (m, k))
     shared, extra = with_history(layout, agree_on_amax(cls, matrix, amax, group, None), None)
-    return operators.quantize_buffers(cls, matrix, shared, chosen, swizzled) | extra
+    seeds = operators.seed_of(cls, matrix, seed)
+    return operators.quantize_buffers(cls, matrix, shared, chosen, swizzled, seed=seeds) | extra
 
 
 def as_matrix(x: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -144,6 +149,7 @@ def requantize_many_(
     """
     row_shardings = row_shardings or [None] * len(weights)
     for (target, x), amax, row_sharding in zip(weights, amaxes, row_shardings, strict=True):
+        target.LAYOUT.check_weights(target._name or "")
         _check_in(target.LAYOUT, x, amax)
         check_out(target.LAYOUT, x, target, None, alone=amax is None)
         check_whole_blocks(target, row_sharding)
@@ -182,10 +188,12 @@ def _overwrite_(
     matrices: Sequence[Tensor],
     currents: Sequence[Tensor | None],
     restart: bool = False,
+    seed: Tensor | None = None,
 ) -> None:
     """Quantizes matrices into tensors of one recipe and with the same orientations.
 
     currents: the current amax of each weight; its history goes into `outs` as well. restart: start histories anew.
+    seed: of the random bits of one tensor.
     """
     layout, orientations = cls.LAYOUT, outs[0].orientations
     shared, extras = with_histories(layout, outs, currents, restart)
@@ -194,7 +202,7 @@ def _overwrite_(
     results = extras
     if len(outs) == 1 or not cls._quantize_batch(matrices, amaxes, orientations, targets):
         results = [
-            operators.quantize(cls, matrix, amax, orientations, planes) | extra
+            operators.quantize(cls, matrix, amax, orientations, planes, seed) | extra
             for matrix, amax, planes, extra in zip(matrices, shared, targets, extras, strict=True)
         ]
     copies = [

@@ -49,6 +49,7 @@ def quantize_(
     and ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't have.
     """
     cls = recipe_class(recipe)
+    cls.LAYOUT.check_weights()
     update_warnings.watch()
     return list(_replace([model], cls, partial(_quantized, cls, keep_values), filter_fn).values())
 
@@ -61,6 +62,7 @@ def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | Non
     quantize the weight. See also `precompute_amaxes`. torchao's peer is enable_fsdp_float8_all_gather.
     """
     casts: type[CastOnGather] = _recipe(recipe).CastTensor
+    casts.QUANTIZED.LAYOUT.check_weights()
     chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
     for module in chosen:
         keep_plain(module)
@@ -121,6 +123,7 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_valu
     Transformer Engine's peer is fp8_model_init, where keep_values is preserve_high_precision_init_val.
     """
     cls = recipe_class(recipe)
+    cls.LAYOUT.check_weights()
     built: dict[nn.Module, None] = {}
     original = nn.Module.__init__
 

@@ -162,6 +162,7 @@ class MasterWeights(torch.optim.Optimizer):
         for param in params:
             local = _local(param)
             if isinstance(local, QuantizedTensor):
+                local.LAYOUT.check_weights(local._name or "")
                 self._recipes[param] = local._name or "a weight", local.LAYOUT.name
                 if not param.requires_grad:
                     initial_values.free(local)

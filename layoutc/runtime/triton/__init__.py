@@ -40,7 +40,9 @@ from layoutc.runtime.triton.conversions import (
     convert_to_e3m2,
     convert_up_to_e8m0,
 )
+from layoutc.runtime.triton.hadamard import hadamard, unhadamard
 from layoutc.runtime.triton.nibbles import load_nibbles, put_nibbles, put_nibbles_of
+from layoutc.runtime.triton.stochastic import random_bits, to_codes_by_chance, to_integer_codes_by_chance
 from layoutc.runtime.triton.tiles import (
     load_blocks,
     load_codes,
@@ -75,6 +77,7 @@ __all__ = [
     "from_codes",
     "from_exponents",
     "from_integer_codes",
+    "hadamard",
     "isinf",
     "isnan",
     "largest_of_units",
@@ -97,6 +100,7 @@ __all__ = [
     "put_codes",
     "put_nibbles",
     "put_nibbles_of",
+    "random_bits",
     "smallest_of_units",
     "spread_scales",
     "store",
@@ -104,11 +108,14 @@ __all__ = [
     "tile_of",
     "to_blocks",
     "to_codes",
+    "to_codes_by_chance",
     "to_dtype",
     "to_exponents",
     "to_float",
     "to_integer_codes",
+    "to_integer_codes_by_chance",
     "to_small_codes",
     "to_units",
+    "unhadamard",
     "whole_blocks",
 ]

@@ -21,6 +21,7 @@ def quantize_kernel(
     x, m, k, stride_m, stride_k,  # an (m, k) matrix in fp32, bf16 or fp16; each value is read once
     cover_k,  # the columns that tiles cover: k, and the padding of all buffers that are written
     amax, input_max, rowwise_amax, columnwise_amax,  # fp32: shared, the largest value of x's dtype, of rows (or ranges)
+    seed,  # (1,) int64, of random bits that elements are rounded by
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
@@ -55,7 +56,7 @@ def quantize_kernel(
         row, column = tile_of(m, cover_k, STEP_M, STEP_K)
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
     source = (x, stride_m, stride_k)
-    shared = (amax, input_max, rowwise_amax, columnwise_amax)
+    shared = (amax, input_max, rowwise_amax, columnwise_amax, seed)
     planes = (p0, p1, p2, p3, p4, p5)
     buffers = (b0, b1, b2, b3, b4, b5)
     # COVER_M and COVER_K stay constants because the tuple is made inside the call.

@@ -12,15 +12,23 @@ packages that were built twice never answer for each other. `gathered_in_graphs`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import Facts, Layout
+from layoutc.runtime.facts import (
+    Facts,
+    Layout,
+    distinct,
+    first_of_planes,
+    laid_out_names,
+    needed_planes,
+    quantized_names,
+)
+from layoutc.runtime.random_bits import Seed, draw_seed, seed_tensor
 from layoutc.runtime.torch_private import FakeTensor, FunctionalTensor, dispatch_modes
 
 if TYPE_CHECKING:
@@ -65,12 +73,32 @@ def quantize(
     amax: Tensor | None,
     orientations: Sequence[str],
     out: Mapping[str, Tensor] | None = None,
+    seed: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """(m, k) values -> the planes of orientations, as `_quantize_matrix`. `out` is ignored while calls are traced."""
+    """(m, k) values -> the planes of orientations, as `_quantize_matrix`. `out` is ignored while calls are traced.
+
+    seed: as from `seed_of`, which is asked for one if there is none.
+    """
+    seed = seed_of(cls, x) if seed is None else seed
     if not traced(x):
-        return cls._quantize_matrix(x, amax, orientations, out)
+        return cls._quantize_matrix(x, amax, orientations, out, seed)
     names = cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)
-    return dict(zip(names, _quantize(x, amax, cls.KEY, list(orientations)), strict=True))
+    return dict(zip(names, _quantize(x, amax, cls.KEY, list(orientations), seed), strict=True))
+
+
+def seed_of(cls: type[QuantizedTensor], x: Tensor, seed: Seed | None = None) -> Tensor | None:
+    """The seed of the random bits that x is rounded by, (1,) int64 on its device; None for recipes without them.
+
+    seed: the caller's; default: drawn from torch's default generator of the device, in a traced graph each time that
+    the graph runs. Raises as seed_tensor, and ValueError for a seed of a recipe that rounds to nearest.
+    """
+    if not cls.LAYOUT.stochastic:
+        if seed is not None:
+            raise ValueError(f"{cls.LAYOUT.name} takes no seed: it rounds elements to nearest")
+        return None
+    if seed is not None:
+        return seed_tensor(seed, x.device)
+    return _draw_seed(x) if traced(x) else draw_seed(x)
 
 
 def quantize_buffers(
@@ -80,19 +108,22 @@ def quantize_buffers(
     orientations: Sequence[str],
     swizzled: bool,
     typed: bool = False,
+    seed: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
     amax: what `shared_amax` gives, for recipes that share one; default: that of x. typed: the operator gives codes and
-    scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a call into Python.
+    scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a call into Python. seed:
+    as for `quantize`.
     """
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
+    seed = seed_of(cls, x) if seed is None else seed
     if not traced(x):
-        fused = cls._quantize_buffers(x, amax, chosen, swizzled)
-        return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled) if fused is None else fused
-    outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed)
-    made = dict(zip(_distinct_of(layout, m, k, chosen, swizzled), outputs, strict=False))
-    first = _first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
+        fused = cls._quantize_buffers(x, amax, chosen, swizzled, seed)
+        return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed) if fused is None else fused
+    outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed, seed)
+    made = dict(zip(distinct(layout, m, k, chosen, swizzled), outputs, strict=False))
+    first = first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
@@ -134,7 +165,7 @@ def lay_out(
     names = cls.LAYOUT.laid_out(m, k, orientations, swizzled)
     made: dict[str, Tensor] = {}
     if names:
-        needed = [planes[name] for name in _needed(cls.LAYOUT, orientations)]
+        needed = [planes[name] for name in needed_planes(cls.LAYOUT, orientations)]
         made = dict(zip(names, _lay_out(needed, m, k, cls.KEY, list(orientations), swizzled), strict=True))
     buffers: dict[str, Tensor] = {}
     for name, (shape, _) in cls.LAYOUT.buffers(m, k).items():
@@ -144,73 +175,45 @@ def lay_out(
     return buffers
 
 
-@lru_cache(maxsize=4096)
-def _distinct(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> dict[str, Facts]:
-    """The buffers of orientations, each plane once: what an operator returns, whose results must not share memory."""
-    laid_out = layout.laid_out(m, k, orientations, swizzled)
-    first = _first_of_planes(layout, orientations, laid_out)
-    return {
-        name: laid_out.get(name, facts)
-        for name, facts in layout.buffers(m, k).items()
-        if name in laid_out or name in first.values()
-    }
-
-
-def _operator_results(
-    layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool, with_amax: bool
-) -> list[str]:
-    """What the operator that quantizes to buffers returns; the amax, if it is a buffer and the operator finds it."""
-    names = list(_distinct(layout, m, k, orientations, swizzled))
-    return [*names, "amax"] if with_amax and "amax" in layout.as_stored else names
-
-
-def _distinct_of(layout: Layout, m: int, k: int, orientations: tuple[str, ...], swizzled: bool) -> Mapping[str, Facts]:
-    """As _distinct, where sizes may be symbols, which can't be looked up."""
-    known = type(m) is int and type(k) is int
-    return (_distinct if known else _distinct.__wrapped__)(layout, m, k, orientations, swizzled)
-
-
-def _first_of_planes(layout: Layout, orientations: Collection[str], laid_out: Collection[str]) -> dict[str, str]:
-    """Plane -> the first buffer of orientations that is this plane as it is."""
-    first: dict[str, str] = {}
-    for name, plane in layout.as_stored.items():
-        if name not in laid_out and name.split("_")[0] in orientations:
-            first.setdefault(plane, name)
-    return first
-
-
-def _needed(layout: Layout, orientations: Sequence[str]) -> list[str]:
-    """The planes that buffers of orientations are made of, in order."""
-    needed = {name for orientation in orientations for name in layout.sources[orientation]}
-    return [name for name in layout.stored if name in needed]
-
-
 # --------------------------------------------------------------------------------------------------- what operators run
-def _run_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str]) -> list[Tensor]:
+def _run_quantize(
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
+) -> list[Tensor]:
     cls = recipe_of(recipe)
-    planes = cls._quantize_matrix(x, amax, tuple(orientations))
+    planes = cls._quantize_matrix(x, amax, tuple(orientations), seed=seed)
     return [own(planes[name], amax) for name in cls.LAYOUT.written(x.shape[0], x.shape[1], orientations)]
 
 
 def _quantize_buffers_by_planes(
-    cls: type[QuantizedTensor], x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+    cls: type[QuantizedTensor],
+    x: Tensor,
+    amax: Tensor | None,
+    orientations: tuple[str, ...],
+    swizzled: bool,
+    seed: Tensor | None,
 ) -> dict[str, Tensor]:
     if amax is None and cls.LAYOUT.shares_amax:
         amax = cls._shared_amax(x)
-    planes = cls._quantize_matrix(x, amax, orientations)
+    planes = cls._quantize_matrix(x, amax, orientations, None, seed)
     shared = {} if amax is None or "amax" not in cls.LAYOUT.stored else {"amax": amax}
     return cls._lay_out(planes | shared, x.shape[0], x.shape[1], orientations, swizzled)
 
 
 def _run_quantize_buffers(
-    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool, typed: bool
+    x: Tensor,
+    amax: Tensor | None,
+    recipe: str,
+    orientations: list[str],
+    swizzled: bool,
+    typed: bool,
+    seed: Tensor | None = None,
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
-    names = _operator_results(cls.LAYOUT, m, k, chosen, swizzled, amax is None)
-    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled)) is not None:
+    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, amax is None)
+    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed)) is not None:
         made = [fused[name] for name in names]  # new tensors, which a kernel wrote
         return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
-    buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled)
+    buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed)
     made = own_all([buffers[name] for name in names], x, amax)
     return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
 
@@ -238,17 +241,10 @@ def _run_lay_out(
     planes: list[Tensor], m: int, k: int, recipe: str, orientations: list[str], swizzled: bool
 ) -> list[Tensor]:
     cls, chosen = recipe_of(recipe), tuple(orientations)
-    names, needed = _laid_out_names(cls.LAYOUT, chosen, swizzled)
+    names, needed = laid_out_names(cls.LAYOUT, chosen, swizzled)
     buffers = cls._lay_out(dict(zip(needed, planes, strict=True)), m, k, chosen, swizzled)
     made = [buffers[name] for name in names]
     return made if cls._kernels(planes[0]) is not None else own_all(made, *planes)  # a kernel writes new tensors
-
-
-@lru_cache(maxsize=256)
-def _laid_out_names(layout: Layout, orientations: tuple[str, ...], swizzled: bool) -> tuple[list[str], list[str]]:
-    """The buffers that laying out gives, and the planes that it needs."""
-    made = layout.laid_out(layout.multiple_m, layout.multiple_k, orientations, swizzled)
-    return list(made), _needed(layout, orientations)
 
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -278,20 +274,28 @@ def _like(facts: Facts, x: Tensor) -> Tensor:
     return x.new_empty(facts.shape, dtype=facts.dtype)
 
 
-def _fake_quantize(x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str]) -> list[Tensor]:
+def _fake_quantize(
+    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], seed: Tensor | None = None
+) -> list[Tensor]:
     return [
         _like(facts, x) for facts in recipe_of(recipe).LAYOUT.written(x.shape[0], x.shape[1], orientations).values()
     ]
 
 
 def _fake_quantize_buffers(
-    x: Tensor, amax: Tensor | None, recipe: str, orientations: list[str], swizzled: bool, typed: bool
+    x: Tensor,
+    amax: Tensor | None,
+    recipe: str,
+    orientations: list[str],
+    swizzled: bool,
+    typed: bool,
+    seed: Tensor | None = None,
 ) -> list[Tensor]:
     layout, (m, k) = recipe_of(recipe).LAYOUT, x.shape
-    distinct = _distinct_of(layout, m, k, tuple(orientations), swizzled)
-    made = [_like(facts, x) for facts in distinct.values()]
+    results = distinct(layout, m, k, tuple(orientations), swizzled)
+    made = [_like(facts, x) for facts in results.values()]
     if typed:
-        made = [_typed(layout, *one) for one in zip(distinct, made, strict=True)]
+        made = [_typed(layout, *one) for one in zip(results, made, strict=True)]
     if amax is None and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
@@ -323,14 +327,21 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags:
 
 
 define(
-    "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations) -> Tensor[]",
+    "quantize(Tensor x, Tensor? amax, str recipe, str[] orientations, Tensor? seed=None) -> Tensor[]",
     _run_quantize,
     _fake_quantize,
 )
 define(
-    "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled, bool typed) -> Tensor[]",
+    "quantize_buffers(Tensor x, Tensor? amax, str recipe, str[] orientations, bool swizzled, bool typed, "
+    "Tensor? seed=None) -> Tensor[]",
     _run_quantize_buffers,
     _fake_quantize_buffers,
+)
+define(
+    "draw_seed(Tensor x) -> Tensor",
+    draw_seed,
+    lambda x: x.new_empty((1,), dtype=torch.int64),
+    (torch.Tag.nondeterministic_seeded,),
 )
 define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
 define(
@@ -345,6 +356,7 @@ define(
 )
 _quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
 _quantize_buffers: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize_buffers.default
+_draw_seed: Callable[..., Tensor] = torch.ops.layoutc.draw_seed.default
 _shared_amax: Callable[..., Tensor] = torch.ops.layoutc.shared_amax.default
 _dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize.default
 _lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out.default

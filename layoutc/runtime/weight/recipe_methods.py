@@ -45,12 +45,23 @@ class RecipeMethods:
 
     @classmethod
     def _quantize_matrix(
-        cls, x: Tensor, amax: Tensor | None, orientations: Sequence[str], out: Planes | None = None
+        cls,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: Sequence[str],
+        out: Planes | None = None,
+        seed: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones."""
+        """The planes of (m, k) values: those of `out` where a kernel can write into them, else new ones.
+
+        seed: (1,) int64, for a recipe that rounds by random bits.
+        """
         if (kernels := cls._kernels(x)) is not None:
-            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device))
-        planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(x, amax=amax, orientations=tuple(orientations))
+            return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device), seed)
+        seeded = {} if seed is None else {"seed": seed}
+        planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(
+            x, amax=amax, orientations=tuple(orientations), **seeded
+        )
         return planes
 
     @classmethod
@@ -66,13 +77,18 @@ class RecipeMethods:
 
     @classmethod
     def _quantize_buffers(
-        cls, x: Tensor, amax: Tensor | None, orientations: tuple[str, ...], swizzled: bool
+        cls,
+        x: Tensor,
+        amax: Tensor | None,
+        orientations: tuple[str, ...],
+        swizzled: bool,
+        seed: Tensor | None = None,
     ) -> dict[str, Tensor] | None:
         """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
         kernels = cls._kernels(x)
         if kernels is None or kernels.buffer_sizes is None:
             return None
-        return kernels.quantize_buffers(x, amax, orientations, swizzled)
+        return kernels.quantize_buffers(x, amax, orientations, swizzled, seed)
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, listed
 from layoutc.spec.checks import formats as format_checks
 from layoutc.spec.checks import numbers as number_checks
 from layoutc.spec.checks import products as product_checks
+from layoutc.spec.checks import values as value_checks
 from layoutc.spec.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
 from layoutc.spec.schema import Block, Buffer, Orientation, Spec, quantized_as
 from layoutc.spec.source import Path, Source
@@ -28,9 +29,8 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
-    diagnostics = [
-        item for one in (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS) for item in one(spec, source)
-    ]
+    checks = (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS, *value_checks.CHECKS)
+    diagnostics = [item for one in checks for item in one(spec, source)]
     for scoped_spec, scoped_source in number_checks.scopes(spec, source):
         diagnostics += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
     return diagnostics

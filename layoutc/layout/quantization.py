@@ -1,0 +1,73 @@
+"""All that decides the codes and scales of one quantization: formats, rule, block, rounding, transform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutc.spec.formats import Format, f32
+from layoutc.spec.notation import Axis
+from layoutc.spec.rules import RULES, Rule
+
+
+@dataclass(frozen=True)
+class Block:
+    """How many rows and columns share a scale; None means all of them."""
+
+    m: int | None
+    k: int | None
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A normalized Hadamard matrix that values are multiplied by, in groups of `size` along an axis.
+
+    signs: bit i is set where entry i of a group changes its sign before.
+    """
+
+    axis: Axis
+    size: int
+    signs: int
+
+    @property
+    def scale(self) -> float:
+        """What sums are multiplied by: 1 / sqrt(size) in fp32."""
+        return f32(self.size**-0.5)
+
+    @property
+    def headroom(self) -> float:
+        """A power of two that no value grows by more than: at least sqrt(size)."""
+        return float(1 << (self.size.bit_length() // 2))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """What two operands of a product must have in common for it to cancel."""
+        return self.size, self.signs
+
+    def __str__(self) -> str:
+        return f"Hadamard {self.size} along {self.axis}, signs 0x{self.signs:x}"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """All that decides codes and scales. Orientations with equal quantizations have the same codes and scales."""
+
+    element: Format
+    scale: Format
+    zero: Format | None
+    rounding: str
+    rule: str
+    parameters: tuple[tuple[str, float | int | bool | str], ...]
+    block: Block
+    low_first: bool
+    stochastic: bool = False  # elements are rounded by random bits
+    transform: Transform | None = None  # of the values that are quantized
+
+    @property
+    def element_rounding(self) -> str:
+        """How elements are rounded: "nearest", ties to even, or "stochastic"."""
+        return "stochastic" if self.stochastic else "nearest"
+
+    @property
+    def definition(self) -> Rule:
+        """The scale rule's program."""
+        return RULES[self.rule]

@@ -1,0 +1,81 @@
+"""Proofs about what is done to values besides scaling: random bits of their own, transforms that can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from layoutc.layout.layout import Source, Transform, stream_of
+from layoutc.plan.plan import Plan
+from layoutc.plan.products import OPERANDS
+from layoutc.report.proof import Proof, proof
+
+SAMPLE = (6, 24)  # rows and columns of the matrix whose random bits are looked at
+
+
+def bits_are_their_own(plan: Plan) -> Iterator[Proof]:
+    """No two elements are rounded by the same word of the generator."""
+    sources = [source for source in plan.layout.sources if source.quantization.stochastic]
+    if not sources:
+        return
+    taken: dict[tuple[int, ...], str] = {}
+    counter = ""
+    places = list(product(range(SAMPLE[0]), range(SAMPLE[1])))
+    for source, (i, j) in product(sources, places):
+        word, told = (j // 4, i, stream_of(source), 0, j % 4), f"({i}, {j}) of {source.name}"
+        counter = counter or (f"{told} has the bits of {taken[word]}" if word in taken else "")
+        taken[word] = told
+    statement = "every element is rounded by 32 random bits that no other element of the matrix is rounded by"
+    yield proof("random bits", statement, f"every counter enumerated, matrices of {SAMPLE[0]} x {SAMPLE[1]}", counter)
+
+
+def transforms_can_be_undone(plan: Plan) -> Iterator[Proof]:
+    """Each transform is orthogonal, grows no value beyond the amax that scales are made for, and is cut by nothing."""
+    for name, transform in plan.layout.transforms.items():
+        rows = _matrix(transform)
+        method = f"every pair of the {transform.size} rows of its matrix, in whole numbers"
+        yield proof(name, f"its transform, {transform}, is undone by its inverse", method, _not_orthogonal(rows))
+        grown = max(sum(map(abs, row)) for row in rows) ** 2 / transform.size
+        statement = f"no transformed value is above {transform.headroom:g} times the amax"
+        counter = "" if grown <= transform.headroom**2 else f"one may be {grown**0.5:g} times as large"
+        yield proof(name, statement, "sums of magnitudes of the rows", counter)
+        statement = f"every {transform.size} values that are mixed lie in one block, which no cut splits"
+        yield proof(name, statement, "sizes of blocks and shapes", _cut(plan, plan.layout.source(name), transform))
+
+
+def transforms_cancel(plan: Plan) -> Iterator[Proof]:
+    """A kernel multiplies codes as they are, so transforms of both operands must be the same."""
+    if plan.products is None:
+        return
+    roles = {"weight": plan.layout, "activation": plan.products.activation, "gradient": plan.products.gradient}
+    for one in plan.products.products:
+        found = [roles[role].transforms.get(orientation) for role, orientation in OPERANDS[one.name]]
+        if one.cards is None or not any(found):
+            continue
+        counter = "" if len({made and made.matrix for made in found}) == 1 else "they differ"
+        yield proof(one.name, "the transforms of both operands cancel", "sizes and signs compared", counter)
+
+
+def _matrix(transform: Transform) -> list[list[int]]:
+    """What a group is multiplied by, before it is normalized: a row for each result."""
+    rows = []
+    for result in range(transform.size):
+        signs = (-1 if transform.signs >> entry & 1 else 1 for entry in range(transform.size))
+        rows.append([sign * (-1) ** (result & entry).bit_count() for entry, sign in enumerate(signs)])
+    return rows
+
+
+def _not_orthogonal(rows: list[list[int]]) -> str:
+    for (i, one), (j, other) in product(enumerate(rows), repeat=2):
+        if sum(a * b for a, b in zip(one, other, strict=True)) != (len(rows) if i == j else 0):
+            return f"rows {i} and {j} are not orthogonal"
+    return ""
+
+
+def _cut(plan: Plan, source: Source, transform: Transform) -> str:
+    block = source.quantization.block
+    size = block.m if transform.axis == "m" else block.k
+    multiple = plan.layout.multiple_m if transform.axis == "m" else plan.layout.multiple_k
+    if not size or size % transform.size:
+        return f"blocks have {size or 'all'} steps along {transform.axis}"
+    return f"a matrix may have {multiple} steps along {transform.axis}" if multiple % transform.size else ""

@@ -1,0 +1,72 @@
+"""Random bits of elements that are rounded by them: Philox 4x32-10, keyed by a seed. Plain torch, any device.
+
+They are a function of the seed, the element's row and column, and the orientation, and of nothing else: Salmon et al.,
+Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), in the constants of which kernels have `tl.philox`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Seed = int | Tensor
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_RAISE = 0x9E3779B9, 0xBB67AE85  # what is added to the key from one round to the next
+_ROUNDS = 10
+WORDS = 4  # of 32 bits, which a counter gives
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from torch's default generator of x's device: (1,) int64, there. `torch.manual_seed` reproduces it."""
+    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+
+
+def seed_tensor(seed: Seed, device: torch.device) -> Tensor:
+    """A caller's seed as (1,) int64 on a device. Raises TypeError and ValueError for what is no seed."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(
+                f"seed must be an int, or an int64 tensor of one element, not {seed.dtype} of shape {tuple(seed.shape)}"
+            )
+        return seed.detach().reshape(1).to(device)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, or an int64 tensor of one element, not {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits with a sign, and {seed} does not")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def random_bits(seed: Tensor, m: int, k: int, stream: int) -> Tensor:
+    """32 random bits for each element of an (m, k) matrix: int64, from 0 to 2^32 - 1.
+
+    The counter (column // 4, row, stream, 0) gives four words, and the element takes word column % 4. The key is the
+    seed, (low, high).
+    """
+    device = seed.device
+    groups = -(-k // WORDS)
+    zeros = torch.zeros(m, groups, dtype=torch.int64, device=device)
+    words = [
+        zeros + torch.arange(groups, device=device),
+        zeros + torch.arange(m, device=device)[:, None],
+        zeros + stream,
+        zeros,
+    ]
+    return torch.stack(_philox(words, seed & _MASK, (seed >> 32) & _MASK), dim=-1).view(m, groups * WORDS)[:, :k]
+
+
+def _philox(words: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:
+    """Ten rounds: each multiplies two of the four words, and mixes the products with the others and the key."""
+    c0, c1, c2, c3 = words
+    for _ in range(_ROUNDS):
+        (high0, low0), (high2, low2) = _multiply(_MULTIPLIERS[0], c0), _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ low, low2, high0 ^ c3 ^ high, low0
+        low, high = (low + _RAISE[0]) & _MASK, (high + _RAISE[1]) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper and lower 32 bits of a product of numbers of 32 bits. int64 has no room for it with a sign."""
+    lower = a * (b & 0xFFFF)
+    upper = a * (b >> 16) + (lower >> 16)
+    return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)

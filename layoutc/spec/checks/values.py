@@ -1,0 +1,118 @@
+"""Checks of what a spec does to values besides scaling them: rounding by random bits, and transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layoutc.diagnostics.diagnostic import Diagnostic, listed
+from layoutc.spec.rules import RULES
+from layoutc.spec.schema import Orientation, Spec, quantized_as
+from layoutc.spec.source import Path, Source
+
+
+def candidates_round_to_nearest(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule that tries several scales compares errors of rounding, which random bits would decide."""
+    found: set[Path] = set()
+    for name, orientation in _orientations(spec):
+        element, scale = quantized_as(spec, orientation)
+        rule = RULES.get(scale.rule)
+        if element.round != "stochastic" or rule is None or not rule.candidates:
+            continue
+        prefix: Path = ("orientations", name, "quantize")
+        where: Path = (*prefix, "element") if orientation.quantize.element else ("element",)
+        used: Path = (*prefix, "scale", "rule") if orientation.quantize.scale else ("scale", "rule")
+        if (*where, *used) in found:
+            continue
+        found.add((*where, *used))
+        yield source.find(
+            "LC344",
+            f"{rule.name} takes the scale of the least error, and random bits would decide it",
+            source.value((*where, "round")),
+            source.value(used, "tries several scales for each block"),
+            help="delete `round`, or write another rule",
+        )
+
+
+def transforms_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A Hadamard matrix has a power of two for a size, and a sign for each of its rows."""
+    for name, orientation in _orientations(spec):
+        transform, where = orientation.transform, ("orientations", name, "transform")
+        if transform is None:
+            continue
+        size = transform.hadamard
+        if not _is_size(size):
+            near = min(_SIZES, key=lambda one: abs(one - size))
+            message = f"there is no Hadamard matrix of {size} here: sizes are {listed(map(str, _SIZES))}"
+            label = source.value((*where, "hadamard"))
+            yield source.find("LC345", message, label, help=f"write `hadamard: {near}`")
+        elif transform.signs >> size:
+            message = f"`signs` has a bit for each of {size} steps, and this has {transform.signs.bit_length()}"
+            used = source.value((*where, "hadamard"), f"{size} steps")
+            most = f"0x{(1 << size) - 1:X}"
+            yield source.find("LC345", message, source.value((*where, "signs")), used, help=f"at most {most}")
+
+
+def transforms_fit_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What is transformed together lies in one block, and whole in the matrix, so that no cut goes through it."""
+    for name, orientation in _orientations(spec):
+        transform = orientation.transform
+        if transform is None or not _is_size(transform.hadamard):
+            continue
+        size, axis = transform.hadamard, "k" if name == "rowwise" else "m"
+        label = source.key(("orientations", name, "transform"), f"mixes {size} steps along {axis}")
+        for one in ("m", "k"):
+            block, place = getattr(orientation.block, one), ("orientations", name, "block", one)
+            if block == "all":
+                message = f"a block of transformed values can't run over all of {one}"
+                why = "the amax of such a block is found in a pass of its own, over values as they come"
+                yield source.find("LC346", message, source.value(place), label, why=why, help="write a number")
+            elif one == axis and block % size:
+                message = f"the blocks of {name} cut what its transform mixes"
+                used = source.value(place, f"blocks of {block} along {axis}")
+                help = f"write `{axis}: {-(-block // size) * size}`"
+                help += f", or `hadamard: {block}`" if _is_size(block) else ""
+                yield source.find("LC346", message, used, label, help=help)
+        multiple = getattr(spec.shape, axis)
+        if multiple % size:
+            stated = axis in spec.shape.model_fields_set
+            at = source.value(("shape", axis)) if stated else label
+            message = f"the transform of {name} mixes {size} steps along {axis}, and a matrix may have fewer"
+            also = () if at is label else (label,)
+            one = f"{axis}: {-(-multiple // size) * size}"
+            given = "shape" in spec.model_fields_set
+            help = f"write `{one}`" if stated else f"add `{one}` to `shape`" if given else f"add `shape: {{{one}}}`"
+            yield source.find("LC346", message, at, *also, help=help)
+
+
+def transforms_have_one_scale(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A rule that tries several scales measures errors of values as they come."""
+    for name, orientation in _orientations(spec):
+        _, scale = quantized_as(spec, orientation)
+        rule = RULES.get(scale.rule)
+        if orientation.transform is None or rule is None or not rule.candidates:
+            continue
+        own = orientation.quantize.scale is not None
+        used: Path = ("orientations", name, "quantize", "scale", "rule") if own else ("scale", "rule")
+        yield source.find(
+            "LC346",
+            f"{rule.name} measures errors of values as they come, and {name} transforms them",
+            source.key(("orientations", name, "transform")),
+            source.value(used, "tries several scales for each block"),
+            help="delete `transform`, or write another rule",
+        )
+
+
+_SIZES = (2, 4, 8, 16, 32)
+
+
+def _is_size(size: int) -> bool:
+    return size in _SIZES
+
+
+def _orientations(spec: Spec) -> Iterator[tuple[str, Orientation]]:
+    yield "rowwise", spec.orientations.rowwise
+    if spec.orientations.columnwise is not None:
+        yield "columnwise", spec.orientations.columnwise
+
+
+CHECKS = (candidates_round_to_nearest, transforms_are_sound, transforms_fit_blocks, transforms_have_one_scale)
