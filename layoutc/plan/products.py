@@ -1,5 +1,7 @@
 """Products in low precision: how torch's `scaled_mm` reads each operand, on which cards, and why where it can't.
 
+Of weights of experts, `scaled_grouped_mm` reads the same operands in groups.
+
 A linear layer y = x w^T, of a weight w of (m, k), has three products. Each contracts the last dim of both operands:
 
     forward      y  (t, m) = x  (t, k) by w   (m, k)      rowwise activations, rowwise weight
@@ -88,6 +90,16 @@ SCALINGS = (
     ),
 )
 _MIXED = ({"BlockWise1x128", "BlockWise128x128"},)  # different kinds that one product takes
+# What `scaled_grouped_mm` reads each kind as, and where: torch 2.11 to 2.14, GroupedBlas.cpp beside the file above. Its
+# kernel for rows is made for Hopper alone; a scale of the tensor is given to it as that of each row.
+GROUPED: Mapping[str, tuple[str, Cards]] = {
+    "TensorWise": ("RowWise", Cards((9, 0), (10, 0))),
+    "RowWise": ("RowWise", Cards((9, 0), (10, 0))),
+    "BlockWise1x32": ("BlockWise1x32", Cards((10, 0), (11, 0))),
+    "BlockWise1x16": ("BlockWise1x16", Cards((10, 0), (11, 0))),
+}
+UNDER_TENSOR_SCALE = ("BlockWise1x16",)  # and no other kind is
+GROUPED_CODES = ("float8_e4m3fn", "float4_e2m1fn_x2")
 
 
 @dataclass(frozen=True)
@@ -105,12 +117,24 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """A kernel of `scaled_grouped_mm`: the kind of scales that it reads of both operands, and where it runs."""
+
+    kind: str
+    cards: Cards
+
+
+@dataclass(frozen=True)
 class Product:
-    """One product: where a kernel serves it; else None, and the reason why none does, "" if the spec wants none."""
+    """One product: where a kernel serves it; else None, and the reason why none does, "" if the spec wants none.
+
+    grouped: the kernel of a weight of experts, or why it has none; "" where a linear layer has none either.
+    """
 
     name: ProductName
     cards: Cards | None
     reason: str
+    grouped: Grouped | str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +173,23 @@ def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
     a, b = operands
     if reason := _mismatch(a, b):
         return Product(name, None, reason)
-    return Product(name, a.scaling.cards.both(b.scaling.cards), "")
+    return Product(name, a.scaling.cards.both(b.scaling.cards), "", _grouped(name, a, b))
+
+
+def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
+    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does."""
+    if name == "grad_weight":
+        return "it contracts groups of tokens, and no kernel is called for that"
+    kinds = [GROUPED.get(one.scaling.name) for one in (a, b)]
+    if kinds[0] is None or kinds[1] is None or kinds[0] != kinds[1]:
+        return f"scaled_grouped_mm does not take {a.scaling.name} by {b.scaling.name}"
+    for one in (a, b):
+        if one.element not in GROUPED_CODES:
+            return f"scaled_grouped_mm does not take {one.element}"
+        if (one.tensor_scale is not None) != (one.scaling.name in UNDER_TENSOR_SCALE):
+            how = "without" if one.tensor_scale is None else "with"
+            return f"scaled_grouped_mm does not take {one.scaling.name} {how} a scale of the tensor"
+    return Grouped(*kinds[0])
 
 
 def _kept_transform(name: ProductName, roles: Mapping[str, Layout]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layoutc.layout.layout import Layout
 from layoutc.plan.plan import Plan
-from layoutc.plan.products import OPERANDS, Cards, Operand, Product, Products, Role, operand
+from layoutc.plan.products import OPERANDS, Cards, Grouped, Operand, Product, Products, Role, operand
 from layoutc.report.tables import Table
 
 _FORMULAS = {"forward": "y = x w^T", "grad_input": "dx = dy w", "grad_weight": "dw = dy^T x"}
@@ -22,7 +22,11 @@ def product_tables(plan: Plan) -> list[Table]:
     names = plan.products.activation.name, plan.products.gradient.name
     title = f"{layout.name}: products with activations in {names[0]}, gradients of outputs in {names[1]}"
     kinds = tuple(_kinds(layout, plan.products))
-    return [Table(title, heads, lines), Table("How scaled_mm reads each operand", ("recipe", "orientation", ""), kinds)]
+    return [
+        Table(title, heads, lines),
+        Table("Of experts, as F.grouped_mm multiplies them", ("product", "kernel"), _of_experts(plan.products)),
+        Table("How scaled_mm reads each operand", ("recipe", "orientation", ""), kinds),
+    ]
 
 
 def _roles(weight: Layout, products: Products) -> dict[Role, Layout]:
@@ -36,10 +40,23 @@ def _line(weight: Layout, products: Products, product: Product) -> tuple[str, ..
     return product.name, _FORMULAS[product.name], *sides, _cards(product.cards) if product.cards else why
 
 
-def _cards(cards: Cards) -> str:
+def _of_experts(products: Products) -> tuple[tuple[str, str], ...]:
+    """Each product of a 3-D weight by groups of tokens: where scaled_grouped_mm computes it, or why nowhere."""
+    return tuple(
+        (
+            product.name,
+            _cards(product.grouped.cards, f"scaled_grouped_mm, {product.grouped.kind} scales")
+            if isinstance(product.grouped, Grouped)
+            else "dequantized: " + (product.grouped or product.reason or "gemm.dequantize says so"),
+        )
+        for product in products.products
+    )
+
+
+def _cards(cards: Cards, function: str = "scaled_mm") -> str:
     least = f"compute capability {cards.least[0]}.{cards.least[1]}"
     until = " and later" if cards.below is None else f", below {cards.below[0]}.{cards.below[1]}"
-    return f"scaled_mm: {least}{until}{', and CPUs' if cards.cpu else ''}"
+    return f"{function}: {least}{until}{', and CPUs' if cards.cpu else ''}"
 
 
 def _kinds(weight: Layout, products: Products) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ _mode: Mode = "dequantize"
 
 
 def current() -> Mode:
-    """The mode that linear layers follow now."""
+    """The mode that products follow now."""
     return _mode
 
 

@@ -33,6 +33,19 @@ scaled_mm: Callable[..., Tensor] = torch.ops.aten._scaled_mm_v2.default
 #: Whether scaled_mm multiplies on CPUs, as it does since torch 2.13 at the latest.
 scaled_mm_on_cpus: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
+#: The product of groups of rows by matrices of their own, both quantized: with one scale each, which all releases can
+#: trace; and with several, which is `torch.nn.functional.scaled_grouped_mm` with enums as numbers.
+scaled_grouped_mm: Callable[..., Tensor] = torch.ops.aten._scaled_grouped_mm.default
+scaled_grouped_mm_v2: Callable[..., Tensor] = torch.ops.aten._scaled_grouped_mm_v2.default
+
+#: Whether the second can be traced, as it can since torch 2.14.
+scaled_grouped_mm_v2_is_traced: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::_scaled_grouped_mm_v2", "Meta"
+)
+
+#: The product of groups of rows in high precision: `torch.nn.functional.grouped_mm` calls it.
+grouped_mm: Callable[..., Tensor] = torch._grouped_mm
+
 #: Values and leaves of nested lists, tuples and dicts.
 tree_map: Callable[..., Any] = _pytree.tree_map
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import linear
+from layoutc.runtime.products import grouped_choice, linear
+from layoutc.runtime.products.choice import NAMES as NAMES_OF_PRODUCTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,3 +142,79 @@ def test_a_step_in_a_cuda_graph() -> None:
         expected.square().sum().backward()
     assert torch.equal(captured, expected.detach())
     assert torch.equal(of_w, layer.weight.grad)
+
+
+GROUPS = {"mixed": (100, 0, 1, 411), "all in one": (0, 512, 0, 0), "one each": (1, 1, 1, 1), "equal": (128,) * 4}
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_current", "mxfp8"])
+def test_groups_of_tokens_by_experts_are_exact_where_nothing_rounds(
+    name: str, how: Mode, sizes: tuple[int, ...]
+) -> None:
+    """As tests/runtime/test_expert_products.py has it: forward, which has a kernel on some cards, and both gradients.
+
+    In bf16, since torch multiplies groups of no other dtype without a copy for each.
+    """
+    n, k = 256, 512
+    x, g = (
+        torch.cat([exact(name, size, features, seed=seed + i) for i, size in enumerate(sizes)])
+        for seed, features in ((10, k), (20, n))
+    )
+    w = exact(name, len(sizes) * n, k, seed=1).view(len(sizes), n, k)
+    ends = list(accumulate(sizes))
+    groups = [slice(*both) for both in pairwise((0, *ends))]
+    weight = nn.Parameter(module(name).quantize(w.cuda().bfloat16()))
+    tokens, offs = x.cuda().bfloat16().requires_grad_(), torch.tensor(ends, dtype=torch.int32, device="cuda")
+    shape = grouped_choice.Sizes(len(sizes), n, k, len(x))
+    ways = [grouped_choice.choose(type(weight), one, shape, tokens.device, how).way for one in NAMES_OF_PRODUCTS]
+    with layoutc.products(how):
+        out = F.grouped_mm(tokens, weight.transpose(-2, -1), offs=offs)
+        found = [out.detach(), *torch.autograd.grad(out, [tokens, weight], g.cuda().bfloat16())]
+    expected = [
+        torch.cat([torch.from_numpy(product(x[rows], w[e].t())) for e, rows in enumerate(groups)]),
+        torch.cat([torch.from_numpy(product(g[rows], w[e])) for e, rows in enumerate(groups)]),
+        torch.stack([torch.from_numpy(product(g[rows].t(), x[rows])) for rows in groups]),
+    ]
+    for one, whole, way in zip(found, expected, ways, strict=True):
+        assert torch.equal(one.cpu(), whole.bfloat16()), (name, way)
+
+
+@pytest.mark.parametrize("how", ["auto", "low"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "mxfp8"])
+def test_batches_are_groups_of_equal_sizes(name: str, how: Mode) -> None:
+    held = module(name).quantize(torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(4, 48, 512, device="cuda", dtype=torch.bfloat16)
+    offs = torch.arange(48, 193, 48, device="cuda", dtype=torch.int32)
+    shape, right = grouped_choice.Sizes(4, 256, 512, 192), held.transpose(-2, -1)
+    way = grouped_choice.choose(type(held), "forward", shape, x.device, how).way
+    with layoutc.products(how):
+        batched, in_groups = torch.bmm(x, right), F.grouped_mm(x.view(-1, 512), right, offs=offs)
+    if way != "dequantize":  # else torch multiplies them in two ways
+        assert torch.equal(batched.view(-1, 256), in_groups)
+    assert batched.shape == (4, 48, 256)
+
+
+def test_groups_of_tokens_are_multiplied_without_waiting_for_their_offsets() -> None:
+    """A step of experts is captured, and replayed on groups of other sizes."""
+    weight = nn.Parameter(module("fp8_rowwise").quantize(torch.randn(4, M, K, device="cuda", dtype=torch.bfloat16)))
+    x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
+    first, second = (16, 16, 256, TOKENS), (128, 256, 272, TOKENS)
+    held = weight.detach()
+    if (
+        grouped_choice.choose(type(held), "forward", grouped_choice.Sizes(4, M, K, TOKENS), x.device, "auto").way
+        != "kernel"
+    ):
+        pytest.skip("needs a card of compute capability 9.0")
+    offs = torch.tensor(first, dtype=torch.int32, device="cuda")
+    with layoutc.products("auto"), torch.no_grad():
+        F.grouped_mm(x, held.transpose(-2, -1), offs=offs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.grouped_mm(x, held.transpose(-2, -1), offs=offs)
+        offs.copy_(torch.tensor(second))
+        graph.replay()
+        expected = F.grouped_mm(x, held.transpose(-2, -1), offs=offs)
+    assert torch.equal(out, expected)

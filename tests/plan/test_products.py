@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from numpy_models import recipe_layout, variant
 
 from layoutc.layout.layout import Layout
+from layoutc.plan import products as of_plan
 from layoutc.plan.plan import derive, layout_id
-from layoutc.plan.products import OPERANDS, SCALINGS, Cards, Operand, operand, products_of
+from layoutc.plan.products import OPERANDS, SCALINGS, Cards, Grouped, Operand, operand, products_of
 
 
 def products(weight: Layout, **others: Layout) -> dict[str, Cards | str]:
@@ -76,6 +78,60 @@ def test_the_scale_of_transformed_values_is_that_of_the_amax_and_what_they_grow_
     assert isinstance(transformed, Operand)
     assert plain.tensor_scale is not None
     assert transformed.tensor_scale == 4 * plain.tensor_scale
+
+
+GRADIENT = "it contracts groups of tokens, and no kernel is called for that"
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "grad_input", "grad_weight"),
+    [
+        ("fp8_block", *("scaled_grouped_mm does not take BlockWise1x128 by BlockWise128x128",) * 2, GRADIENT),
+        ("fp8_current", "RowWise 9.0 10.0", "scaled_grouped_mm does not take float8_e5m2", GRADIENT),
+        ("fp8_rowwise", "RowWise 9.0 10.0", "RowWise 9.0 10.0", ""),
+        ("mxfp8", "BlockWise1x32 10.0 11.0", "BlockWise1x32 10.0 11.0", GRADIENT),
+        ("mxfp8_2d", "BlockWise1x32 10.0 11.0", "BlockWise1x32 10.0 11.0", GRADIENT),
+        ("nvfp4", "BlockWise1x16 10.0 11.0", "BlockWise1x16 10.0 11.0", GRADIENT),
+    ],
+)
+def test_weights_of_experts(name: str, forward: str, grad_input: str, grad_weight: str) -> None:
+    """Kernels as kind and cards, or the reason why there is none."""
+    layout = recipe_layout(name)
+    assert layout.others is not None
+    found = products_of(layout, {one: recipe_layout(one) for one in (layout.others.activation, layout.others.gradient)})
+    assert found is not None
+    said = [one.grouped if isinstance(one.grouped, str) else _words(one.grouped) for one in found.products]
+    assert said == [forward, grad_input, grad_weight]
+
+
+def _words(kernel: Grouped) -> str:
+    below = kernel.cards.below
+    assert below is not None
+    return " ".join([kernel.kind, *(f"{major}.{minor}" for major, minor in (kernel.cards.least, below))])
+
+
+def test_experts_whose_operands_differ_have_no_kernel() -> None:
+    """Those that no linear layer multiplies are not multiplied in groups either, for the same reason."""
+    blocks = edited("mxfp8", "gemm", "activation", value="nvfp4_1d")
+    found = products_of(blocks, {"nvfp4_1d": recipe_layout("nvfp4_1d")})
+    assert found is not None
+    assert found.products[0].reason == "scaled_mm does not take BlockWise1x16 by BlockWise1x32"
+    assert found.products[0].grouped == ""
+    integers = edited("fp8_block", "gemm", "activation", value="int8_block")
+    found = products_of(integers, {"int8_block": recipe_layout("int8_block")})
+    assert found is not None
+    assert found.products[0].reason
+    assert found.products[0].grouped == ""
+
+
+def test_experts_with_another_number_of_scales_have_no_kernel() -> None:
+    """That of blocks of 16 wants a scale of the tensor, and the others none."""
+    for name, scale, words in (("nvfp4_1d", None, "without"), ("mxfp8", 1.0, "with"), ("fp8_rowwise", 1.0, "with")):
+        one = operand(recipe_layout(name), "rowwise")
+        assert isinstance(one, Operand)
+        assert isinstance(of_plan._grouped("forward", one, one), Grouped)
+        found = of_plan._grouped("forward", replace(one, tensor_scale=scale), one)
+        assert found == f"scaled_grouped_mm does not take {one.scaling.name} {words} a scale of the tensor"
 
 
 def test_a_plan_has_products_where_the_spec_states_them() -> None:

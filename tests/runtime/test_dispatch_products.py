@@ -110,6 +110,25 @@ def test_experts_multiply_in_batches(recipe: str) -> None:
     assert parameter.grad.shape == q.shape
 
 
+def test_experts_multiply_groups_of_tokens(recipe: str) -> None:
+    """39: grouped_mm, forward and backward: k contracted reads rowwise values, m those for backward."""
+    q, x = make(recipe, 4, 128, 256), weight(40, 256, seed=9).requires_grad_()
+    rowwise, columnwise = values(q, "rowwise", torch.float32), values(q, "columnwise", torch.float32)
+    y, offs = weight(40, 128, seed=10), torch.tensor([7, 7, 8, 40], dtype=torch.int32)
+    parameter = nn.Parameter(q)
+    with layoutc.strict():
+        out = F.grouped_mm(x, parameter.transpose(1, 2), offs=offs)
+        out.backward(y)
+    assert same_bits(out.detach(), F.grouped_mm(x.detach(), rowwise.transpose(1, 2), offs=offs))
+    assert x.grad is not None
+    assert same_bits(x.grad, F.grouped_mm(y, columnwise, offs=offs))
+    assert parameter.grad is not None
+    assert is_plain(parameter.grad)
+    plain = rowwise.clone().requires_grad_()
+    F.grouped_mm(x.detach(), plain.transpose(1, 2), offs=offs).backward(y)
+    assert same_bits(parameter.grad, plain.grad)
+
+
 def test_a_weight_of_one_orientation_serves_its_own_product_alone(recipe: str) -> None:
     """39: an orientation with codes of its own is not made up from the other."""
     rows, columns = make(recipe, orientations=("rowwise",)), make(recipe, orientations=("columnwise",))

@@ -93,6 +93,38 @@ def test_scaled_mm_is_the_operator_behind_the_function() -> None:
     assert float(made[0, 0]) == 64
 
 
+def test_scaled_grouped_mm_checks_what_cards_check() -> None:
+    """Operands, scales, offsets, bias, scale of the result, dtype, fast accumulation; the second as the function."""
+    codes = torch.empty(32, 16, dtype=torch.float8_e4m3fn, device="meta")
+    experts = torch.empty(2, 48, 16, dtype=torch.float8_e4m3fn, device="meta").transpose(1, 2)
+    rows, columns, ends = (torch.empty(*size, device="meta") for size in ((32,), (2, 48), (2,)))
+    options = (ends.int(), None, None, torch.bfloat16, True)
+    made = private.scaled_grouped_mm(codes, experts, rows, columns, *options)
+    assert (made.shape, made.dtype) == ((32, 48), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="scale_a"):
+        private.scaled_grouped_mm(codes, experts, rows[:-1], columns, *options)
+    names = [one.name for one in private.scaled_grouped_mm_v2._schema.arguments]  # type: ignore[attr-defined]
+    assert names[2:8] == ["scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b"]
+    assert names[8:] == ["offs", "bias", "out_dtype", "contraction_dim", "use_fast_accum"]
+    assert private.scaled_grouped_mm_v2_is_traced == (torch.__version__ >= "2.14")
+
+
+def test_grouped_mm_is_the_function_that_classes_are_asked_about() -> None:
+    seen: list[Any] = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x, w = torch.ones(4, 16), torch.ones(2, 8, 16).as_subclass(Asked).transpose(1, 2)
+    seen.clear()
+    out = torch.nn.functional.grouped_mm(x, w, offs=torch.tensor([1, 4], dtype=torch.int32))
+    assert seen == [private.grouped_mm]
+    assert out.shape == (4, 8)
+
+
 def test_fake_and_functional_tensors_are_what_tracing_hands_over() -> None:
     kinds: list[bool] = []
 

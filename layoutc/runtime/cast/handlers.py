@@ -16,7 +16,7 @@ from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
-from layoutc.runtime.products import autograd
+from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
 
@@ -89,7 +89,8 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear: with values quantized along the axis that is contracted."""
+    """mm, bmm, addmm, baddbmm, mv, addmv, matmul, linear, grouped_mm: with values quantized along the axis that is
+    contracted."""
     first = 1 if func in dispatch.WITH_BIAS else 0
     operands = []
     for position, operand in enumerate(args):
@@ -103,9 +104,9 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return handler(func, tuple(operands), kwargs)
 
 
-def _linear(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A linear layer's products in low precision, with the weight quantized as they read it."""
-    return autograd.HANDLERS[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
+def _in_low_precision(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Products of a linear layer or of experts in low precision, with the weight quantized as they read it."""
+    return _LOW_PRECISION[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
 
 
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -173,6 +174,7 @@ _COPIES = (
     aten.record_stream.default,
     aten._local_scalar_dense.default,
 )
+_LOW_PRECISION = autograd.HANDLERS | experts.HANDLERS
 _REDUCTIONS = (
     *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),
     *("mean", "median", "min", "norm", "prod", "std", "sum", "var"),
@@ -222,10 +224,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
             aten.addmm.default,
             aten.baddbmm.default,
             aten.addmv.default,
+            aten._grouped_mm.default,
         ),
         _product,
     ),
-    **dict.fromkeys(autograd.HANDLERS, _linear),
+    **dict.fromkeys(_LOW_PRECISION, _in_low_precision),
     None: other,
 }
 

@@ -344,7 +344,7 @@ def _take_over(target: QuantizedTensor, new: QuantizedTensor, source: QuantizedT
 
 # ------------------------------------------------------------------------------------------------------------- products
 def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """mm, bmm, addmm, baddbmm, mv, matmul: dequantizes to the activation's dtype and multiplies.
+    """mm, bmm, addmm, baddbmm, mv, matmul, grouped_mm: dequantizes to the activation's dtype and multiplies.
 
     The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
     and addmm are products in low precision where those are wanted.

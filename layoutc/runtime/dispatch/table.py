@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from layoutc.runtime.dispatch import collectives, cuts_and_joins, handlers
-from layoutc.runtime.products import autograd
+from layoutc.runtime.products import autograd, experts
 
 aten = torch.ops.aten
 
@@ -64,8 +64,10 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: handlers.product,
     aten.baddbmm.default: handlers.product,
     aten.addmv.default: handlers.product,
-    # a linear layer's products in low precision
+    aten._grouped_mm.default: handlers.product,
+    # products in low precision: of linear layers, and of experts
     **autograd.HANDLERS,
+    **experts.HANDLERS,
     # what DTensor does: bytes travel; values that are assigned to .data (torch.Tensor.data); all other operators (None)
     **collectives.HANDLERS,
 }

@@ -7,7 +7,7 @@ microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,9 +51,9 @@ class LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, trains: bool) -> Tensor:
         """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. trains: backward will ask for the weight's."""
-        x = _arrived(x)
+        x = arrived(x)
         out: Tensor
-        out, *saved = _call(_linear, weight, x, weight, bias, mode, trains)
+        out, *saved = call(_linear, weight, x, weight, bias, mode, trains)
         ctx.save_for_backward(weight, *(saved or ([x] if trains else [])))
         ctx.mode, ctx.trains = mode, trains
         return out
@@ -63,9 +63,9 @@ class LowPrecisionLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of those that need one."""
         weight, *saved = ctx.saved_tensors
-        grad = _arrived(grad)
+        grad = arrived(grad)
         needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
-        made: Sequence[Tensor] = _call(
+        made: Sequence[Tensor] = call(
             _linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, trains and ctx.trains
         )
         of_input = made[0] if needs_input else None
@@ -74,32 +74,32 @@ class LowPrecisionLinear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-def _arrived(x: Tensor) -> Tensor:
+def arrived(x: Tensor) -> Tensor:
     """x itself, where it is the result of a collective that may still be under way: kernels take plain tensors."""
     waited: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
     return waited
 
 
-def _call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
+def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
     with _without_autocast(first):  # it would round what is multiplied in fp32
         if operators.traced(first):
             return operator(first, *args)
         return weight.HANDLERS[operator](operator, (first, *args), {})
 
 
-def _autocasts(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """`__torch_function__` of recipes that have products: linear in low precision, everything else as it is."""
-    if func is F.linear and mode.current() != "dequantize":
-        made = _multiplied(*args, **(kwargs or {}))
+    """`__torch_function__` of recipes that have products: FUNCTIONS in low precision, all others as they are."""
+    if mode.current() != "dequantize" and (multiply := FUNCTIONS.get(func)) is not None:
+        made = multiply(*args, **(kwargs or {}))
         if made is not None:
             return made
     with without_torch_function():
@@ -108,7 +108,7 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
 
 def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     """F.linear in low precision; None for what is no linear layer with a weight of a recipe."""
-    if input.is_floating_point() and _autocasts(input):
+    if input.is_floating_point() and autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     if not hasattr(weight, "LAYOUT") or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
         return None
@@ -117,3 +117,7 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
     trains = weight.requires_grad and torch.is_grad_enabled()
     out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current(), trains)  # type: ignore[no-untyped-call]
     return out
+
+
+# What has products in low precision: None where a call is not one. `experts` adds those of 3-D weights.
+FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {F.linear: _multiplied}

@@ -88,7 +88,7 @@ def choose(cls: Recipe, name: ProductName, m: int, k: int, tokens: int, device: 
     reason = _unquantizable(recipes, name, tokens)
     if reason:
         return Chosen("dequantize", reason)
-    reason = stated if isinstance(stated, str) else _not_here(stated, device) or _misfit(recipes, name, m, k, tokens)
+    reason = stated if isinstance(stated, str) else not_here(stated, device) or _misfit(recipes, name, m, k, tokens)
     if not reason:
         return Chosen("kernel", "")
     return Chosen("reference" if mode == "low" else "dequantize", reason)
@@ -107,7 +107,7 @@ def _unquantizable(recipes: Recipes, name: ProductName, tokens: int) -> str:
     return ""
 
 
-def _not_here(cards: Cards, device: torch.device) -> str:
+def not_here(cards: Cards, device: torch.device) -> str:
     """Why a device does not have the kernel."""
     if device.type == "cpu":
         return "" if cards.cpu and scaled_mm_on_cpus else "CPUs have no kernel for it"

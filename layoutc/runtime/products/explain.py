@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +10,16 @@ from torch import nn
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
 from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
+from layoutc.runtime.products.grouped_choice import Sizes
 
 _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 
 
 class ExplainedProduct(NamedTuple):
-    """One product of one weight. kernel: the kinds of scales that scaled_mm takes, "" if it is not called."""
+    """One product of one weight. kernel: the kinds of scales that scaled_mm, or scaled_grouped_mm for weights of
+    experts, reads; "" if it is not called."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +31,8 @@ class ExplainedProduct(NamedTuple):
 
     def __str__(self) -> str:
         """A line for a reader."""
-        how = f"scaled_mm, {self.kernel}" if self.kernel else self.way
+        function = "scaled_mm" if len(self.shape) == 2 else "scaled_grouped_mm"
+        how = f"{function}, {self.kernel}" if self.kernel else self.way
         because = f": {self.reason}" if self.reason else ""
         return f"{self.name} {'x'.join(map(str, self.shape))} {self.recipe} {self.product}: {how}{because}"
 
@@ -39,8 +42,8 @@ def explain_products(
 ) -> list[ExplainedProduct]:
     """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
-    tokens: the rows of activations that a linear layer sees, all leading dims as one. device: default: that of each
-    weight. mode: default: the one that is set; "auto" if that is "dequantize".
+    tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
+    default: that of each weight. mode: default: the one that is set; "auto" if that is "dequantize".
     """
     found: list[ExplainedProduct] = []
     for name, param in model.named_parameters():
@@ -59,13 +62,16 @@ def _explained(
     name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode
 ) -> list[ExplainedProduct]:
     shape = tuple(param.shape)
-    m, k = prod(shape[:-1]), shape[-1]
     rows = []
     for product in NAMES:
-        way, reason = choose(cls, product, m, k, tokens, device, wanted)
-        if len(shape) != 2:
-            way, reason = "dequantize", f"weights of {len(shape)} dims have no products in low precision yet"
-        kernel = _kernel(cls, product) if way == "kernel" else ""
+        if len(shape) == 2:
+            way, reason = choose(cls, product, *shape, tokens, device, wanted)
+        elif len(shape) == 3:
+            way, reason = grouped_choice.choose(cls, product, Sizes(*shape, tokens), device, wanted)
+        else:
+            way, reason = "dequantize", f"weights of {len(shape)} dims have no products in low precision"
+        name_of = _kernel if len(shape) == 2 else _grouped_kernel
+        kernel = name_of(cls, product) if way == "kernel" else ""
         rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason))
     return rows
 
@@ -74,3 +80,8 @@ def _kernel(cls: Recipe, product: ProductName) -> str:
     recipes = recipes_of(cls)
     operands = (getattr(recipes, role).LAYOUT.operands[orientation] for role, orientation in OPERANDS[product])
     return " by ".join(operand.scaling for operand in operands if isinstance(operand, Operand))
+
+
+def _grouped_kernel(cls: Recipe, product: ProductName) -> str:
+    found = grouped_choice.kernel(cls, product)
+    return "" if isinstance(found, str) else f"{found.kind} by {found.kind}"

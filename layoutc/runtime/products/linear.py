@@ -78,7 +78,12 @@ def _count(weight: QuantizedTensor, x: Tensor, mode: Mode, ways: Ways, names: Se
             continue
         reason = _chosen(weight, x, mode)[NAMES.index(name)].reason
         reason = "the weight is transposed, or cuts blocks" if _is_odd(weight) else reason
-        _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
+        note_without_kernel(weight, name, reason)
+
+
+def note_without_kernel(weight: QuantizedTensor, name: ProductName, reason: str) -> None:
+    """Counts a product that was wanted in low precision, and had no kernel."""
+    _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
 
 
 def _is_odd(weight: QuantizedTensor) -> bool:
@@ -158,13 +163,16 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, 
     """(tokens, features) -> of each orientation, by name: what a GEMM reads for a kernel, planes for the reference."""
     layout = recipe.LAYOUT
     made: dict[str, Buffers] = {}
+    low = any(way != "dequantize" for way in ways.values())
+    # One for both orientations: a traced graph would merge two draws into one.
+    seed = operators.seed_of(recipe, x) if low else None
     for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
     if for_kernel:
-        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), typed=True)
+        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), True, seed)
         made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
     for_reference = tuple(name for name, way in ways.items() if way == "reference")
     if for_reference:
-        planes = weights.quantize(recipe, x, orientations=for_reference)._planes
+        planes = weights.quantize(recipe, x, orientations=for_reference, seed=seed)._planes
         made |= _split(layout, planes, dict.fromkeys(for_reference, "reference"))
     return made
 
@@ -221,7 +229,7 @@ def _multiply(
     free, contracted = (m, k) if orientation == "rowwise" else (k, m)
     if way == "kernel":
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
-        right = _weight_buffers(weight, orientation)
+        right = weight_buffers(weight, orientation)
         b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
         return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
@@ -244,7 +252,7 @@ def _grad_weight(
     return (left.t() @ right).to(like.dtype)
 
 
-def _weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
+def weight_buffers(weight: QuantizedTensor, orientation: str) -> Buffers:
     """What a GEMM reads of a whole weight, gathered where this pass does not hold the orientation."""
     swizzled = bool(weight.LAYOUT.swizzled)
     if (handle := gathered_in_graphs.handle(weight._planes)) is not None:

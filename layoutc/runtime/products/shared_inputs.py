@@ -43,6 +43,11 @@ def keep(x: Tensor, key: Key, quantized: Buffers) -> None:
     entry.quantized[key] = quantized
 
 
+def version(x: Tensor) -> int:
+    """A number that writes into x change; tensors of inference mode have none."""
+    return -1 if x.is_inference() else x._version
+
+
 def _can_share(x: Tensor) -> bool:
     """False in traced graphs, where the compiler finds equal calls; for tensors without versions; and while a CUDA
     graph is captured, which must hold all that makes its values."""

@@ -1,0 +1,114 @@
+"""Groups of tokens by weights of experts, as autograd and torch.compile see them: F.grouped_mm and torch.bmm.
+
+As `autograd` does it for F.linear: one function, and two operators that take the weight itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import autograd, grouped
+from layoutc.runtime.products.linear import note_without_kernel
+from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.torch_private import grouped_mm
+from layoutc.runtime.weight import operators
+
+
+def _no_weight(*_: Any) -> Any:
+    raise TypeError("layoutc.grouped takes a quantized weight")
+
+
+operators.define(
+    "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, bool trains) -> Tensor[]", _no_weight, _no_weight
+)
+operators.define(
+    "grouped_backward(Tensor grad, Tensor weight, Tensor[] saved, Tensor? offs, str mode, bool needs_input, bool "
+    "trains) -> Tensor[]",
+    _no_weight,
+    _no_weight,
+)
+_grouped: Any = torch.ops.layoutc.grouped.default
+_grouped_backward: Any = torch.ops.layoutc.grouped_backward.default
+HANDLERS = {
+    _grouped: lambda func, args, kwargs: grouped.forward(*args, **kwargs),
+    _grouped_backward: lambda func, args, kwargs: grouped.backward(*args, **kwargs),
+}
+
+
+class LowPrecisionExperts(torch.autograd.Function):
+    """Each group of tokens by its own matrix, as `mode` says. Gradients of x and weight, which have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, mode: Mode, trains: bool) -> Tensor:
+        """x (tokens, k) in groups that end at offs, or (experts, tokens, k); weight (experts, k, n), transposed.
+
+        trains: backward will ask for the weight's gradient.
+        """
+        x = autograd.arrived(x)
+        out: Tensor
+        out, *saved = autograd.call(_grouped, weight, x, weight, offs, mode, trains)
+        ctx.save_for_backward(weight, offs, *(saved or ([x] if trains else [])))
+        ctx.mode, ctx.trains = mode, trains
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of those that need one."""
+        weight, offs, *saved = ctx.saved_tensors
+        grad = autograd.arrived(grad)
+        needs_input, trains = ctx.needs_input_grad[:2]
+        made = autograd.call(
+            _grouped_backward, weight, grad, weight, saved, offs, ctx.mode, needs_input, trains and ctx.trains
+        )
+        of_input = made[0] if needs_input else None
+        of_weight = made[-1].transpose(-2, -1) if trains else None
+        return of_input, of_weight, None, None, None
+
+
+def _groups_multiplied(
+    input: Any, mat2: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """F.grouped_mm in low precision; None for what is no product of tokens by weights of experts of a recipe."""
+    is_weight = hasattr(mat2, "LAYOUT") and mat2.dim() == 3
+    if not is_weight or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
+        return None
+    if bias is not None or out_dtype not in (None, input.dtype) or input.dtype not in FLOATS:
+        return None
+    if input.dim() != (3 if offs is None else 2) or input.shape[-1] != mat2.shape[1]:
+        return None  # torch says so better
+    if offs is None and input.shape[0] != mat2.shape[0]:
+        return None
+    if offs is not None and (offs.dtype != torch.int32 or offs.shape != mat2.shape[:1]):
+        return None
+    if not mat2._transposed:
+        note_without_kernel(mat2, "forward", "weights of experts are read as weight.transpose(-2, -1), and this is not")
+        return None
+    trains = mat2.requires_grad and torch.is_grad_enabled()
+    out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, mode.current(), trains)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _batch_multiplied(input: Any, mat2: Any, **options: Any) -> Tensor | None:
+    """torch.bmm in low precision; None for any other product."""
+    if options or not hasattr(mat2, "LAYOUT") or input.dim() != 3:
+        return None
+    if input.is_floating_point() and autograd.autocasts(input):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    return _groups_multiplied(input, mat2)
+
+
+autograd.FUNCTIONS |= {
+    grouped_mm: _groups_multiplied,
+    F.grouped_mm: _groups_multiplied,
+    torch.bmm: _batch_multiplied,
+    torch.Tensor.bmm: _batch_multiplied,
+}

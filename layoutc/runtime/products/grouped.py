@@ -1,0 +1,247 @@
+"""Groups of tokens by the weights of their experts: forward and both gradients, each in low precision or dequantized.
+
+Tokens are quantized group by group: a block with several rows has tokens of one group alone. A scale of the whole
+tensor stays one for all tokens, as a linear layer has it. A group's numbers are then those that a linear layer of its
+expert would give, except for that scale; and no kernel that torch has takes one for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import lcm
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
+from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, recipes_of
+from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes, choose, kernel
+from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
+from layoutc.runtime.products.linear import Ways, note_without_kernel, weight_buffers
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.torch_private import grouped_mm
+from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_CUTS = "the weight cuts blocks"
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
+
+
+class Tokens(NamedTuple):
+    """Tokens quantized in groups: what a product reads, and how the groups were moved apart for it."""
+
+    buffers: Mapping[str, Tensor]
+    apart: Apart | None
+
+
+# ------------------------------------------------------------------------------------------------------------- handlers
+def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, trains: bool) -> list[Tensor]:
+    """The output, and what backward needs of x; nothing if that is x itself.
+
+    x: (tokens, k), in groups that end at offs; without offs, (experts, tokens of each, k). right: (experts, k, n), a
+    weight of (experts, n, k) that is transposed. The output has n columns in place of k.
+    """
+    weight, groups = _weight(right), _groups(x, offs)
+    sizes = _sizes(weight, groups)
+    chosen = _chosen(weight, sizes, x, mode)
+    ways = Ways(*(one.way for one in chosen))
+    _count(weight, chosen, ("forward",))
+    flat = x.reshape(-1, sizes.k)
+    if ways.forward == "dequantize":
+        out = _in_high_precision(x, right._dequantize("rowwise", x.dtype), offs)
+    else:
+        made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
+        out = _unsafe_view(made, [*x.shape[:-1], sizes.n])  # no view: FSDP2 warns of modules that return one
+    if not trains or ways.grad_weight == "dequantize":
+        return [out]
+    recipe = recipes_of(type(weight)).activation
+    kept = _quantized(recipe, "columnwise", None, flat, groups, x).buffers
+    return [out, *(kept[name] for name in recipe.LAYOUT.sources["columnwise"])]
+
+
+def backward(
+    grad: Tensor,
+    right: QuantizedTensor,
+    saved: Sequence[Tensor],
+    offs: Tensor | None,
+    mode: Mode,
+    needs_input: bool,
+    trains: bool,
+) -> list[Tensor]:
+    """The gradients of the input, and of the weight (experts, n, k), those that are needed, from that of the output.
+
+    saved: what forward gave, or x.
+    """
+    weight, groups = _weight(right), _groups(grad, offs)
+    sizes = _sizes(weight, groups)
+    chosen = _chosen(weight, sizes, grad, mode)
+    ways = Ways(*(one.way for one in chosen))
+    asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
+    _count(weight, chosen, [name for name, is_asked in asked if is_asked])
+    grad = grad.contiguous()  # that of a sum has strides of 0
+    flat = grad.view(-1, sizes.n)
+    low = any(is_asked and getattr(ways, name) != "dequantize" for name, is_asked in asked)
+    # One for both products: a traced graph would merge two draws into one.
+    seed = operators.seed_of(recipes_of(type(weight)).gradient, flat) if low else None
+    made: list[Tensor] = []
+    if needs_input and ways.grad_input == "dequantize":
+        made.append(_in_high_precision(grad, weight._dequantize("columnwise", grad.dtype), offs))
+    elif needs_input:
+        found = _multiply("grad_input", ways.grad_input, flat, weight, groups, sizes, grad, seed)
+        made.append(_unsafe_view(found, [*grad.shape[:-1], sizes.k]))
+    if trains and ways.grad_weight == "dequantize":
+        x = saved[0]
+        batched = offs is None  # in the order in which torch computes the gradient of each function
+        made.append(
+            torch.bmm(x.transpose(1, 2), grad).transpose(1, 2) if batched else grouped_mm(grad.t(), x, offs=offs)
+        )
+    elif trains:
+        made.append(_grad_weight(weight, flat, saved, groups, sizes, seed))
+    return made
+
+
+def _weight(right: QuantizedTensor) -> QuantizedTensor:
+    return cast(QuantizedTensor, right.transpose(-2, -1))
+
+
+def _groups(x: Tensor, offs: Tensor | None) -> Groups:
+    return equal_groups(x.shape[0], x.shape[1], x.device) if offs is None else Groups(offs, x.shape[0])
+
+
+def _sizes(weight: QuantizedTensor, groups: Groups) -> Sizes:
+    experts, n, k = weight.shape
+    return Sizes(experts, n, k, groups.tokens)
+
+
+def _chosen(weight: QuantizedTensor, sizes: Sizes, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
+    """What is chosen for a call, in the order of NAMES; a piece of a weight that cuts blocks is dequantized."""
+    if weight._halo.rows:
+        return (Chosen("dequantize", _CUTS),) * len(NAMES)
+    return tuple(choose(type(weight), name, sizes, x.device, mode) for name in NAMES)
+
+
+def _count(weight: QuantizedTensor, chosen: Sequence[Chosen], names: Sequence[ProductName]) -> None:
+    """Notes products that have no kernel."""
+    for name in names:
+        way, reason = chosen[NAMES.index(name)]
+        if way != "kernel" and getattr(weight.LAYOUT.products, name) is not None:
+            note_without_kernel(weight, name, reason)
+
+
+def _in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor:
+    return torch.bmm(x, values) if offs is None else grouped_mm(x, values, offs=offs)
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+def _multiply(
+    name: ProductName,
+    way: str,
+    flat: Tensor,
+    weight: QuantizedTensor,
+    groups: Groups,
+    sizes: Sizes,
+    x: Tensor,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
+    (role, _), (_, orientation) = OPERANDS[name]
+    recipe: Recipe = getattr(recipes_of(type(weight)), role)
+    shared = x if role == "activation" else None
+    found = kernel(type(weight), name) if way == "kernel" else None
+    if isinstance(found, Kernel):
+        buffers, apart = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
+        a = scaled_grouped_mm.tokens(recipe.LAYOUT, buffers, found)
+        read = weight_buffers(weight, orientation)
+        b = scaled_grouped_mm.experts(weight.LAYOUT, orientation, read, found, sizes)
+        ends = groups.ends if apart is None else apart.ends
+        made = scaled_grouped_mm.multiply(a, b, ends, found, x.dtype, fast=name == "forward")
+        return made if apart is None else made[apart.rows]
+    values = _values(recipe, "rowwise", _quantized(recipe, "rowwise", None, flat, groups, shared, seed), flat.shape)
+    whole = weight._dequantize(orientation, torch.float32)
+    right = whole.transpose(1, 2) if orientation == "rowwise" else whole
+    product: Tensor = _by_groups(values, right, groups.ends)
+    return product.to(x.dtype)
+
+
+def _grad_weight(
+    weight: QuantizedTensor, flat: Tensor, saved: Sequence[Tensor], groups: Groups, sizes: Sizes, seed: Tensor | None
+) -> Tensor:
+    """The gradient (experts, n, k) of quantized gradients and activations, by the reference."""
+    recipes = recipes_of(type(weight))
+    layout = recipes.activation.LAYOUT
+    buffers = dict(zip(layout.sources["columnwise"], saved, strict=True))
+    kept = Tokens(buffers, groups.apart(rows_together(layout, "columnwise")))
+    right = _values(recipes.activation, "columnwise", kept, (sizes.tokens, sizes.k))
+    quantized = _quantized(recipes.gradient, "columnwise", None, flat, groups, None, seed)
+    left = _values(recipes.gradient, "columnwise", quantized, flat.shape)
+    made: Tensor = _by_groups(left.t(), right, groups.ends)
+    return made.to(flat.dtype)
+
+
+def _quantized(
+    recipe: Recipe,
+    orientation: str,
+    found: Kernel | None,
+    flat: Tensor,
+    groups: Groups,
+    shared: Tensor | None,
+    seed: Tensor | None = None,
+) -> Tokens:
+    """(tokens, features) -> buffers for a kernel, planes for the reference.
+
+    shared: what several weights read, and flat is a view of; what one of them has had quantized is taken.
+    """
+    layout = recipe.LAYOUT
+    tile = TILE[0] if found is not None and found.kind != "RowWise" else 1
+    apart = groups.apart(lcm(rows_together(layout, orientation), tile))
+
+    def made() -> dict[str, Tensor]:
+        moved = flat if apart is None else apart.spread(flat)
+        if found is None:
+            return dict(weights.quantize(recipe, moved, orientations=(orientation,), seed=seed)._planes)
+        swizzled = bool(layout.swizzled)
+        return weights.quantize_buffers(recipe, moved, orientations=(orientation,), swizzled=swizzled, seed=seed)
+
+    if shared is None or operators.traced(flat):
+        return Tokens(made(), apart)
+    # Where tokens are moved to depends on the offsets. What is shared keeps those alive: no others have their id.
+    by: tuple[object, ...] = () if apart is None else (id(groups.ends), shared_inputs.version(groups.ends))
+    key = ("groups", recipe, orientation, found, *(by if groups.each is None else ("of", groups.each)))
+    buffers = shared_inputs.get(shared, key)
+    if buffers is None:
+        buffers = made() | ({"offsets": groups.ends} if by else {})
+        shared_inputs.keep(shared, key, buffers)
+    return Tokens(buffers, apart)
+
+
+def _values(recipe: Recipe, orientation: str, quantized: Tokens, shape: Sequence[int]) -> Tensor:
+    """The fp32 values of quantized tokens, each in its place."""
+    buffers, apart = quantized
+    rows = shape[0] if apart is None else apart.size
+    values = operators.dequantize(recipe, buffers, rows, shape[1], orientation, torch.float32)
+    return values if apart is None else values[apart.rows]
+
+
+# ---------------------------------------------------------------------------------- groups of matrices in fp32
+def _run_by_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    groups = [slice(*both) for both in pairwise((0, *ends.tolist()))]
+    if b.dim() == 2:
+        return torch.stack([a[:, rows] @ b[rows] for rows in groups])
+    out = a.new_zeros((a.shape[0], b.shape[2]))
+    for rows, matrix in zip(groups, b, strict=True):
+        out[rows] = a[rows] @ matrix
+    return out
+
+
+def _fake_by_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return a.new_empty((ends.shape[0], a.shape[0], b.shape[1]))
+    return a.new_empty((a.shape[0], b.shape[2]))
+
+
+operators.define("by_groups(Tensor a, Tensor b, Tensor ends) -> Tensor", _run_by_groups, _fake_by_groups)
+_by_groups: Any = torch.ops.layoutc.by_groups.default
+"""(tokens, c) by (experts, c, f) -> (tokens, f); (a, tokens) by (tokens, b) -> (experts, a, b)."""

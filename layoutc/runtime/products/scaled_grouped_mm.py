@@ -1,0 +1,94 @@
+"""Groups of tokens by the weights of their experts, by torch.nn.functional.scaled_grouped_mm, as that function reads
+both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from layoutc.runtime.facts import Layout, Operand
+from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes
+from layoutc.runtime.torch_private import scaled_grouped_mm, scaled_grouped_mm_v2
+
+Buffers = Mapping[str, Tensor]
+
+
+class Side(NamedTuple):
+    """An operand: codes, the scales of rows or blocks, and that of the tensor, if it has one."""
+
+    codes: Tensor
+    scale: Tensor
+    of_tensor: Tensor | None
+
+
+def tokens(layout: Layout, buffers: Buffers, kernel: Kernel) -> Side:
+    """The left operand, rowwise. Of blocks, each group begins with a tile of scales, so the scales of all groups are
+    those of the matrix."""
+    operand = _operand(layout, "rowwise")
+    codes = buffers["rowwise_data"]
+    codes = codes.t().contiguous() if operand.transposes else codes
+    scale, rows = buffers["rowwise_scale"].view(operand.scale), codes.shape[0]
+    if kernel.kind == "RowWise":
+        scale = scale[:rows] if operand.scaling == kernel.kind else scale.expand(rows)
+        return Side(codes.view(operand.codes), scale.contiguous(), None)
+    return Side(codes.view(operand.codes), scale.view(rows, -1), _of_tensor(operand, buffers))
+
+
+def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Kernel, sizes: Sizes) -> Side:
+    """The right operand: the weight's matrix of all experts, as one (contracted, free) matrix for each."""
+    operand = _operand(layout, orientation)
+    count, is_row = sizes.experts, orientation == "rowwise"
+    codes = buffers[f"{orientation}_data"]
+    if is_row:
+        codes = codes.t().contiguous() if operand.transposes else codes
+        codes = codes.view(count, sizes.n, -1)
+    elif operand.transposes:
+        codes = codes.view(count, sizes.n, -1).transpose(1, 2).contiguous()
+    else:
+        codes = codes.view(sizes.k, count, -1).transpose(0, 1)
+        codes = codes if kernel.kind == "RowWise" else codes.contiguous()  # kernels of blocks know no strides
+    scale = buffers[f"{orientation}_scale"].view(operand.scale)
+    free = sizes.n if is_row else sizes.k
+    if kernel.kind == "RowWise":
+        each = operand.scaling == kernel.kind and is_row  # else experts share the scales: of the tensor, or of columns
+        scale = scale[: count * free].view(count, free) if each else scale[:free].expand(count, free)
+        return Side(codes.view(operand.codes).transpose(1, 2), scale.contiguous(), None)
+    if not is_row:  # all experts' tiles of some columns follow one another
+        scale = scale.view(-(-free // TILE[0]), count, -1).transpose(0, 1)
+    return Side(codes.view(operand.codes).transpose(1, 2), scale.reshape(count, -1), _of_tensor(operand, buffers))
+
+
+def _operand(layout: Layout, orientation: str) -> Operand:
+    operand = layout.operands[orientation]
+    assert isinstance(operand, Operand)  # else there is no kernel
+    return operand
+
+
+def _of_tensor(operand: Operand, buffers: Buffers) -> Tensor | None:
+    return None if operand.tensor_scale is None else buffers["amax"][:1] * operand.tensor_scale
+
+
+def multiply(a: Side, b: Side, ends: Tensor, kernel: Kernel, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """(tokens, free) in a dtype: each group of rows of a, which end where `ends` says, by its own matrix of b.
+
+    fast: as for scaled_mm.
+    """
+    bf16 = torch.bfloat16  # what all of its kernels give
+    if a.of_tensor is None or b.of_tensor is None:
+        is_fast = fast and kernel.kind == "RowWise"
+        made = scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, ends, None, None, bf16, is_fast)
+    else:
+        kinds = [int(ScalingType.__members__[kernel.kind].value), int(ScalingType.TensorWise.value)]
+        orders = [int(SwizzleType.SWIZZLE_32_4_4.value), int(SwizzleType.NO_SWIZZLE.value)]
+        left, right = (
+            [side.scale, of_tensor.expand(len(ends)).contiguous()]
+            for side, of_tensor in ((a, a.of_tensor), (b, b.of_tensor))
+        )
+        made = scaled_grouped_mm_v2(
+            a.codes, b.codes, left, kinds, orders, right, kinds, orders, ends, None, bf16, [], False
+        )
+    return made.to(dtype)
