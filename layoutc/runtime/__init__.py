@@ -5,6 +5,9 @@ Generated code imports its modules, and checks `INTERFACE` when it is imported.
 
 INTERFACE = 7
 
+#: Raised when traced graphs change: those that torch has kept on disk are compiled anew.
+GRAPHS = 2
+
 
 def require(interface: int, recipe: str) -> None:
     """Raises ImportError if generated code was written for another version of this runtime's interface."""

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import layoutc
 from layoutc.build.pipeline import compile_spec
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.weight import operators
+from layoutc.runtime.weight import flattening, operators
 from layoutc.spec.checks.read import read_spec
 
 NAMES = sorted(path.stem for path in SPECS.glob("*.yaml"))
@@ -289,3 +290,22 @@ def test_buffers_are_compiled_in_one_graph(name: str, count: int) -> None:
     made, expected = torch.compile(function, backend="aot_eager", fullgraph=True)(x), function(x)
     assert list(made) == list(expected)
     assert all(same(made[buffer], expected[buffer]) for buffer in expected)
+
+
+@pytest.mark.parametrize("way", ["quantize_", "cast_on_gather_"])
+def test_graphs_of_another_spec_or_runtime_are_cached_apart(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """What a weight is multiplied with changes no layout id, and how graphs are traced changes no spec."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    getattr(layoutc, way)(layer, "nvfp4")
+    layout = layer.weight.LAYOUT  # type: ignore[attr-defined]
+    hashes = {layer.weight._stable_hash_for_caching()}  # type: ignore[operator]
+    with monkeypatch.context() as patch:
+        patch.setattr(flattening, "GRAPHS", 0)
+        hashes.add(layer.weight._stable_hash_for_caching())  # type: ignore[operator]
+    shipped = layout.products
+    object.__setattr__(layout, "products", shipped._replace(gradient=("nvfp4_1d", "0123456789ab")))
+    try:
+        hashes.add(layer.weight._stable_hash_for_caching())  # type: ignore[operator]
+    finally:
+        object.__setattr__(layout, "products", shipped)
+    assert len(hashes) == 3

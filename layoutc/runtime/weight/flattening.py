@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
-from layoutc.runtime import product_mode
+from layoutc.runtime import GRAPHS, product_mode
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.planes import CutPlanes, Home, owner
 
@@ -111,11 +111,16 @@ def stable_hash(tensor: QuantizedTensor) -> str:
 
 
 def digest(key: str, tensor: torch.Tensor) -> str:
-    """A hash of `key`, which says what kind of wrapper it is, and of all that a graph can depend on except values."""
+    """A hash of `key`, which says what kind of wrapper it is, and of all that a graph can depend on except values.
+
+    That includes what a weight is multiplied with, which its layout id leaves out, and how this runtime traces graphs:
+    torch keeps compiled graphs on disk, and would run those of another spec or of an older layoutc.
+    """
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(tensor, name) for name in names]
     facts = [(tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in inner]
-    outer = key, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad
+    traced = GRAPHS, tensor.LAYOUT.products  # type: ignore[attr-defined]
+    outer = key, traced, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad
     return hashlib.blake2b(repr((outer, context, facts)).encode(), digest_size=16).hexdigest()
 
 
