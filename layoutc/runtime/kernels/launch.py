@@ -101,7 +101,7 @@ def in_runs(x: Tensor) -> Tensor:
 def in_rows(x: Tensor) -> Tensor:
     """A matrix whose rows are runs of values, as kernels that also transpose codes read it. Others are copied first.
 
-    With columns that are runs, such a kernel of fp8_current gave other bytes on an H200 (Triton 3.6).
+    From columns that are runs, two launches of such a kernel (fp8_current) gave different bytes: H200, Triton 3.6.
     """
     return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
