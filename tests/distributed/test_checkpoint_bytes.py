@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
 from resharding import Sizes, awkward, build, load, save, shard, step
+from weight_recipes import WEIGHTS
 
-EVERY = importlib.import_module("layoutc.recipes").RECIPES
+EVERY = WEIGHTS
 
 
 def files(folder: Path) -> dict[str, bytes]:

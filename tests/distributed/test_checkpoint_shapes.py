@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,9 @@ from resharding import (
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from weight_recipes import WEIGHTS
 
-EVERY = importlib.import_module("layoutc.recipes").RECIPES
+EVERY = WEIGHTS
 TOGETHER = (("fp8_delayed", "nvfp4"), ("fp8_block",), ("mxfp8", "int4_group32", "mxfp6_e3m2"))  # of one size of block
 TRAINED, MORE = 1, 2
 ALL = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))

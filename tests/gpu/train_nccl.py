@@ -206,7 +206,9 @@ def main() -> None:
     recipes = [word for word in sys.argv[1:] if word not in ("all", *every)] or RECIPES
     modes = tuple(word for word in sys.argv[1:] if word in every) or MODES
     if "all" in sys.argv:
-        recipes, modes = import_module("layoutc.recipes").RECIPES, ("resharded", "cut_blocks", "recompute")
+        shipped = import_module("layoutc.recipes").RECIPES
+        recipes = [name for name in shipped if not import_module(f"layoutc.recipes.{name}").LAYOUT.not_weights]
+        modes = ("resharded", "cut_blocks", "recompute")
     alone: dict[tuple[str, str, tuple[int, int]], Curve] = {}
     for recipe, mode in runs(recipes, modes, dist.get_world_size()):
         sizes = sizes_of(recipe, mode)
