@@ -113,7 +113,8 @@ def _run_lay_out(handle: Tensor, window: list[int], recipe: str, orientation: st
     cls, (m, k) = operators.recipe_of(recipe), _sizes(window)
     whole = _now(cls, handle, orientation)
     buffers = cls._lay_out(cls._cut(whole, *window), m, k, (orientation,), swizzled)
-    return [operators.own(buffers[name], *whole.values()) for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
+    made = [buffers[name] for name in _names(cls.LAYOUT, m, k, orientation, swizzled)]
+    return operators.own_all(made, *whole.values())
 
 
 def _run_plane(handle: Tensor, m: int, k: int, recipe: str, name: str) -> Tensor:

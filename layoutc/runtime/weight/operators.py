@@ -249,10 +249,7 @@ def _run_lay_out(
 
 def own(made: Tensor, *inputs: Tensor | None) -> Tensor:
     """A result as an operator must return it: contiguous, and not an alias of an input."""
-    made = made.contiguous()
-    storage = made.untyped_storage().data_ptr()
-    shared = any(tensor is not None and tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
-    return made.clone() if shared and made.numel() else made
+    return own_all([made], *inputs)[0]
 
 
 def own_all(made: list[Tensor], *inputs: Tensor | None) -> list[Tensor]:
