@@ -239,6 +239,23 @@ def test_trees_are_mapped_and_flattened() -> None:
     assert private.tree_map(lambda x: x and x + 1, copy.deepcopy(tree)) == {"a": [2, (3, 4)], "b": None}
 
 
+def test_inductor_lowers_an_operator_as_it_is_told() -> None:
+    """By its own lowerings, of a tensor that can be stored first; one that is lowered already is left as it is."""
+    torch.library.define("layoutc_test::twice", "(Tensor x) -> Tensor")
+    torch.library.register_fake("layoutc_test::twice", torch.empty_like)
+    twice: Any = torch.ops.layoutc_test.twice.default  # nothing computes it otherwise
+
+    def lower(lowerings: Any, x: Any) -> Any:
+        x.realize()
+        return lowerings[torch.ops.aten.add.Tensor](x, x)
+
+    for _ in range(2):
+        private.lower_in_inductor(twice, lower)
+    x = torch.randn(5)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
+
+
 def test_each_name_has_a_test() -> None:
     """By its name, in the text of a test."""
     text = Path(__file__).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Mode
-from layoutc.runtime.products import scaled_mm, shared_inputs
+from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
 from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.weight import gathered_in_graphs, operators
@@ -168,7 +168,8 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, 
     seed = operators.seed_of(recipe, x) if low else None
     for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
     if for_kernel:
-        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), True, seed)
+        amax = amax_in_graphs.amax_of(recipe, x)
+        buffers = operators.quantize_buffers(recipe, x, amax, for_kernel, bool(layout.swizzled), True, seed)
         made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
     for_reference = tuple(name for name, way in ways.items() if way == "reference")
     if for_reference:

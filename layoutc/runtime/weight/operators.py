@@ -112,9 +112,9 @@ def quantize_buffers(
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
-    amax: what `shared_amax` gives, for recipes that share one; default: that of x. typed: the operator gives codes and
-    scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a call into Python. seed:
-    as for `quantize`.
+    amax: what `shared_amax` gives, for recipes that share one, in fp32 or in x's dtype; default: that of x. typed: the
+    operator gives codes and scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a
+    call into Python. seed: as for `quantize`.
     """
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
     seed = seed_of(cls, x) if seed is None else seed
@@ -127,12 +127,17 @@ def quantize_buffers(
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
-            buffers[name] = outputs[-1] if amax is None else amax
+            buffers[name] = outputs[-1] if amax is None or amax.dtype != torch.float32 else amax
         elif name in made:
             buffers[name] = made[name]
         elif name.split("_")[0] in chosen:
             buffers[name] = made[first[layout.as_stored[name]]].view(facts.shape)
     return buffers
+
+
+def _gives_amax(amax: Tensor | None) -> bool:
+    """Whether the operator that quantizes to buffers gives the amax in fp32, as the caller does not have it."""
+    return amax is None or amax.dtype != torch.float32
 
 
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
@@ -209,7 +214,8 @@ def _run_quantize_buffers(
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
-    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, amax is None)
+    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _gives_amax(amax))
+    amax = None if amax is None else amax.to(torch.float32)
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed)) is not None:
         made = [fused[name] for name in names]  # new tensors, which a kernel wrote
         return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
@@ -293,7 +299,7 @@ def _fake_quantize_buffers(
     made = [_like(facts, x) for facts in results.values()]
     if typed:
         made = [_typed(layout, *one) for one in zip(results, made, strict=True)]
-    if amax is None and "amax" in layout.as_stored:
+    if _gives_amax(amax) and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
 

@@ -1,0 +1,49 @@
+"""The amax of an operand in a traced graph: Inductor finds it where it computes the operand, without reading it again.
+
+Inductor stores the operand first, as for any operator that it does not know. It may then take the amax of values that
+are not rounded to the operand's dtype yet. Rounding is monotone, so that the amax, rounded when it is stored, is the
+amax of the rounded values. In fp32 it would not be rounded: the amax has the operand's dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.products.choice import Recipe
+from layoutc.runtime.torch_private import lower_in_inductor
+from layoutc.runtime.weight import operators
+
+
+def amax_of(recipe: Recipe, x: Tensor) -> Tensor | None:
+    """The amax of an operand (m, k), in its dtype, (1,). NaN propagates.
+
+    None where calls are not traced, and for recipes that share no amax of a whole matrix: then whoever quantizes x
+    finds what is needed.
+    """
+    layout = recipe.LAYOUT
+    if not layout.shares_amax or layout.amax_columns is not None or x.numel() == 0 or not operators.traced(x):
+        return None
+    if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
+        lower_in_inductor(_amax, _lower)
+    found: Tensor = _amax(x, recipe.KEY)
+    return found
+
+
+def _run(x: Tensor, recipe: str) -> Tensor:
+    return operators.recipe_of(recipe)._shared_amax(x).to(x.dtype)
+
+
+def _lower(lowerings: Any, x: Any) -> Any:
+    """In Inductor's terms: x is stored, and its amax taken row by row, as kernels that end in x go through it."""
+    aten = torch.ops.aten
+    x.realize()
+    rows = lowerings[aten.amax.default](lowerings[aten.abs.default](x), [1])
+    return lowerings[aten.amax.default](rows, [0], True)
+
+
+operators.define("amax(Tensor x, str recipe) -> Tensor", _run, lambda x, recipe: x.new_empty((1,)))
+_amax: Any = torch.ops.layoutc.amax.default

@@ -1,0 +1,102 @@
+"""The amax of an operand in a compiled graph: that of the bytes that are quantized, whoever computes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantized_cases import same_bits
+from torch import Tensor, nn
+
+import layoutc
+from layoutc.runtime import numerics
+from layoutc.runtime.products import amax_in_graphs
+from layoutc.runtime.torch_private import scaled_mm_on_cpus
+from layoutc.runtime.weight.recipe_methods import RecipeMethods
+
+TOKENS, K, M = 48, 64, 96
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+class GatedLayer(nn.Module):
+    """A norm, two layers that read it, and one that reads their product."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(K, dtype=dtype)
+        self.gate, self.up = (nn.Linear(K, M, bias=False, dtype=dtype) for _ in range(2))
+        self.down = nn.Linear(M, K, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, K) -> the same."""
+        h = self.norm(x * 1.7)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Each operand that is quantized, with the amax that it is quantized by."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    original: Any = RecipeMethods._quantize_matrix.__func__  # type: ignore[attr-defined]
+
+    def watched(cls: Any, x: Tensor, amax: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append((x.clone(), amax.clone()))
+        return original(cls, x, amax, *args, **options)
+
+    monkeypatch.setattr(RecipeMethods, "_quantize_matrix", classmethod(watched))
+    return seen
+
+
+@pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inductor_finds_the_amax_of_what_is_quantized(
+    dtype: torch.dtype, quantized: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = GatedLayer(dtype)
+    layoutc.quantize_(model, "fp8_current")
+    x = (torch.randn(TOKENS, K) * 8).to(dtype).requires_grad_()
+    del quantized[:]
+    monkeypatch.setattr(numerics, "matrix_amax", None)  # nothing else reads an operand for it
+    with layoutc.products("low"):
+        out = torch.compile(model, fullgraph=True)(x)
+        out.float().square().sum().backward()
+    assert len(quantized) == 2 + 3  # h and what `down` reads; the gradients of three outputs
+    for values, amax in quantized:
+        assert same_bits(amax, values.abs().amax().float().reshape(1))
+
+
+def test_special_values(quantized: list[tuple[Tensor, Tensor]]) -> None:
+    """The last, doubled, is within fp32 and beyond fp16, to which it is rounded after it was computed."""
+    layer = nn.Linear(K, M, bias=False, dtype=torch.float16)
+    layoutc.quantize_(layer, "fp8_current")
+    compiled = torch.compile(lambda x: layer(x * 2), fullgraph=True)
+    del quantized[:]
+    for value in (float("nan"), float("inf"), 0.0, -3.5e4):
+        x = torch.zeros(TOKENS, K, dtype=torch.float16)
+        x[3, 5] = value
+        with layoutc.products("low"), torch.no_grad():
+            compiled(x)
+    assert [amax.item() for _, amax in quantized[1:]] == [float("inf"), 0.0, float("inf")]
+    for values, amax in quantized:
+        assert same_bits(amax, numerics.matrix_amax(values, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_inductor_the_operator_finds_it(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 9).to(dtype)
+    recipe = importlib.import_module("layoutc.recipes.fp8_current").FP8CurrentTensor
+    found = torch.ops.layoutc.amax(x, recipe.KEY)
+    assert found.dtype == dtype
+    assert same_bits(found.float(), numerics.matrix_amax(x, None))
+    assert amax_in_graphs.amax_of(recipe, x) is None  # eager calls find it where they quantize
