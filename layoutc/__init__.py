@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.product_mode import products
     from layoutc.runtime.products.explain import explain_products
     from layoutc.runtime.products.linear import products_without_kernel
+    from layoutc.runtime.products.own_choice import set_products_
     from layoutc.runtime.quantize.batch_buffers import buffers_of
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
@@ -35,6 +36,7 @@ _RUNTIME = {
     "quantize_": "layoutc.runtime.train.convert",
     "quantized_init": "layoutc.runtime.train.convert",
     "restore_tensor": "layoutc.runtime.weight.stored_form",
+    "set_products_": "layoutc.runtime.products.own_choice",
     "strict": "layoutc.runtime.strict",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "products_without_kernel",
     "quantize_",
     "quantized_init",
+    "set_products_",
     "strict",
 ]
 

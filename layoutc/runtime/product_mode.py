@@ -1,9 +1,10 @@
-"""Which products the user wants: in low precision where a card has a kernel, everywhere, or nowhere."""
+"""Which products the user wants: in low precision where a card has a kernel, everywhere, or nowhere; set for all
+weights, or for some."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 from layoutc.runtime.facts import Layout
 
@@ -17,9 +18,25 @@ def current() -> Mode:
     return _mode
 
 
-def of(layout: Layout) -> Mode:
-    """The mode that products of a recipe follow now: a recipe without any is always dequantized."""
-    return "dequantize" if layout.products is None else _mode
+class Weight(Protocol):
+    """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
+
+    LAYOUT: ClassVar[Layout]
+    _products: Mode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
+
+
+def of(weight: Weight) -> Mode:
+    """The mode that products of a weight follow now: its own, else what is set for all.
+
+    A weight of a recipe without products is always dequantized.
+    """
+    return "dequantize" if weight.LAYOUT.products is None else weight._products or _mode
+
+
+def check(mode: str) -> None:
+    """Raises ValueError for anything but a mode."""
+    if mode not in _MODES:
+        raise ValueError(f"products are {', '.join(_MODES)}, not {mode!r}")
 
 
 class products:
@@ -30,14 +47,15 @@ class products:
     it is how numbers of a card that is not at hand are seen.
     dequantize: the weight's values, in the activations' dtype.
 
+    A weight that `layoutc.set_products_` has given a mode of its own keeps that one.
+
     Put it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
     Raises ValueError for another mode.
     """
 
     def __init__(self, mode: Mode) -> None:
         global _mode
-        if mode not in _MODES:
-            raise ValueError(f"products are {', '.join(_MODES)}, not {mode!r}")
+        check(mode)
         self._before = _mode
         _mode = mode
 

@@ -23,7 +23,8 @@ from layoutc.runtime.quantize import weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
-from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
+from layoutc.runtime.weight.pending_writes import check_writable
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 Rename = Callable[[str], str]
 

@@ -12,33 +12,34 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def keep_plain(module: nn.Module) -> None:
-    """From now on, state dicts of `module` hold the plain values of its weight, and it loads plain ones."""
+    """From now on, state dicts of `module` hold the plain values of its weights, and it loads plain ones."""
     module.register_state_dict_post_hook(give_plain)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(take_plain)  # type: ignore[no-untyped-call]
 
 
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state_dict hook: puts the weight's values in, sharded as it is and sharing its memory, so loads in place
+    """A state_dict hook: puts the weights' values in, sharded as they are and sharing their memory, so loads in place
     work."""
-    weight = state.get(f"{prefix}weight")
-    tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
-    if tensor is not None:
-        state[f"{prefix}weight"] = with_local(weight, tensor.plain)
+    for name, _ in module.named_parameters(recurse=False):
+        weight = state.get(f"{prefix}{name}")
+        tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
+        if tensor is not None:
+            state[f"{prefix}{name}"] = with_local(weight, tensor.plain)
 
 
 def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A load_state_dict hook: wraps plain values in the class, so that a weight that they are assigned to keeps it.
+    """A load_state_dict hook: wraps plain values in the class, so that weights that they are assigned to keep it.
 
     The loaded values are unrelated to the old ones, so a history of amaxes starts anew.
     """
-    tensor = find_cast(weight) if (weight := getattr(module, "weight", None)) is not None else None
-    value = state.get(f"{prefix}weight")
-    if tensor is None or not isinstance(value, Tensor):
-        return
-    tensor._agreed.forget()
-    local = getattr(value, "_local_tensor", value)
-    if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
-        state[f"{prefix}weight"] = with_local(value, tensor._fresh(local.detach()))
+    for name, weight in module.named_parameters(recurse=False):
+        tensor, value = find_cast(weight), state.get(f"{prefix}{name}")
+        if tensor is None or not isinstance(value, Tensor):
+            continue
+        tensor._agreed.forget()
+        local = getattr(value, "_local_tensor", value)
+        if not isinstance(local, CastOnGather | QuantizedTensor) and local.is_floating_point():
+            state[f"{prefix}{name}"] = with_local(value, tensor._fresh(local.detach()))
 
 
 # Modules are pickled with the names of their hooks.

@@ -21,6 +21,7 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -66,6 +67,7 @@ class CastOnGather(torch.Tensor):
     _name: str | None
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
+    _products: Mode | None  # as of a QuantizedTensor
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
 
     @staticmethod
@@ -87,7 +89,7 @@ class CastOnGather(torch.Tensor):
         )
         self._planes, self._plain = planes, values
         self._views, self._transposed, self._detached, self._name = (), False, False, None
-        self._agreed, self._source = Agreed(), None
+        self._agreed, self._source, self._products = Agreed(), None, None
         return self
 
     def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
@@ -96,12 +98,13 @@ class CastOnGather(torch.Tensor):
         other._views = self._views if view is None else (*self._views, view)
         other._transposed, other._detached = self._transposed != transposed, self.is_detached
         other._name, other._agreed, other._source = self._name, self._agreed, self._source
+        other._products = self._products
         return other
 
     def _fresh(self, values: Tensor) -> Self:
         """Other values with the same metadata."""
         other = type(self)(values)
-        other._name, other._detached = self._name, self.is_detached
+        other._name, other._detached, other._products = self._name, self.is_detached, self._products
         return other
 
     # ------------------------------------------------------------------------------------------------------- what it is
@@ -158,7 +161,7 @@ class CastOnGather(torch.Tensor):
         if row_sharding is not None:
             halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
         quantized = cls(planes, shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
-        quantized._name = self._name
+        quantized._name, quantized._products = self._name, self._products
         return quantized
 
     def as_matrix(self) -> Tensor:
@@ -221,8 +224,8 @@ class CastOnGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
-        mode = product_mode.of(self.LAYOUT)  # see flattening.Context
-        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name, mode)
+        products = self._products, product_mode.of(self)  # see flattening.Context
+        return ["_whole"], (self._views, self._transposed, self.is_detached, self._name, *products)
 
     @property
     def _whole(self) -> Tensor:
@@ -233,12 +236,13 @@ class CastOnGather(torch.Tensor):
         cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Iterable[int], outer_stride: Any
     ) -> Self:
         """Inverse of __tensor_flatten__."""
-        views, transposed, detached, name, _ = context
+        views, transposed, detached, name, products, _ = context
         values = inner["_whole"]
         for func, args, index in views:
             values = func(values, *args) if index is None else func(values, *args)[index]
         self = cls._wrap({"values": inner["_whole"]}, values)
         self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
+        self._products = products
         return self
 
     def _stable_hash_for_caching(self) -> str:

@@ -172,24 +172,39 @@ def _whole(like: QuantizedTensor, found: Tensor, slices: Slices) -> QuantizedTen
 
 # -------------------------------------------------------------------------------------------------------------- modules
 def keep_quantized(module: nn.Module) -> None:
-    """From now on plain values that a state dict assigns to the weight of `module` are quantized as the weight is."""
+    """From now on plain values that a state dict assigns to a weight of `module` are quantized as the weight is."""
     module.register_load_state_dict_pre_hook(take_sent)  # type: ignore[no-untyped-call]
 
 
 def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
     """What load_state_dict calls: quantizes values that are assigned, and gets the bytes of those that are broadcast.
 
-    Collective over the ranks of a weight that is sharded.
+    What is assigned is multiplied as the weight in whose place it comes. Collective over the ranks of weights that are
+    sharded.
     """
-    weight, key = getattr(module, "weight", None), f"{prefix}weight"
-    like = meshes.local_of(weight) if isinstance(weight, Tensor) else None
+    assigns = bool(metadata.get("assign_to_params_buffers", False))
+    for name, weight in module.named_parameters(recurse=False):
+        key, like = f"{prefix}{name}", meshes.local_of(weight)
+        if not isinstance(like, QuantizedTensor):
+            continue
+        _take(state, key, weight, like, assigns)
+        found = state.get(key)
+        held = meshes.local_of(found) if assigns and isinstance(found, Tensor) else None
+        if isinstance(found, Tensor) and isinstance(held, QuantizedTensor) and held._products != like._products:
+            with torch.no_grad():
+                chosen = held._alias()
+                chosen._products = like._products
+                state[key] = with_local(found, chosen)
+
+
+def _take(state: dict[str, Any], key: str, weight: Tensor, like: QuantizedTensor, assigns: bool) -> None:
     found = state.get(key)
     values = meshes.local_of(found) if isinstance(found, Tensor) else None
-    if not isinstance(like, QuantizedTensor) or values is None or not values.is_floating_point() or values.is_meta:
+    if values is None or not values.is_floating_point() or values.is_meta:
         return
     if values.shape != like.shape or isinstance(found, DTensor) != isinstance(weight, DTensor):
         return
-    assigns, is_plain = metadata.get("assign_to_params_buffers", False), type(values) in (Tensor, nn.Parameter)
+    is_plain = type(values) in (Tensor, nn.Parameter)
     with torch.no_grad():
         if isinstance(found, DTensor):
             if assigns and (is_plain or getattr(values, "_sent", None) is not None):

@@ -299,7 +299,7 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         planes, size, dtype, matrix=matrix, orientations=tensor._orientations, halo=halo
     )
     new._name, new._padding = tensor._name, NEW
-    new._writes.trains = tensor._writes.trains
+    new._writes.trains, new._products = tensor._writes.trains, tensor._products
     return new
 
 

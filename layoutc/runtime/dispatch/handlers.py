@@ -15,7 +15,6 @@ from torch import Tensor
 
 from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
-from layoutc.runtime import product_mode as mode
 from layoutc.runtime.dispatch import broadcasts, update_warnings
 from layoutc.runtime.dispatch.indexing import dim_of
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
@@ -25,7 +24,7 @@ from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators, pending_writes, staging
 from layoutc.runtime.weight.padding import Padding
 from layoutc.runtime.weight.planes import ScatteredPlanes
-from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -198,7 +197,7 @@ def is_set_to(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """zero_: quantizes zeros; for a part, zeroes every byte that it does not share. Exact zeros either way."""
     tensor: QuantizedTensor = args[0]
-    check_writable(tensor)
+    pending_writes.check_writable(tensor)
     gathered_in_graphs.refuse_write(tensor)
     before = initial_values.lookup(tensor)
     row_sharding = None if tensor.is_meta else shards.row_sharding(tensor)
@@ -293,7 +292,7 @@ def _check_same_cut(func: Any, target: QuantizedTensor) -> None:
 
 
 def _copy_planes(target: QuantizedTensor, source: QuantizedTensor) -> QuantizedTensor:
-    check_writable(target)
+    pending_writes.check_writable(target)
     missing = [name for name in target._planes if name not in source._planes]
     if missing:
         raise LayoutError(f"copy_: {source._label()} lacks {', '.join(missing)}, which the target holds")
@@ -349,10 +348,8 @@ def product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     The axis that is contracted decides the orientation: along k it reads rowwise values, along m columnwise ones. mm
     and addmm are products in low precision where those are wanted.
     """
-    if mode.current() != "dequantize" and not kwargs:
-        made = linear_products.matrix_product(func, args, mode.current())
-        if made is not None:
-            return made
+    if not kwargs and (made := linear_products.matrix_product(func, args)) is not None:
+        return made
     first = 1 if func in WITH_BIAS else 0
     dtype = next((a.dtype for a in args if isinstance(a, Tensor) and not isinstance(a, QuantizedTensor)), None)
     plain = [_operand(a, i == first, dtype) if isinstance(a, QuantizedTensor) else a for i, a in enumerate(args)]

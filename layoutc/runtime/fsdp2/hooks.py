@@ -166,13 +166,14 @@ def finish(
         if shard.LAYOUT.passes_differ and route.which != "both":
             planes = GatheredPlanes(planes, home, route.matrix)
         tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard._orientations)
-        tensor._name, tensor._home = shard._name, home
+        tensor._name, tensor._home, tensor._products = shard._name, home, shard._products
         both: tuple[PassName, ...] = ("forward", "backward")
         passes = [_route(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)
     target: Any = getattr(out, "_local_tensor", out)
     target._planes.clear()
     target._planes.update(planes)
+    target._products = shard._products
     return None
 
 

@@ -98,7 +98,7 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """`__torch_function__` of recipes that have products: FUNCTIONS in low precision, all others as they are."""
-    if mode.current() != "dequantize" and (multiply := FUNCTIONS.get(func)) is not None:
+    if (multiply := FUNCTIONS.get(func)) is not None:
         made = multiply(*args, **(kwargs or {}))
         if made is not None:
             return made
@@ -107,15 +107,17 @@ def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
 
 
 def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear in low precision; None for what is no linear layer with a weight of a recipe."""
+    """F.linear in low precision; None for what is no linear layer with a weight that is multiplied so."""
+    if not hasattr(weight, "LAYOUT") or (how := mode.of(weight)) == "dequantize":
+        return None
     if input.is_floating_point() and autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    if not hasattr(weight, "LAYOUT") or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
+    if hasattr(input, "LAYOUT") or isinstance(input, DTensor):
         return None
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:
         return None
     trains = weight.requires_grad and torch.is_grad_enabled()
-    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, mode.current(), trains)  # type: ignore[no-untyped-call]
+    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, how, trains)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -78,8 +78,9 @@ def _groups_multiplied(
     input: Any, mat2: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor | None:
     """F.grouped_mm in low precision; None for what is no product of tokens by weights of experts of a recipe."""
-    is_weight = hasattr(mat2, "LAYOUT") and mat2.dim() == 3
-    if not is_weight or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
+    if not hasattr(mat2, "LAYOUT") or (how := mode.of(mat2)) == "dequantize":
+        return None
+    if mat2.dim() != 3 or hasattr(input, "LAYOUT") or isinstance(input, DTensor):
         return None
     if bias is not None or out_dtype not in (None, input.dtype) or input.dtype not in FLOATS:
         return None
@@ -93,13 +94,13 @@ def _groups_multiplied(
         note_without_kernel(mat2, "forward", "weights of experts are read as weight.transpose(-2, -1), and this is not")
         return None
     trains = mat2.requires_grad and torch.is_grad_enabled()
-    out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, mode.current(), trains)  # type: ignore[no-untyped-call]
+    out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, how, trains)  # type: ignore[no-untyped-call]
     return out
 
 
 def _batch_multiplied(input: Any, mat2: Any, **options: Any) -> Tensor | None:
     """torch.bmm in low precision; None for any other product."""
-    if options or not hasattr(mat2, "LAYOUT") or input.dim() != 3:
+    if options or not hasattr(mat2, "LAYOUT") or mode.of(mat2) == "dequantize" or input.dim() != 3:
         return None
     if input.is_floating_point() and autograd.autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
@@ -13,13 +14,22 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
+from layoutc.runtime.products.own_choice import own_mode_holder
+from layoutc.runtime.sharding import registry
 
+_OF_DTENSORS = (
+    "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
+    "F.linear(x, weight.to_local()) has this product"
+)
 _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 
 
 class ExplainedProduct(NamedTuple):
-    """One product of one weight. kernel: the kinds of scales that scaled_mm, or scaled_grouped_mm for weights of
-    experts, reads; "" if it is not called."""
+    """One product of one weight.
+
+    kernel: the kinds of scales that scaled_mm, or scaled_grouped_mm for weights of experts, reads; "" if it is not
+    called. own_mode: the weight's own choice, which `layoutc.set_products_` has set; None: it follows the mode of all.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,13 +38,15 @@ class ExplainedProduct(NamedTuple):
     way: Way
     kernel: str
     reason: str
+    own_mode: Mode | None = None
 
     def __str__(self) -> str:
         """A line for a reader."""
         function = "scaled_mm" if len(self.shape) == 2 else "scaled_grouped_mm"
         how = f"{function}, {self.kernel}" if self.kernel else self.way
         because = f": {self.reason}" if self.reason else ""
-        return f"{self.name} {'x'.join(map(str, self.shape))} {self.recipe} {self.product}: {how}{because}"
+        own = "" if self.own_mode is None else f' (its own choice: "{self.own_mode}")'
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.recipe} {self.product}: {how}{because}{own}"
 
 
 def explain_products(
@@ -43,7 +55,8 @@ def explain_products(
     """How each product of a model's quantized weights is computed, before or after fully_shard; runs nothing.
 
     tokens: the rows of activations that a linear layer sees, or all experts together: all leading dims as one. device:
-    default: that of each weight. mode: default: the one that is set; "auto" if that is "dequantize".
+    default: that of each weight. mode: of weights without a choice of their own (`layoutc.set_products_`); default: the
+    one that is set; "auto" if that is "dequantize". Weights that tensor parallelism cuts are multiplied as parts.
     """
     found: list[ExplainedProduct] = []
     for name, param in model.named_parameters():
@@ -61,19 +74,32 @@ def _wanted() -> Mode:
 def _explained(
     name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode
 ) -> list[ExplainedProduct]:
-    shape = tuple(param.shape)
+    shape, (part, is_part) = tuple(param.shape), _multiplied(param)
+    own: Mode | None = own_mode_holder(param)._products
+    wanted = own or wanted
     rows = []
     for product in NAMES:
-        if len(shape) == 2:
-            way, reason = choose(cls, product, *shape, tokens, device, wanted)
-        elif len(shape) == 3:
-            way, reason = grouped_choice.choose(cls, product, Sizes(*shape, tokens), device, wanted)
+        if len(part) == 2:
+            way, reason = choose(cls, product, *part, tokens, device, wanted)
+        elif len(part) == 3:
+            way, reason = grouped_choice.choose(cls, product, Sizes(*part, tokens), device, wanted)
         else:
-            way, reason = "dequantize", f"weights of {len(shape)} dims have no products in low precision"
+            way, reason = "dequantize", f"weights of {len(part)} dims have no products in low precision"
+        if is_part and len(part) == 2 and product == "grad_weight" and way != "dequantize":
+            way, reason = "dequantize", _OF_DTENSORS
         name_of = _kernel if len(shape) == 2 else _grouped_kernel
         kernel = name_of(cls, product) if way == "kernel" else ""
-        rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason))
+        rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason, own))
     return rows
+
+
+def _multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
+    """The shape of what a rank multiplies with, and whether that is the part of a DTensor, with FSDP2 or without."""
+    if not isinstance(param, DTensor):
+        return tuple(param.shape), False
+    local: Any = param._local_tensor
+    sharding = registry.find(local)
+    return (tuple(local.shape), True) if sharding is None else (sharding.shape, sharding.is_part)
 
 
 def _kernel(cls: Recipe, product: ProductName) -> str:

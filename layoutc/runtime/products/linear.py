@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layoutc.runtime import product_mode
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
@@ -190,7 +191,7 @@ def _names(layout: Layout, orientation: str, way: Way) -> list[str]:
     return [name for name in buffers if name == "amax" or name.split("_")[0] == orientation]
 
 
-def matrix_product(func: Any, args: Sequence[Any], mode: Mode) -> Tensor | None:
+def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     """mm or addmm of activations, or gradients, by a weight, in low precision; None for any other product.
 
     This is what `x @ weight.t()` is to a tensor's class, and a linear layer whose weight is a DTensor, to the local
@@ -199,7 +200,7 @@ def matrix_product(func: Any, args: Sequence[Any], mode: Mode) -> Tensor | None:
     if func not in (aten.mm.default, aten.addmm.default):
         return None
     *bias, left, right = args
-    if not isinstance(right, QuantizedTensor) or right.LAYOUT.products is None:
+    if not isinstance(right, QuantizedTensor) or (mode := product_mode.of(right)) == "dequantize":
         return None
     if isinstance(left, QuantizedTensor) or left.dtype not in weights.FLOATS:
         return None

@@ -31,7 +31,8 @@ from layoutc.runtime.sharding import shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import gathered_in_graphs, initial_values, operators
-from layoutc.runtime.weight.tensor import QuantizedTensor, check_writable, written
+from layoutc.runtime.weight.pending_writes import check_writable
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Requantized = tuple[QuantizedTensor, Tensor, Tensor | None]  # a target, its new (m, k) values and their amax

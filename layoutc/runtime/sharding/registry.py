@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, UnsupportedTorch
 from layoutc.runtime.facts import Layout
+from layoutc.runtime.product_mode import Mode
 
 RUNS_WITH = "2.11 to 2.14"
 FIX = "pip install 'torch>=2.11,<2.15'"
@@ -98,6 +99,7 @@ class Shard(Protocol):
     LAYOUT: ClassVar[Layout]
     _name: str | None
     _peers: tuple[str, ...] | None
+    _products: Mode | None
 
     @property
     def shape(self) -> torch.Size:
@@ -158,6 +160,11 @@ class Sharding:
     def dim(self) -> int:
         """The dim that is sharded."""
         return int(self.param().fsdp_placement.dim)  # type: ignore[union-attr]
+
+    @property
+    def is_part(self) -> bool:
+        """True if the weight was a DTensor before: each rank gathers its part of it, as tensor parallelism cuts it."""
+        return bool(getattr(self.param(), "is_dtensor", False))
 
     @property
     def frees_after_forward(self) -> bool:

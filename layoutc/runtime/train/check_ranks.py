@@ -80,6 +80,7 @@ def _claims(name: str, param: DTensor) -> Iterator[tuple[str, Claim]]:
         kind = "cast on gather to " if isinstance(local, CastOnGather) else ""
         facts["recipe"] = f"{kind}{local.LAYOUT.name}, layout {local.LAYOUT.layout_id}"
         facts["orientations"] = "+".join(local.orientations) or "none"
+        facts["products"] = local._products or "as set for all"
     yield f"facts {ranks}", Claim(name, facts, param.device_mesh.size())
     if local.is_meta:
         return

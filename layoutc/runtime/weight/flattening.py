@@ -31,6 +31,7 @@ class Context(NamedTuple):
     halo: Halo
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
     window: Rect | None  # the part of it that this tensor is
+    own_products: str | None  # how it is multiplied by its own choice, which a traced tensor has too
     products: str  # how it is multiplied: a graph that is traced in one mode must not run in another
 
 
@@ -41,7 +42,8 @@ def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     if getattr(planes, "handle", None) is not None:
         names, (whole, window) = ("handle",), whole_and_window(tensor)
     of = tensor._matrix, tensor._orientations, tensor._transposed, tensor.dtype, tensor._halo
-    return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, product_mode.of(tensor.LAYOUT))
+    products = tensor._products, product_mode.of(tensor)
+    return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
 
 
 def unflatten(
@@ -66,7 +68,7 @@ def unflatten(
         transposed=context.transposed,
         halo=context.halo,
     )
-    tensor._home = home
+    tensor._home, tensor._products = home, context.own_products  # type: ignore[assignment]
     return tensor
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
 from layoutc.ints.sizes import cdiv, up
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.weight import gathered_in_graphs
 from layoutc.runtime.weight.padding import NOT_PADDED
+from layoutc.runtime.weight.planes import ScatteredPlanes
 
 if TYPE_CHECKING:
     from layoutc.runtime.weight.initial_values import InitialValues
@@ -231,3 +232,12 @@ def check_readable(tensor: QuantizedTensor) -> None:
     gathered_in_graphs.check_not_resharded(tensor)
     if tensor._writes.waiting:
         check_whole(tensor)
+
+
+def check_writable(tensor: QuantizedTensor) -> None:
+    """Raises UnsupportedOperator for rows that no view of the planes covers, since a write to them would be lost."""
+    if isinstance(tensor._planes, ScatteredPlanes):
+        raise UnsupportedOperator(
+            f"{tensor._label()} consists of rows that are not adjacent: it can be read but not written; write into the "
+            "weight that it was cut from"
+        )

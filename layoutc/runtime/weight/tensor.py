@@ -18,8 +18,9 @@ from torch import Tensor
 
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
+from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout, contiguous_strides
+from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import no_torch_function
 from layoutc.runtime.weight import (
@@ -34,7 +35,7 @@ from layoutc.runtime.weight.deep_copy import deep_copied
 from layoutc.runtime.weight.flattening import whole_and_window
 from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
-from layoutc.runtime.weight.planes import CutPlanes, Home, ScatteredPlanes
+from layoutc.runtime.weight.planes import CutPlanes, Home
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
 
 Handler = Callable[..., Any]
@@ -65,6 +66,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
     _halo: Halo  # rows of the planes that are not the tensor's own
     _padding: Padding  # which call of FSDP2 or DTensor it comes from, where they pad shards
     _sent: QuantizedTensor | None  # the whole weight, if that was broadcast as values, and this is it or a part of it
+    _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
@@ -103,7 +105,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes, self._part = Writes(planes=planes), None
-        self._common, self._peers = frozenset(), None
+        self._common, self._peers, self._products = frozenset(), None, None
         self._halo, self._padding, self._sent = halo, NOT_PADDED, None
         return self
 
@@ -127,6 +129,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         )
         other._name, other._home, other._writes, other._part = self._name, self._home, self._writes, self._part
         other._common, other._peers, other._padding, other._sent = self._common, self._peers, self._padding, self._sent
+        other._products = self._products
         return other
 
     def _with_planes(
@@ -150,7 +153,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         )
         other._name, other._padding, other._sent = self._name, self._padding.of_copy(), self._sent
         other._peers = () if self._common else self._peers  # a copy of a part shares its amax with unknown shards
-        other._writes.trains = self._writes.trains
+        other._writes.trains, other._products = self._writes.trains, self._products
         return other
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -370,15 +373,6 @@ def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> An
         return handler(func, args, kwargs)
     with torch.inference_mode(False), torch.no_grad():
         return handler(func, args, kwargs)
-
-
-def check_writable(tensor: QuantizedTensor) -> None:
-    """Raises UnsupportedOperator for rows that no view of the planes covers, since a write to them would be lost."""
-    if isinstance(tensor._planes, ScatteredPlanes):
-        raise UnsupportedOperator(
-            f"{tensor._label()} consists of rows that are not adjacent: it can be read but not written; write into the "
-            "weight that it was cut from"
-        )
 
 
 def written(tensors: Sequence[QuantizedTensor]) -> None:

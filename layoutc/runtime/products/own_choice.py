@@ -1,0 +1,66 @@
+"""Weights that choose by themselves how they are multiplied: some blocks in low precision, others dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from layoutc.runtime import product_mode
+from layoutc.runtime.product_mode import Mode
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | None = None) -> list[str]:
+    """Sets how the quantized weights of the chosen modules are multiplied; returns their names.
+
+    mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again.
+    filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
+    like others. A weight that several modules share has one mode. Call it after `quantize_`, `quantized_init` or
+    `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
+
+    The mode goes with the weight: into shards, gathered weights, views and copies, through `module.to`, `to_empty` and
+    deepcopy. Compiled graphs are traced anew where it changes. It is in no file: a checkpoint does not change it, and a
+    module that is unpickled has none.
+
+    Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
+    filter that chooses none of them.
+    """
+    if mode is not None:
+        product_mode.check(mode)
+    every: list[str] = []
+    chosen: dict[int, tuple[str, Tensor]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        is_chosen = filter_fn is None or filter_fn(module, fqn)
+        for name, param in module.named_parameters(fqn, recurse=False):
+            if own_mode_holder(param) is None:
+                continue
+            every.append(name)
+            if is_chosen:
+                chosen.setdefault(id(param), (name, param))
+    if not every:
+        raise ValueError("the model has no quantized weights: call quantize_ or cast_on_gather_ before set_products_")
+    if not chosen:
+        shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
+        raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
+    for _, param in chosen.values():
+        for holder in _holders(param):
+            holder._products = mode
+    return [name for name, _ in chosen.values()]
+
+
+def own_mode_holder(param: Tensor) -> Any:
+    """The quantized weight, or the one that is cast on gather, that a parameter is or holds a part of; else None."""
+    local = getattr(param, "_local_tensor", param)
+    return local if getattr(local, "QUANTIZED", None) is not None else None
+
+
+def _holders(param: Tensor) -> Iterator[Any]:
+    """What has the mode of a weight: of a gathered one, also the shard, from which the next gather takes it."""
+    local = own_mode_holder(param)
+    yield local
+    home = getattr(local, "_home", None)
+    if home is not None and (shard := home()) is not None:
+        yield shard
