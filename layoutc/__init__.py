@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.strict import implicit_dequantizes, strict
     from layoutc.runtime.train.check_ranks import check_ranks
     from layoutc.runtime.train.convert import cast_on_gather_, quantize_, quantized_init
+    from layoutc.runtime.train.coverage import coverage
     from layoutc.runtime.train.master_weights import MasterWeights
 
 _RUNTIME = {
@@ -27,6 +28,7 @@ _RUNTIME = {
     "buffers_of": "layoutc.runtime.quantize.batch_buffers",
     "cast_on_gather_": "layoutc.runtime.train.convert",
     "check_ranks": "layoutc.runtime.train.check_ranks",
+    "coverage": "layoutc.runtime.train.coverage",
     "explain_products": "layoutc.runtime.products.explain",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
@@ -46,6 +48,7 @@ __all__ = [
     "buffers_of",
     "cast_on_gather_",
     "check_ranks",
+    "coverage",
     "explain_products",
     "implicit_dequantizes",
     "inspect",

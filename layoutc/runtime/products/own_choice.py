@@ -21,7 +21,7 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
     like others. A weight that several modules share has one mode. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
 
-    The mode goes with the weight: into shards, gathered weights, views and copies, through `module.to`, `to_empty` and
+    The mode goes with the weight: into shards, gathered weights, views and copies, through `module.to`, to_empty and
     deepcopy. Compiled graphs are traced anew where it changes. It is in no file: a checkpoint does not change it, and a
     module that is unpickled has none.
 

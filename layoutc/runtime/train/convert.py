@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,44 @@ from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import keep_quantized
 from layoutc.runtime.quantize.weights import FLOATS, quantize
 from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-Filter = Callable[[nn.Module, str], bool]
 Recipe = str | ModuleType
 
 
+class Filters(NamedTuple):
+    """What chooses parameters: of modules, and of parameters."""
+
+    filter_fn: Filter | None
+    param_filter: ParamFilter | None
+
+    @property
+    def names(self) -> str:
+        """For messages."""
+        return "filter_fn" if self.param_filter is None else "param_filter"
+
+
 def quantize_(
-    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    filter_fn: Filter | None = None,
+    param_filter: ParamFilter | None = None,
+    keep_values: bool = True,
 ) -> list[str]:
-    """Replaces `weight` of the chosen modules by quantized parameters; returns their names.
+    """Replaces `weight` of the chosen modules, or the chosen parameters, by quantized ones; returns their names.
 
     recipe: a name in layoutc.recipes or of an entry point of that group, or a generated module.
-    filter_fn(module, fully qualified name): chooses modules; default: every nn.Linear. Weights (2 dims or more, fp32,
-    bf16 or fp16) keep their device, their dtype as the one that they dequantize to, and ties among chosen modules. Call
-    it before fully_shard. If tensor parallelism has sharded a weight, call it on all ranks: the shards get the same
-    bytes as the whole weight would.
+    filter_fn(module, fully qualified name): chooses modules; default: every nn.Linear, or with param_filter every
+    module. param_filter(fully qualified name, parameter): chooses parameters of two dims, and of three (experts, m, k),
+    whatever their names; or a list of patterns of names, such as ["*.experts.w?"], as fnmatch reads them. Default:
+    those named `weight`. `layoutc.coverage` says what was chosen, and what was not.
+
+    Weights (2 dims or more, fp32, bf16 or fp16) keep their device, their dtype as the one that they dequantize to, and
+    ties among chosen modules. Call it before fully_shard. If tensor parallelism has sharded a weight, call it on all
+    ranks: the shards get the same bytes as the whole weight would.
 
     keep_values: weights that require a gradient keep the values that they are quantized from, in their own dtype, until
     `MasterWeights` starts its masters from them; they also keep plain values that are written into them later. Each
@@ -45,17 +66,22 @@ def quantize_(
     none.
 
     Changes nothing unless all of it can be done: raises ValueError with the parameter's name if the recipe does not
-    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen;
-    and ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't have.
+    take a shape or dtype, a weight is already sharded by FSDP2, or a chosen weight is tied to one that is not chosen,
+    and for a pattern like no name; ShardAlignmentError or LayoutError for tensor-parallel shards that the recipe can't
+    have.
     """
     cls = recipe_class(recipe)
     cls.LAYOUT.check_weights()
     update_warnings.watch()
-    return list(_replace([model], cls, partial(_quantized, cls, keep_values), filter_fn).values())
+    filters = Filters(filter_fn, param_filter)
+    return [use.name for use in _replace([model], cls, partial(_quantized, cls, keep_values), filters)]
 
 
-def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None) -> list[str]:
-    """Makes FSDP2 quantize `weight` of the chosen modules whenever it gathers it; returns their names.
+def cast_on_gather_(
+    model: nn.Module, recipe: Recipe, *, filter_fn: Filter | None = None, param_filter: ParamFilter | None = None
+) -> list[str]:
+    """Makes FSDP2 quantize `weight` of the chosen modules, or the chosen parameters, whenever it gathers them; returns
+    their names.
 
     The weights keep their dtype and memory, and any torch optimizer trains them. State dicts hold plain values.
     Arguments, ties and errors are those of `quantize_`. Call it before fully_shard; without fully_shard, products
@@ -63,44 +89,44 @@ def cast_on_gather_(model: nn.Module, recipe: Recipe, *, filter_fn: Filter | Non
     """
     casts: type[CastOnGather] = _recipe(recipe).CastTensor
     casts.QUANTIZED.LAYOUT.check_weights()
-    chosen = _replace([model], casts.QUANTIZED, partial(_cast, casts), filter_fn, "cast_on_gather_")
-    for module in chosen:
-        keep_plain(module)
-    return list(chosen.values())
+    filters = Filters(filter_fn, param_filter)
+    return [use.name for use in _replace([model], casts.QUANTIZED, partial(_cast, casts), filters, "cast_on_gather_")]
 
 
 def _replace(
     roots: list[nn.Module],
     cls: type[QuantizedTensor],
     make: Callable[[Tensor, str], Tensor],
-    filter_fn: Filter | None,
+    filters: Filters,
     caller: str = "quantize_",
     among: set[nn.Module] | None = None,
-) -> dict[nn.Module, str]:
-    """Replaces weights of the chosen modules of all roots by make(weight, name). among: the only modules to look at."""
-    chosen: dict[nn.Module, str] = {}
-    for root in roots:
-        for fqn, module in root.named_modules():
-            wanted = filter_fn(module, fqn) if filter_fn else isinstance(module, nn.Linear)
-            weight = getattr(module, "weight", None)
-            if not wanted or not isinstance(weight, nn.Parameter) or (among is not None and module not in among):
-                continue
-            if not isinstance(meshes.local_of(weight.data), QuantizedTensor | CastOnGather):
-                name = f"{fqn}.weight" if fqn else "weight"
-                _check_weight(cls, weight, name, caller)
-                chosen.setdefault(module, name)
-    _check_ties(roots, chosen, cls)
-    tied: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in chosen:
-        tied[id(module.weight)].append(module)
-    for modules in tied.values():  # each weight is freed before the next one is quantized
-        weight = modules[0].weight
-        assert isinstance(weight, nn.Parameter)
-        made = nn.Parameter(make(weight, chosen[modules[0]]), requires_grad=weight.requires_grad)
-        for module in modules:
-            module.weight = made
+) -> list[Use]:
+    """Replaces the chosen parameters of all roots by make(parameter, name). among: the only modules to look at."""
+    chosen = []
+    for use in choose(roots, filters.filter_fn, filters.param_filter, among):
+        if not _is_ours(use.param):
+            _check_weight(cls, use.param, use.name, caller)
+            chosen.append(use)
+    check_ties(roots, chosen, cls.LAYOUT.name, filters.names)
+    tied: dict[int, list[Use]] = defaultdict(list)
+    for use in chosen:
+        tied[id(use.param)].append(use)
+    had_some = {use.module for use in chosen if any(map(_is_ours, use.module.parameters(recurse=False)))}
+    for same in tied.values():  # each weight is freed before the next one is quantized
+        weight = same[0].param
+        made = nn.Parameter(make(weight, same[0].name), requires_grad=weight.requires_grad)
+        for use in same:
+            setattr(use.module, use.key, made)
+    for module in {use.module: None for use in chosen}:
+        if module not in had_some:  # the hook of a module serves all of its parameters
             keep_quantized(module)
+        if caller == "cast_on_gather_":
+            keep_plain(module)
     return chosen
+
+
+def _is_ours(param: Tensor) -> bool:
+    return isinstance(meshes.local_of(param.data), QuantizedTensor | CastOnGather)
 
 
 def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller: str) -> None:
@@ -114,7 +140,13 @@ def _check_weight(cls: type[QuantizedTensor], weight: Tensor, name: str, caller:
 
 
 @contextmanager
-def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_values: bool = True) -> Iterator[None]:
+def quantized_init(
+    recipe: Recipe,
+    *,
+    filter_fn: Filter | None = None,
+    param_filter: ParamFilter | None = None,
+    keep_values: bool = True,
+) -> Iterator[None]:
     """Quantizes the weights of modules built inside when it ends, as `quantize_` does with the same arguments.
 
     Weights are quantized at the end, not when they are registered, so that every initializer runs in high precision. On
@@ -139,7 +171,7 @@ def quantized_init(recipe: Recipe, *, filter_fn: Filter | None = None, keep_valu
     children = {child for module in built for child in module.children()}
     roots = [module for module in built if module not in children]
     update_warnings.watch()
-    _replace(roots, cls, partial(_quantized, cls, keep_values), filter_fn, among=set(built))
+    _replace(roots, cls, partial(_quantized, cls, keep_values), Filters(filter_fn, param_filter), among=set(built))
 
 
 def recipe_class(recipe: Recipe) -> type[QuantizedTensor]:
@@ -184,16 +216,3 @@ def _cast(casts: type[CastOnGather], weight: Tensor, name: str) -> CastOnGather:
     tensor = casts(weight.detach())
     tensor._name = name
     return tensor
-
-
-def _check_ties(roots: list[nn.Module], chosen: dict[nn.Module, str], cls: type[QuantizedTensor]) -> None:
-    """Raises ValueError for a chosen weight that a module which is not chosen uses too: there, it must stay plain."""
-    weights = {module.weight: name for module, name in chosen.items()}
-    for fqn, module in (pair for root in roots for pair in root.named_modules()):
-        for key, param in module.named_parameters(recurse=False):
-            if param in weights and not (module in chosen and key == "weight"):
-                raise ValueError(
-                    f"{weights[param]} is tied to {fqn}.{key}, which filter_fn does not choose: quantizing it to "
-                    f"{cls.LAYOUT.name} would untie them, or dequantize it at each use; let filter_fn leave out "
-                    f"{weights[param]}"
-                )

@@ -1,0 +1,169 @@
+"""coverage: which weights of a model are quantized, which were left, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from layoutc.runtime.cast.tensor import find_cast
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.train.choosing import DIMS, Use, uses
+from layoutc.runtime.train.convert import Recipe, recipe_class
+
+Kind = Literal["quantized", "cast on gather", "plain"]
+# Modules whose matrices are no weights of products: rows that are looked up, and filters.
+_NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+
+
+@dataclass(frozen=True)
+class CoveredParameter:
+    """One parameter. recipe: "" if it is plain. is_weight: of a linear layer or of experts, and so in the share.
+
+    reason: why it was left plain; of one that is quantized, what its products can't do.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+    kind: Kind
+    recipe: str
+    is_weight: bool
+    reason: str
+
+    def __str__(self) -> str:
+        """A line for a reader."""
+        return " ".join(cell for cell in _cells(self) if cell)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What `coverage` found: a row for each parameter, in the model's order."""
+
+    rows: tuple[CoveredParameter, ...]
+
+    @property
+    def elements(self) -> int:
+        """The elements of all linear layers and experts."""
+        return sum(row.elements for row in self.rows if row.is_weight)
+
+    @property
+    def quantized(self) -> int:
+        """How many of those are quantized, or are when they are gathered."""
+        return sum(row.elements for row in self.rows if row.is_weight and row.kind != "plain")
+
+    @property
+    def share(self) -> float:
+        """`quantized` of `elements`, from 0 to 1."""
+        return self.quantized / self.elements if self.elements else 0.0
+
+    def __iter__(self) -> Iterator[CoveredParameter]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        """A table: first what is quantized of all linear layers and experts, then a line for each parameter."""
+        table = [_cells(row) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+        first = f"{self.quantized:,} of {self.elements:,} elements of linear layers and experts ({self.share:.1%})"
+        return "\n".join([first, *(f"  {line}".rstrip() for line in lines)])
+
+
+def _cells(row: CoveredParameter) -> tuple[str, ...]:
+    how = row.recipe if row.kind == "quantized" else f"{row.recipe} on gather" if row.recipe else "plain"
+    return row.name, "x".join(map(str, row.shape)), f"{row.elements:,}", how, row.reason
+
+
+def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
+    """Which parameters of a model `quantize_`, `quantized_init` or `cast_on_gather_` chose, and why not the others.
+
+    recipe: the one that shapes of plain parameters are checked against; default: those that the model has. A parameter
+    that several modules share is listed once, by its first name. Before or after fully_shard; shapes and elements are
+    those of whole weights. Runs nothing.
+    """
+    places: dict[int, list[Use]] = {}
+    for use in uses([model]):
+        places.setdefault(id(use.param), []).append(use)
+    same = list(places.values())
+    given = [recipe_class(recipe).LAYOUT] if recipe is not None else []
+    layouts = given or list({layout.layout_id: layout for layout in map(_layout_of, same) if layout}.values())
+    return Coverage(tuple(_row(of_one, layouts) for of_one in same))
+
+
+def _layout_of(same: list[Use]) -> Layout | None:
+    local: Any = getattr(same[0].param, "_local_tensor", same[0].param)
+    cls = getattr(local, "QUANTIZED", None)
+    return None if cls is None else cls.LAYOUT
+
+
+def _row(same: list[Use], layouts: list[Layout]) -> CoveredParameter:
+    name, param, layout = same[0].name, same[0].param, _layout_of(same)
+    shape = tuple(param.shape)
+    other = _no_weight(same)
+    if layout is None:
+        kind: Kind = "plain"
+        reason = other or _why_plain(shape, param.dtype, layouts)
+    else:
+        kind = "quantized" if find_cast(param) is None else "cast on gather"
+        reason = _what_it_lacks(same, layout)
+    recipe = "" if layout is None else layout.name
+    is_weight = not other or (layout is not None and len(shape) in DIMS)
+    return CoveredParameter(name, shape, param.dtype, param.numel(), kind, recipe, is_weight, reason)
+
+
+def _no_weight(same: list[Use]) -> str:
+    """Why a parameter is no weight of a linear layer or of experts; "" if it is one."""
+    dims = same[0].param.dim()
+    if dims not in DIMS:
+        return f"{dims} dim{'s' if dims != 1 else ''}"
+    if all("bias" in use.key for use in same):
+        return "a bias"
+    kinds = {type(use.module).__name__ for use in same if isinstance(use.module, _NOT_MULTIPLIED)}
+    return f"of {', '.join(sorted(kinds))}" if all(isinstance(use.module, _NOT_MULTIPLIED) for use in same) else ""
+
+
+def _why_plain(shape: tuple[int, ...], dtype: torch.dtype, layouts: list[Layout]) -> str:
+    if dtype not in FLOATS:
+        return f"{str(dtype).removeprefix('torch.')} is not float32, bfloat16 or float16"
+    for layout in layouts:
+        try:
+            layout.check_shape(shape, "")
+        except ValueError as error:
+            return f"not picked, and {str(error).removeprefix(': ')}"
+    return "not picked"
+
+
+# ------------------------------------------------------------------------------- experts that are stored transposed
+def _what_it_lacks(same: list[Use], layout: Layout) -> str:
+    if not any(_is_transposed(use) for use in same):
+        return ""
+    reason = "stored as (experts, k, m) and read as x @ w, so its products are dequantized: those in low precision "
+    reason += "read (experts, m, k) as w.transpose(-2, -1)"
+    if layout.passes_differ:
+        reason += "; under FSDP2 each pass gathers what the other reads as well"
+    return reason
+
+
+def _is_transposed(use: Use) -> bool:
+    """True for experts that are known to be stored as `x @ w` reads them: transformers' modules say so, and the shapes
+    of a pair of gate_up_proj and down_proj do."""
+    if use.param.dim() != 3:
+        return False
+    said = getattr(use.module, "is_transposed", None)
+    if isinstance(said, bool):
+        return said
+    up, down = (getattr(use.module, key, None) for key in ("gate_up_proj", "down_proj"))
+    if use.key not in ("gate_up_proj", "down_proj") or not isinstance(up, nn.Parameter) or up.dim() != 3:
+        return False
+    if not isinstance(down, nn.Parameter) or down.dim() != 3:
+        return False
+    by_rows = up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
+    return not by_rows and up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
