@@ -643,23 +643,17 @@ def test_products_without_a_kernel_are_counted() -> None:
 
 
 def test_other_products_are_those_of_torch() -> None:
-    """Weights that are not transposed, biases, wrong sizes, no tokens."""
+    """Wrong sizes, no tokens."""
     held = make("mxfp8", EXPERTS, N, K)
     x, offs = weight(128, K), offsets(SIZES["mixed"])
     before = layoutc.products_without_kernel()
     with layoutc.products("low"):
-        by_columns = F.grouped_mm(weight(128, N, seed=3), held, offs=offs)
-        assert same_bits(
-            by_columns, F.grouped_mm(weight(128, N, seed=3), held._dequantize("columnwise", x.dtype), offs=offs)
-        )
         with pytest.raises(RuntimeError, match="contraction dimension"):
             F.grouped_mm(x[:, :-16], held.transpose(1, 2), offs=offs)
         with pytest.raises(RuntimeError, match=r"[Oo]ffsets"):
             F.grouped_mm(x, held.transpose(1, 2))
         assert F.grouped_mm(x[:0], held.transpose(1, 2), offs=torch.zeros(EXPERTS, dtype=torch.int32)).shape == (0, N)
-    counted = layoutc.products_without_kernel() - before
-    words = "mxfp8 forward: weights of experts are read as weight.transpose(-2, -1), and this is not"
-    assert counted == {words: 1, "mxfp8 forward: there are no tokens": 1}
+    assert layoutc.products_without_kernel() - before == {"mxfp8 forward: there are no tokens": 1}
 
 
 def test_pieces_of_weights() -> None:

@@ -243,20 +243,18 @@ def test_coverage_counts_a_shared_weight_once() -> None:
 
 
 @pytest.mark.parametrize("said", [None, True, False])
-def test_coverage_says_what_transposed_experts_lack(said: bool | None) -> None:
+def test_coverage_says_what_experts_that_are_read_by_columns_cost(said: bool | None) -> None:
     """By what transformers' modules say of themselves, else by the shapes of the pair."""
     for transposed in (True, False):
-        model = build(Joined, transposed=transposed)
-        if said is not None:
-            model.experts.is_transposed = said
-        layoutc.quantize_(model, "mxfp8", param_filter=["*_proj"])
-        reasons = {row.name: row.reason for row in layoutc.coverage(model) if row.kind == "quantized"}
-        assert set(reasons) == {"experts.gate_up_proj", "experts.down_proj"}
-        expected = transposed if said is None else said
-        assert {bool(reason) for reason in reasons.values()} == {expected}
-        if expected:
-            assert reasons["experts.down_proj"] == (
-                "stored as (experts, k, m) and read as x @ w, so its products are dequantized: those in low precision "
-                "read (experts, m, k) as w.transpose(-2, -1); under FSDP2 each pass gathers what the other reads as "
-                "well"
-            )
+        for recipe in ("mxfp8", "fp8_block"):
+            model = build(Joined, transposed=transposed)
+            if said is not None:
+                model.experts.is_transposed = said
+            layoutc.quantize_(model, recipe, param_filter=["*_proj"])
+            reasons = {row.name: row.reason for row in layoutc.coverage(model) if row.kind == "quantized"}
+            assert set(reasons) == {"experts.gate_up_proj", "experts.down_proj"}
+            expected = ""
+            if recipe == "mxfp8" and (transposed if said is None else said):
+                expected = "read as x @ w: under FSDP2 each pass also gathers the planes of the other one, and "
+                expected += "overlaps nothing"
+            assert set(reasons.values()) == {expected}

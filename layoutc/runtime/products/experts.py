@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
-from layoutc.runtime.products.linear import note_without_kernel
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import grouped_mm
 from layoutc.runtime.weight import operators
@@ -48,7 +47,7 @@ class LowPrecisionExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, mode: Mode, trains: bool) -> Tensor:
-        """x (tokens, k) in groups that end at offs, or (experts, tokens, k); weight (experts, k, n), transposed.
+        """x (tokens, k) in groups that end at offs, or (experts, tokens, k); weight (experts, k, n), transposed or not.
 
         trains: backward will ask for the weight's gradient.
         """
@@ -89,9 +88,6 @@ def _groups_multiplied(
     if offs is None and input.shape[0] != mat2.shape[0]:
         return None
     if offs is not None and (offs.dtype != torch.int32 or offs.shape != mat2.shape[:1]):
-        return None
-    if not mat2._transposed:
-        note_without_kernel(mat2, "forward", "weights of experts are read as weight.transpose(-2, -1), and this is not")
         return None
     trains = mat2.requires_grad and torch.is_grad_enabled()
     out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, how, trains)  # type: ignore[no-untyped-call]

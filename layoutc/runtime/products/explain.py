@@ -16,6 +16,7 @@ from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe
 from layoutc.runtime.products.grouped_choice import Sizes
 from layoutc.runtime.products.own_choice import own_mode_holder
 from layoutc.runtime.sharding import registry
+from layoutc.runtime.stored_by_columns import is_stored_by_columns
 
 _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
@@ -59,11 +60,13 @@ def explain_products(
     one that is set; "auto" if that is "dequantize". Weights that tensor parallelism cuts are multiplied as parts.
     """
     found: list[ExplainedProduct] = []
+    uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
+    by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}
     for name, param in model.named_parameters():
         cls: Recipe | None = getattr(getattr(param, "_local_tensor", param), "QUANTIZED", None)
         if cls is not None:
             where = torch.device(device) if device is not None else param.device
-            found += _explained(name, param, cls, tokens, where, mode or _wanted())
+            found += _explained(name, param, cls, tokens, where, mode or _wanted(), id(param) in by_columns)
     return found
 
 
@@ -72,7 +75,7 @@ def _wanted() -> Mode:
 
 
 def _explained(
-    name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode
+    name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode, by_columns: bool
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), _multiplied(param)
     own: Mode | None = own_mode_holder(param)._products
@@ -82,13 +85,15 @@ def _explained(
         if len(part) == 2:
             way, reason = choose(cls, product, *part, tokens, device, wanted)
         elif len(part) == 3:
-            way, reason = grouped_choice.choose(cls, product, Sizes(*part, tokens), device, wanted)
+            experts, n, k = (part[0], part[2], part[1]) if by_columns else part
+            way, reason = grouped_choice.choose(cls, product, Sizes(experts, n, k, tokens, by_columns), device, wanted)
         else:
             way, reason = "dequantize", f"weights of {len(part)} dims have no products in low precision"
         if is_part and len(part) == 2 and product == "grad_weight" and way != "dequantize":
             way, reason = "dequantize", _OF_DTENSORS
-        name_of = _kernel if len(shape) == 2 else _grouped_kernel
-        kernel = name_of(cls, product) if way == "kernel" else ""
+        kernel = ""
+        if way == "kernel":
+            kernel = _kernel(cls, product) if len(shape) == 2 else _grouped_kernel(cls, product, by_columns)
         rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason, own))
     return rows
 
@@ -108,6 +113,6 @@ def _kernel(cls: Recipe, product: ProductName) -> str:
     return " by ".join(operand.scaling for operand in operands if isinstance(operand, Operand))
 
 
-def _grouped_kernel(cls: Recipe, product: ProductName) -> str:
-    found = grouped_choice.kernel(cls, product)
+def _grouped_kernel(cls: Recipe, product: ProductName, by_columns: bool) -> str:
+    found = grouped_choice.kernel(cls, product, by_columns)
     return "" if isinstance(found, str) else f"{found.kind} by {found.kind}"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
-from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, recipes_of
-from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes, choose, kernel
+from layoutc.runtime.products.choice import NAMES, Chosen, ProductName, Recipe, recipes_of
+from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, note_without_kernel, weight_buffers
 from layoutc.runtime.quantize import weights
@@ -42,16 +42,17 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     """The output, and what backward needs of x; nothing if that is x itself.
 
     x: (tokens, k), in groups that end at offs; without offs, (experts, tokens of each, k). right: (experts, k, n), a
-    weight of (experts, n, k) that is transposed. The output has n columns in place of k.
+    weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
     """
     weight, groups = _weight(right), _groups(x, offs)
-    sizes = _sizes(weight, groups)
+    sizes = _sizes(right, groups)
     chosen = _chosen(weight, sizes, x, mode)
     ways = Ways(*(one.way for one in chosen))
     _count(weight, chosen, ("forward",))
     flat = x.reshape(-1, sizes.k)
     if ways.forward == "dequantize":
-        out = _in_high_precision(x, right._dequantize("rowwise", x.dtype), offs)
+        values = right._dequantize(orientation_of("forward", sizes.by_columns), x.dtype)
+        out = _in_high_precision(x, values, offs)
     else:
         made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
         out = _unsafe_view(made, [*x.shape[:-1], sizes.n])  # no view: FSDP2 warns of modules that return one
@@ -71,12 +72,12 @@ def backward(
     needs_input: bool,
     trains: bool,
 ) -> list[Tensor]:
-    """The gradients of the input, and of the weight (experts, n, k), those that are needed, from that of the output.
+    """The gradients of the input, and of (experts, n, k), those that are needed, from that of the output.
 
     saved: what forward gave, or x.
     """
     weight, groups = _weight(right), _groups(grad, offs)
-    sizes = _sizes(weight, groups)
+    sizes = _sizes(right, groups)
     chosen = _chosen(weight, sizes, grad, mode)
     ways = Ways(*(one.way for one in chosen))
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
@@ -88,32 +89,30 @@ def backward(
     seed = operators.seed_of(recipes_of(type(weight)).gradient, flat) if low else None
     made: list[Tensor] = []
     if needs_input and ways.grad_input == "dequantize":
-        made.append(_in_high_precision(grad, weight._dequantize("columnwise", grad.dtype), offs))
+        values = right._dequantize(orientation_of("grad_input", sizes.by_columns), grad.dtype)
+        made.append(_in_high_precision(grad, values.transpose(-2, -1), offs))
     elif needs_input:
         found = _multiply("grad_input", ways.grad_input, flat, weight, groups, sizes, grad, seed)
         made.append(_unsafe_view(found, [*grad.shape[:-1], sizes.k]))
     if trains and ways.grad_weight == "dequantize":
-        x = saved[0]
-        batched = offs is None  # in the order in which torch computes the gradient of each function
-        made.append(
-            torch.bmm(x.transpose(1, 2), grad).transpose(1, 2) if batched else grouped_mm(grad.t(), x, offs=offs)
-        )
+        made.append(_grad_weight_in_high_precision(grad, saved[0], offs, sizes.by_columns))
     elif trains:
         made.append(_grad_weight(weight, flat, saved, groups, sizes, seed))
     return made
 
 
 def _weight(right: QuantizedTensor) -> QuantizedTensor:
-    return cast(QuantizedTensor, right.transpose(-2, -1))
+    """The weight as it is stored."""
+    return cast(QuantizedTensor, right.transpose(-2, -1)) if right._transposed else right
 
 
 def _groups(x: Tensor, offs: Tensor | None) -> Groups:
     return equal_groups(x.shape[0], x.shape[1], x.device) if offs is None else Groups(offs, x.shape[0])
 
 
-def _sizes(weight: QuantizedTensor, groups: Groups) -> Sizes:
-    experts, n, k = weight.shape
-    return Sizes(experts, n, k, groups.tokens)
+def _sizes(right: QuantizedTensor, groups: Groups) -> Sizes:
+    experts, k, n = right.shape
+    return Sizes(experts, n, k, groups.tokens, not right._transposed)
 
 
 def _chosen(weight: QuantizedTensor, sizes: Sizes, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
@@ -135,6 +134,13 @@ def _in_high_precision(x: Tensor, values: Tensor, offs: Tensor | None) -> Tensor
     return torch.bmm(x, values) if offs is None else grouped_mm(x, values, offs=offs)
 
 
+def _grad_weight_in_high_precision(grad: Tensor, x: Tensor, offs: Tensor | None, by_columns: bool) -> Tensor:
+    """(experts, n, k), in the order in which torch computes the gradient of each function."""
+    if offs is None:
+        return torch.bmm(x.transpose(1, 2), grad).transpose(1, 2)
+    return grouped_mm(x.t(), grad, offs=offs).transpose(1, 2) if by_columns else grouped_mm(grad.t(), x, offs=offs)
+
+
 # ------------------------------------------------------------------------------------------------------------- products
 def _multiply(
     name: ProductName,
@@ -147,10 +153,10 @@ def _multiply(
     seed: Tensor | None = None,
 ) -> Tensor:
     """forward, or grad_input: (tokens, ...) activations or gradients by the weight of each group's expert."""
-    (role, _), (_, orientation) = OPERANDS[name]
+    (role, _), (_, orientation) = operands_of(name, sizes.by_columns)
     recipe: Recipe = getattr(recipes_of(type(weight)), role)
     shared = x if role == "activation" else None
-    found = kernel(type(weight), name) if way == "kernel" else None
+    found = kernel(type(weight), name, sizes.by_columns) if way == "kernel" else None
     if isinstance(found, Kernel):
         buffers, apart = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
         a = scaled_grouped_mm.tokens(recipe.LAYOUT, buffers, found)

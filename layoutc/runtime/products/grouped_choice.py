@@ -28,12 +28,26 @@ _MOST_EXPERTS = 1023  # a thread for each prepares its product
 
 
 class Sizes(NamedTuple):
-    """Of a weight: experts, and the rows and columns of each; and the number of tokens."""
+    """Of a product: experts, and the features that each gives and takes; and the number of tokens.
+
+    by_columns: the weight is (experts, k, n), and read as `x @ w`; else it is (experts, n, k), and read transposed.
+    """
 
     experts: int
     n: int
     k: int
     tokens: int
+    by_columns: bool = False
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The rows and columns of each expert's matrix."""
+        return (self.k, self.n) if self.by_columns else (self.n, self.k)
+
+
+def orientation_of(name: ProductName, by_columns: bool) -> str:
+    """The orientation of the weight in forward or grad_input: that of what is contracted."""
+    return "columnwise" if (name == "forward") == by_columns else "rowwise"
 
 
 class Kernel(NamedTuple):
@@ -45,7 +59,7 @@ class Kernel(NamedTuple):
 
 def choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, mode: Mode) -> Chosen:
     """How a product of a weight of experts and tokens in groups is computed on a device."""
-    known = all(type(size) is int for size in sizes)  # in a traced graph, sizes may be symbols
+    known = all(type(size) is int for size in sizes[:4])  # in a traced graph, sizes may be symbols
     return (_choose if known else _choose.__wrapped__)(cls, name, sizes, device, mode)
 
 
@@ -58,25 +72,38 @@ def _choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, 
     if getattr(cls.LAYOUT.products, name) is None:
         return Chosen("dequantize", "the spec says so")
     recipes = recipes_of(cls)
-    if reason := _unquantizable(recipes, name, sizes.tokens):
+    if reason := _unquantizable(recipes, name, sizes):
         return Chosen("dequantize", reason)
-    found = kernel(cls, name)
+    found = kernel(cls, name, sizes.by_columns)
     reason = found if isinstance(found, str) else not_here(found.cards, device) or _misfit(recipes, name, found, sizes)
     if not reason:
         return Chosen("kernel", "")
     return Chosen("reference" if mode == "low" else "dequantize", reason)
 
 
-def kernel(cls: Recipe, name: ProductName) -> Kernel | str:
-    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does."""
+def operands_of(name: ProductName, by_columns: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+    """As OPERANDS has them, of weights that are read as they are stored or transposed."""
+    left, right = OPERANDS[name]
+    return left, (right[0], orientation_of(name, by_columns)) if right[0] == "weight" else right
+
+
+def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Kernel | str:
+    """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does.
+
+    by_columns: as of Sizes.
+    """
     stated: Cards | str | None = getattr(cls.LAYOUT.products, name)
     if isinstance(stated, str):  # what scaled_mm can't multiply
         return stated
     recipes = recipes_of(cls)
-    found = (getattr(recipes, role).LAYOUT.operands[orientation] for role, orientation in OPERANDS[name])
-    operands = [one for one in found if isinstance(one, Operand)]
     if name == "grad_weight":
         return "it contracts groups of tokens, and no kernel is called for that"
+    operands: list[Operand] = []
+    for role, orientation in operands_of(name, by_columns):
+        found = getattr(recipes, role).LAYOUT.operands[orientation]
+        if not isinstance(found, Operand):
+            return str(found)
+        operands.append(found)
     a, b = operands
     kinds = [GROUPED.get(one.scaling) for one in operands]
     if kinds[0] is None or kinds[1] is None or kinds[0] != kinds[1]:
@@ -90,11 +117,11 @@ def kernel(cls: Recipe, name: ProductName) -> Kernel | str:
     return Kernel(*kinds[0])
 
 
-def _unquantizable(recipes: Recipes, name: ProductName, tokens: int) -> str:
+def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
     """Why an operand can't be quantized in groups of tokens."""
-    if tokens == 0:
+    if sizes.tokens == 0:
         return "there are no tokens"
-    for role, orientation in OPERANDS[name]:
+    for role, orientation in operands_of(name, sizes.by_columns):
         layout = getattr(recipes, role).LAYOUT
         if orientation not in layout.orientations:
             return f"{layout.name} has no {orientation} orientation"
@@ -108,7 +135,8 @@ def _misfit(recipes: Recipes, name: ProductName, found: Kernel, sizes: Sizes) ->
     if sizes.experts > _MOST_EXPERTS:
         return f"scaled_grouped_mm takes up to {_MOST_EXPERTS} experts, not {sizes.experts}"
     free, contracted = (sizes.n, sizes.k) if name == "forward" else (sizes.k, sizes.n)
-    operand = recipes.weight.LAYOUT.operands[OPERANDS[name][1][1]]
+    orientation = orientation_of(name, sizes.by_columns)
+    operand = recipes.weight.LAYOUT.operands[orientation]
     assert isinstance(operand, Operand)
     codes = 2 if operand.codes == torch.float4_e2m1fn_x2 else 1  # in a byte
     if operand.tensor_scale is not None and not scaled_grouped_mm_v2_is_traced:
@@ -116,7 +144,7 @@ def _misfit(recipes: Recipes, name: ProductName, found: Kernel, sizes: Sizes) ->
     rows, columns = (1, 1) if found.kind == "RowWise" else TILE
     block = int(found.kind.rpartition("x")[2]) if rows > 1 else 1
     # An expert's scales are whole tiles, so that those of all experts follow one another.
-    multiples = {"forward": (rows, _ALIGNED * codes), "grad_input": (1, columns * block)}[name]
+    multiples = {"rowwise": (rows, _ALIGNED * codes), "columnwise": (1, columns * block)}[orientation]
     for size, multiple, what in (
         (free, max(multiples[0], _ALIGNED), "a dim"),
         (contracted, max(multiples[1], _ALIGNED * codes), "a contracted dim"),

@@ -42,17 +42,18 @@ def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Kernel, 
     """The right operand: the weight's matrix of all experts, as one (contracted, free) matrix for each."""
     operand = _operand(layout, orientation)
     count, is_row = sizes.experts, orientation == "rowwise"
+    rows, columns = sizes.stored
     codes = buffers[f"{orientation}_data"]
     if is_row:
         codes = codes.t().contiguous() if operand.transposes else codes
-        codes = codes.view(count, sizes.n, -1)
+        codes = codes.view(count, rows, -1)
     elif operand.transposes:
-        codes = codes.view(count, sizes.n, -1).transpose(1, 2).contiguous()
+        codes = codes.view(count, rows, -1).transpose(1, 2).contiguous()
     else:
-        codes = codes.view(sizes.k, count, -1).transpose(0, 1)
+        codes = codes.view(columns, count, -1).transpose(0, 1)
         codes = codes if kernel.kind == "RowWise" else codes.contiguous()  # kernels of blocks know no strides
     scale = buffers[f"{orientation}_scale"].view(operand.scale)
-    free = sizes.n if is_row else sizes.k
+    free = rows if is_row else columns
     if kernel.kind == "RowWise":
         each = operand.scaling == kernel.kind and is_row  # else experts share the scales: of the tensor, or of columns
         scale = scale[: count * free].view(count, free) if each else scale[:free].expand(count, free)

@@ -12,6 +12,7 @@ from torch import nn
 from layoutc.runtime.cast.tensor import find_cast
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.stored_by_columns import is_stored_by_columns
 from layoutc.runtime.train.choosing import DIMS, Use, uses
 from layoutc.runtime.train.convert import Recipe, recipe_class
 
@@ -24,7 +25,7 @@ _NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 class CoveredParameter:
     """One parameter. recipe: "" if it is plain. is_weight: of a linear layer or of experts, and so in the share.
 
-    reason: why it was left plain; of one that is quantized, what its products can't do.
+    reason: why it was left plain; of one that is quantized, what that costs in this model.
     """
 
     name: str
@@ -141,29 +142,7 @@ def _why_plain(shape: tuple[int, ...], dtype: torch.dtype, layouts: list[Layout]
     return "not picked"
 
 
-# ------------------------------------------------------------------------------- experts that are stored transposed
 def _what_it_lacks(same: list[Use], layout: Layout) -> str:
-    if not any(_is_transposed(use) for use in same):
-        return ""
-    reason = "stored as (experts, k, m) and read as x @ w, so its products are dequantized: those in low precision "
-    reason += "read (experts, m, k) as w.transpose(-2, -1)"
-    if layout.passes_differ:
-        reason += "; under FSDP2 each pass gathers what the other reads as well"
-    return reason
-
-
-def _is_transposed(use: Use) -> bool:
-    """True for experts that are known to be stored as `x @ w` reads them: transformers' modules say so, and the shapes
-    of a pair of gate_up_proj and down_proj do."""
-    if use.param.dim() != 3:
-        return False
-    said = getattr(use.module, "is_transposed", None)
-    if isinstance(said, bool):
-        return said
-    up, down = (getattr(use.module, key, None) for key in ("gate_up_proj", "down_proj"))
-    if use.key not in ("gate_up_proj", "down_proj") or not isinstance(up, nn.Parameter) or up.dim() != 3:
-        return False
-    if not isinstance(down, nn.Parameter) or down.dim() != 3:
-        return False
-    by_rows = up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
-    return not by_rows and up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
+    if layout.passes_differ and any(is_stored_by_columns(use.module, use.key) for use in same):
+        return "read as x @ w: under FSDP2 each pass also gathers the planes of the other one, and overlaps nothing"
+    return ""
