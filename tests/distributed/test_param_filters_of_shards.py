@@ -35,12 +35,15 @@ def step(model: nn.Module, optimizer: Any, number: int, share: float) -> float:
     return float(loss.detach())
 
 
-def trains(kind: str, recipe: str, use: str, dim: int) -> None:
+def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     """A part of the weights in low precision by their own choice. Sharded: experts, or the rows of each."""
     reference, model = build(kind, recipe, use), build(kind, recipe, use)
     for one in (reference, model):
         layoutc.set_products_(one, "low", filter_fn=lambda _, name: name == "experts")
     whole = layoutc.coverage(model)
+    torch._dynamo.reset()
+    if compiled:
+        model.experts.compile(fullgraph=True, backend="aot_eager")
     fully_shard(model.experts, shard_placement_fn=lambda param: Shard(dim if param.dim() == 3 else 0))
     fully_shard(model)
     assert layoutc.coverage(model) == whole
@@ -59,16 +62,20 @@ def trains(kind: str, recipe: str, use: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "use", "dim"),
+    ("kind", "recipe", "use", "dim", "compiled"),
     [
-        ("gated", "mxfp8", "quantize_", 0),
-        ("gated", "mxfp8", "quantize_", 1),
-        ("gated", "fp8_current", "cast_on_gather_", 0),
-        ("joined", "mxfp8", "cast_on_gather_", 0),
-        ("joined", "nvfp4", "quantize_", 0),
-        ("transposed", "mxfp8", "quantize_", 0),
-        ("transposed", "fp8_current", "cast_on_gather_", 0),
+        ("gated", "mxfp8", "quantize_", 0, False),
+        ("gated", "mxfp8", "quantize_", 1, False),
+        ("gated", "fp8_current", "cast_on_gather_", 0, False),
+        ("gated", "mxfp8", "quantize_", 0, True),
+        ("joined", "mxfp8", "cast_on_gather_", 0, False),
+        ("joined", "nvfp4", "quantize_", 0, False),
+        ("transposed", "mxfp8", "quantize_", 0, False),
+        ("transposed", "mxfp8", "cast_on_gather_", 0, True),
+        ("transposed", "fp8_current", "cast_on_gather_", 0, False),
     ],
 )
-def test_experts_by_name_train_as_one_process(two: Ranks, kind: str, recipe: str, use: str, dim: int) -> None:
-    two.run(trains, kind, recipe, use, dim)
+def test_experts_by_name_train_as_one_process(
+    two: Ranks, kind: str, recipe: str, use: str, dim: int, compiled: bool
+) -> None:
+    two.run(trains, kind, recipe, use, dim, compiled)
