@@ -124,3 +124,38 @@ def test_a_trainer_trains_in_low_precision_as_one_process(two: Ranks, recipe: st
         for found, held in two.run(trained, recipe, use, sharded, "low"):
             assert found == losses
             assert held == expected
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "Mixtral"])
+def test_experts_of_transformers_multiply_in_low_precision(kind: str) -> None:
+    """By rows and by columns, as the modules themselves read them: nothing is dequantized unasked."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, num_key_value_heads=2, **sizes, **experts)
+    config._experts_implementation = "grouped_mm"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    names = layoutc.quantize_(model, "fp8_block", param_filter=["*.experts.*_proj"])
+    assert len(names) == 4
+    found = layoutc.coverage(model)
+    assert {row.name for row in found if row.kind == "quantized"} == set(names)
+    assert 0.8 < found.share < 1
+    by_columns = model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 64, 256)
+    assert by_columns == (kind == "GptOss")
+    tokens = torch.randint(0, 96, (2, 32))
+    before, dequantized = layoutc.products_without_kernel(), layoutc.implicit_dequantizes()
+    losses = []
+    for mode in ("dequantize", "low"):
+        layoutc.set_products_(model, mode)  # type: ignore[arg-type]
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1]
+    assert layoutc.implicit_dequantizes() == dequantized
+    counted = layoutc.products_without_kernel() - before
+    assert {name.split(":")[0]: number for name, number in counted.items()} == {
+        f"fp8_block {product}": 4 for product in ("forward", "grad_input", "grad_weight")
+    }
+    assert all(model.get_parameter(name).grad is not None for name in names)

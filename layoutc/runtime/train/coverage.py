@@ -138,7 +138,7 @@ def _why_plain(shape: tuple[int, ...], dtype: torch.dtype, layouts: list[Layout]
         try:
             layout.check_shape(shape, "")
         except ValueError as error:
-            return f"not picked, and {str(error).removeprefix(': ')}"
+            return f"not picked, and {str(error).removeprefix(': ').partition(', not shape')[0]}"
     return "not picked"
 
 
