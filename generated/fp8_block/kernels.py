@@ -35,12 +35,10 @@ def decode(codes, HARDWARE: tl.constexpr):
 
 @triton.jit
 def scales(amax, input_max, HARDWARE: tl.constexpr):
-    """amax -> (scale, multiplier), by the reference's operations in the same order."""
-    multiplier = lt.over(ELEMENT_MAX, amax)
-    multiplier = tl.where(lt.isinf(multiplier), input_max, multiplier)
-    multiplier = lt.floor_power_of_two(multiplier)
+    """amax -> (scale, multiplier), with the values of the reference's operations."""
+    multiplier = lt.floor_power_of_two_over(ELEMENT_MAX, amax, input_max)
     multiplier = tl.where((amax == 0) | lt.isinf(amax) | lt.isnan(amax), 1.0, multiplier)
-    scale = lt.over(1.0, multiplier)
+    scale = lt.over_power_of_two(multiplier)
     return scale, multiplier
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, converted
+from layoutc.emit.kernel_steps import scale_steps
 from layoutc.layout.layout import Layout, Quantization
 from layoutc.plan import conversions
 from layoutc.plan.conversions import Codec
@@ -98,11 +99,13 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
 def _scales(quantization: Quantization, suffix: str) -> Function:
     arguments = ", ".join(one.name for one in rule_text.scale_arguments(quantization))
     measured = "lowest and highest" if inputs_of(quantization).block_range else "amax"
-    results = rule_text.results(quantization)
+    results, steps = rule_text.results(quantization), scale_steps(quantization, suffix)
+    same = steps == rule_text.steps(quantization, suffix, rule_text.TRITON)
+    how = "by the reference's operations in the same order" if same else "with the values of the reference's operations"
     return Function(
         f"scales{suffix}({arguments}, HARDWARE: tl.constexpr)",
-        f"{measured} -> ({results}), by the reference's operations in the same order.",
-        (*rule_text.steps(quantization, suffix, rule_text.TRITON), f"return {results}"),
+        f"{measured} -> ({results}), {how}.",
+        (*steps, f"return {results}"),
     )
 
 

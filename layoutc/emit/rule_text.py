@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from layoutc.layout.layout import Quantization, Transform
@@ -139,6 +139,7 @@ class Dialect:
     constant: str  # number {1} as an operand beside tensor {0}
     f32_max: str = "F32_MAX"
     over_exponent: str = ""  # 1 / a decoded scale that has only an exponent; empty: a division
+    over_power: str = ""  # 1 / tensor {0} of powers of two; empty: a division
 
 
 TORCH = Dialect(
@@ -175,13 +176,21 @@ TRITON = Dialect(
     constant="lt.like({0}, {1})",
     f32_max="lt.F32_MAX",
     over_exponent="over_scale{0}({1})",
+    over_power="lt.over_power_of_two({0})",
 )
 
 
 def expression(
-    text: str, quantization: Quantization, variables: Mapping[str, str], suffix: str, dialect: Dialect = TORCH
+    text: str,
+    quantization: Quantization,
+    variables: Mapping[str, str],
+    suffix: str,
+    dialect: Dialect = TORCH,
+    powers: Set[str] = frozenset(),
 ) -> str:
     """One expression of a rule as code. Divisions are correctly rounded. variables: names -> code that replaces them.
+
+    powers: names that hold positive powers of two, by which a dialect may divide otherwise.
 
     Raises ValueError for an operation that the language does not have.
     """
@@ -220,11 +229,12 @@ def expression(
                 return dialect.methods[name].format(*arguments)
 
     def divided(node: ast.BinOp) -> str:
-        scale = node.right
-        if isinstance(scale, ast.Call) and isinstance(scale.func, ast.Name) and scale.func.id == "from_scale":
-            one = isinstance(node.left, ast.Constant) and node.left.value == 1
-            if one and dialect.over_exponent and quantization.scale.is_exponent:
-                return dialect.over_exponent.format(suffix, show(scale.args[0]))
+        scale, one = node.right, isinstance(node.left, ast.Constant) and node.left.value == 1
+        if one and dialect.over_power and isinstance(scale, ast.Name) and scale.id in powers:
+            return dialect.over_power.format(show(scale))
+        decoded = isinstance(scale, ast.Call) and isinstance(scale.func, ast.Name) and scale.func.id == "from_scale"
+        if one and decoded and dialect.over_exponent and quantization.scale.is_exponent:
+            return dialect.over_exponent.format(suffix, show(scale.args[0]))
         left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
         right = show(node.right)
         if is_constant(node.left):

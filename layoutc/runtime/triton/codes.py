@@ -80,6 +80,26 @@ def floor_power_of_two(x):
     return tl.where(isnan(x), x, float_of(bits_of(x) & 0x7F800000))
 
 
+@triton.jit
+def floor_power_of_two_over(value, x, overflow):
+    """value / x rounded down to a power of two, or `overflow` where the quotient is infinite; without dividing.
+
+    value: a number, at least 4. x: 0, or positive and finite; what it is otherwise, the caller must replace. The
+    mantissa of value over that of x is at least 1, or below: then it is at most 1 - 2^-24, so that rounding to fp32
+    never reaches the next power of two, and exponents alone decide.
+    """
+    whole = bits_of(like(x, value))
+    exponent = (whole >> 23) + 127 - ((bits_of(x) + (0x7FFFFF - (whole & 0x7FFFFF))) >> 23)
+    return tl.where(exponent > 254, floor_power_of_two(like(x, overflow)), float_of(exponent << 23))
+
+
+@triton.jit
+def over_power_of_two(x):
+    """1 / x for normal powers of two, exact: 2^127 gives a subnormal number."""
+    bits = 0x7F000000 - bits_of(x)
+    return float_of(tl.where(bits == 0, 0x400000, bits))
+
+
 # ---------------------------------------------------------------------------------------------------------------- codes
 @triton.jit
 def cast_to_codes(x, DTYPE: tl.constexpr, NAN: tl.constexpr, CANONICAL: tl.constexpr):
