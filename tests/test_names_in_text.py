@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from layoutc.cli.app import main
@@ -87,8 +88,9 @@ def check_command(line: str) -> None:
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if verb is None or verb.isupper():
         return
-    assert verb in main.commands, f"no verb {verb}"
-    options = {name for param in main.commands[verb].params for name in (*param.opts, *param.secondary_opts)}
+    command = main.get_command(click.Context(main), verb)
+    assert command is not None, f"no verb {verb}"
+    options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     given = {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)}
     assert given <= options | {"--help"}, given - options
 

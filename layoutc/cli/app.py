@@ -9,16 +9,14 @@ Slow modules are imported by the commands that need them: `layoutc check` of 20 
 
 from __future__ import annotations
 
-import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from layoutc.build.lookup import chosen
-from layoutc.cli import layout as cli_layout
-from layoutc.cli import measure, recipe
 from layoutc.cli.shared import choosing, refuse, report, reporting
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
@@ -37,8 +35,12 @@ _KNOWN_ELSEWHERE = {
 }
 
 
+# The other families: module of this room -> its commands, which are imported when they are named or listed.
+_FAMILIES = {"layout": ("show", "breaking"), "recipe": ("new", "test"), "measure": ("bench",)}
+
+
 class _Verbs(click.Group):
-    """A group that suggests the nearest verb."""
+    """A group that imports families of commands when they are needed, and suggests the nearest verb."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -46,14 +48,22 @@ class _Verbs(click.Group):
         """As click, but for an unknown verb suggests the one that was probably meant."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
-            meant = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.commands)
+            meant = _KNOWN_ELSEWHERE.get(name) or nearest(name, self.list_commands(ctx))
             hint = f"Did you mean `layoutc {meant}`?" if meant else f"Verbs: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"No such verb '{name}'. {hint}")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands in the order in which users need them."""
-        return list(self.commands)
+        return [*self.commands, *(name for names in _FAMILIES.values() for name in names)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A command by name; None if there is none."""
+        for family, names in _FAMILIES.items():
+            if cmd_name in names:
+                command: click.Command = getattr(import_module(f"layoutc.cli.{family}"), cmd_name)
+                return command
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -139,6 +149,8 @@ def check(
             refuse(f"{path}: {error.strerror}")
         findings += pipeline.check(content, str(path))
     if explain:
+        from layoutc.cli import layout as cli_layout
+
         findings += cli_layout.explain_specs(paths, form)
     report(tidy(findings), form, color)
     if not quiet:
@@ -154,6 +166,8 @@ def schema() -> None:
     layoutc schema > .vscode/layoutc.schema.json
     then begin a spec with:  # yaml-language-server: $schema=../.vscode/layoutc.schema.json
     """
+    import json
+
     from layoutc.spec.json_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
@@ -225,13 +239,6 @@ def version() -> None:
         click.echo(f"layoutc {version('layoutc')}")
     except PackageNotFoundError:
         click.echo("layoutc (not installed)")
-
-
-main.add_command(cli_layout.show)
-main.add_command(cli_layout.breaking)
-main.add_command(recipe.new)
-main.add_command(recipe.test)
-main.add_command(measure.bench)
 
 
 def _drift(state: FileState) -> Diagnostic | None:

@@ -54,8 +54,8 @@ def wrapped(lines: Lines, width: int) -> Lines:
     for line in lines:
         start = line[: len(line) - len(line.lstrip())]
         opened, arguments = line.find("("), line[line.find("(") + 1 : -1]
-        one_call = line.endswith(")") and balanced(arguments)
-        if len(line) <= width or not one_call or len(start) + 4 + len(arguments) <= width:
+        short = len(line) <= width or len(start) + 4 + len(arguments) <= width
+        if short or not (line.endswith(")") and balanced(arguments)):
             broken.append(line)
             continue
         whole = re.sub(r"\([^()]*\)", lambda one: one[0].replace(" ", "\0"), f"{arguments},")  # stays on one line

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,22 +24,18 @@ FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
-# Names of layoutc.runtime.facts that templates may use.
+# What templates import for text that may use it; what a file doesn't use is taken out of it.
 _FACTS = ("Cards", "Facts", "Layout", "Operand", "Plane", "Products", "cdiv", "up")
-
-
-@dataclass(frozen=True)
-class Imports:
-    """What a file imports: these names of layoutc.runtime.facts, and torch if `torch`."""
-
-    facts: str
-    torch: bool
+_NAMES = re.compile(rf"(?<!\.)\b(?:{'|'.join(_FACTS)})\b")
+_IMPORTS = f"from layoutc.runtime.facts import {', '.join(_FACTS)}"
 
 
 @cache
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        auto_reload=False,
+        optimized=False,  # folding constants takes longer than it saves
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -51,6 +46,7 @@ def _environment() -> Environment:
     return environment
 
 
+@cache  # recipes share most sentences
 def _wrap(text: str, indent: int = 0) -> str:
     """A paragraph of a docstring, broken at the line length. The template indents its first line."""
     lines = textwrap.wrap(text, LINE_LENGTH - indent, break_long_words=False, break_on_hyphens=False)
@@ -74,17 +70,17 @@ def emit_index(recipes: list[tuple[str, str]]) -> str:
 
 
 def _render(template: str, recipe: RecipeText) -> str:
-    """Renders twice: the first text shows which imports the second needs."""
-    loaded, texts = _environment().get_template(template), vars(recipe)
-    code = _code(loaded.render(texts, imports=Imports("", False)))
-    words = set(re.findall(r"(?<!\.)\b\w+\b(?!\.py)", code))
-    facts = ", ".join(name for name in _FACTS if name in words)
-    return loaded.render(texts, imports=Imports(facts, "torch." in code))
+    text = _environment().get_template(template).render(vars(recipe), imports_of_facts=_IMPORTS)
+    return _without_unused_imports(text) if _IMPORTS in text else text
 
 
-def _code(text: str) -> str:
-    """The text without docstrings and comments."""
-    return re.sub(r'"""[\s\S]*?"""|#.*', "", text)
+def _without_unused_imports(text: str) -> str:
+    """The text with those imports of facts, and of torch, that its code uses."""
+    code = re.sub(r'"""[\s\S]*?"""|#.*', "", text.replace(_IMPORTS, ""))
+    words = set(_NAMES.findall(code))
+    facts = [name for name in _FACTS if name in words]
+    text = text.replace(f"{_IMPORTS}\n", f"from layoutc.runtime.facts import {', '.join(facts)}\n" if facts else "")
+    return text if "torch." in code else text.replace("\nimport torch\n", "\n", 1)
 
 
 def format_files(files: dict[str, str]) -> dict[str, str]:

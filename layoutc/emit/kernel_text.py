@@ -56,10 +56,11 @@ def _constants(kernels: Kernels, words: str) -> Lines:
     """Lines that define the constants whose names occur in the code `words`."""
     kinds = {source.suffix: source.source.quantization for source in kernels.sources}
     constants = [one for suffix, quantization in kinds.items() for one in constants_of(quantization, suffix)]
+    used = set(re.findall(r"\w+", words))
     return tuple(
         f"{one.name} = tl.constexpr({one.value})" + (f"  # {one.doc}" if one.doc else "")
         for one in constants
-        if re.search(rf"\b{one.name}\b", words)
+        if one.name in used
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import textwrap
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from layoutc.emit import rule_text
+from layoutc.emit import rule_text, table_text
 from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group, stream_of
 from layoutc.plan.kernels import inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
-from layoutc.spec.formats import Format, thresholds
+from layoutc.spec.formats import Format
 from layoutc.spec.rule_constants import CONSTANTS, constant
 
 
@@ -255,45 +252,17 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
         doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
         add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
         if by_chance and not fmt.integer:
-            add(f"{kind}_MAGNITUDES", _table(fmt.magnitudes), "without a sign, ascending")
+            add(f"{kind}_MAGNITUDES", table_text.magnitudes(fmt), "without a sign, ascending")
             if not fmt.torch:
-                add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "the value of each code")
+                add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
         elif not native and not fmt.integer:
-            add(f"{kind}_STEPS", _table(thresholds(fmt, rounding)), "thresholds: from here on, |x| gets the next code")
-            add(f"{kind}_VALUES", _table(fmt.value(code) for code in range(2**fmt.bits)), "the value of each code")
+            add(f"{kind}_STEPS", table_text.steps(fmt, rounding), "thresholds: from here on, |x| gets the next code")
+            add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
     for name in CONSTANTS:
         if name.upper() in used:
             value, doc = constant(name, element, scale, dict(quantization.parameters))
             add(name.upper(), repr(value), doc)
     return constants
-
-
-def _table(values: Iterable[float]) -> str:
-    """A tuple of fp32 values as code: a formula if one gives exactly these values, else the values themselves."""
-    items = list(values)
-    if len(items) > 32:
-        for formula in _formulas(items):
-            if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
-                return formula
-    special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
-    text = ", ".join(special.get(repr(value), repr(value)) for value in items) + ","
-    if len(text) <= 80:
-        return f"({text[:-1] if len(items) > 1 else text})"
-    lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)
-    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
-
-
-def _formulas(items: list[float]) -> Iterator[str]:
-    """Formulas for tables of powers of two: values, and thresholds for rounding down, up and to nearest."""
-    first = round(math.log2(items[1]))
-    exponents = f"range({first}, {first + len(items) - 1})"
-    yield f'({items[0]!r}, *(2.0**e for e in range({first}, {first + len(items) - 2})), float("nan"))'
-    yield f"({items[0]!r}, *(2.0**e for e in {exponents}))"
-    yield f"({items[0]!r}, *(2.0**e * (1 + 2**-23) for e in {exponents}))"
-    first = math.floor(math.log2(items[1]))
-    exponents = f"range({first}, {first + len(items) - 1})"
-    for odd in (0, 1):
-        yield f"({items[0]!r}, *(2.0**e * (1.5 + (e % 2 == {odd}) * 2**-23) for e in {exponents}))"
 
 
 def _source(source: Source, layout: Layout, suffix: str) -> SourceText:

@@ -11,10 +11,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
-import yaml
+from layoutc.spec import shipped
 
 F32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -131,15 +130,13 @@ def _next_f32(value: float) -> float:
 @cache
 def builtin() -> dict[str, Format]:
     """The formats of formats.yaml, by name."""
-    text = (Path(__file__).parent / "formats.yaml").read_text(encoding="utf-8")
-    return {name: make(name, entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: make(name, entry) for name, entry in shipped.load("formats.yaml").items()}
 
 
 @cache
 def aliases() -> dict[str, dict[str, str]]:
     """Other projects' names for formats, rules, words and keys: kind -> {their name: ours}. Read at first use."""
-    text = (Path(__file__).parent / "aliases.yaml").read_text(encoding="utf-8")
-    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    tables: dict[str, dict[str, str]] = shipped.load("aliases.yaml")
     return {kind: {str(word): str(ours) for word, ours in words.items()} for kind, words in tables.items()}
 
 

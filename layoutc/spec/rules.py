@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-import yaml
+from layoutc.spec import shipped
 
 Parameters = dict[str, float | int | bool | str]
 
@@ -107,8 +106,7 @@ def _step(item: dict[str, str]) -> Step:
 
 
 def _load() -> dict[str, Rule]:
-    text = (Path(__file__).parent / "rules.yaml").read_text(encoding="utf-8")
-    return {name: _make(name, entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: _make(name, entry) for name, entry in shipped.load("rules.yaml").items()}
 
 
 RULES = _load()

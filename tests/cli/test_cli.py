@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from places import ROOT, TESTS
@@ -16,6 +17,7 @@ from layoutc.spec.rules import RULES
 
 SPECS, ERRORS = ROOT / "specs", TESTS / "errors"
 COUNT = len(list(SPECS.glob("*.yaml")))
+CONTEXT = click.Context(main)
 
 
 def run(*args: object) -> Result:
@@ -114,7 +116,7 @@ def test_unknown_verbs_are_answered(verb: str, hint: str) -> None:
     assert hint in result.stderr
 
 
-@pytest.mark.parametrize("verb", sorted(main.commands))
+@pytest.mark.parametrize("verb", sorted(main.list_commands(CONTEXT)))
 def test_help_has_examples_that_parse(verb: str) -> None:
     """Each line of a help text that begins with `layoutc` is a command that click accepts."""
     text = run(verb, "--help").stdout
@@ -122,7 +124,9 @@ def test_help_has_examples_that_parse(verb: str) -> None:
     assert lines, "a help text shows how the command is used"
     for line in lines:
         words = re.split(r"  +| [|>] ", line)[0].split()[1:]
-        main.commands[words[0]].make_context(words[0], words[1:])
+        command = main.get_command(CONTEXT, words[0])
+        assert command is not None, line
+        command.make_context(words[0], words[1:])
 
 
 def test_explain() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -292,5 +293,7 @@ def test_pre_commit_hooks_are_commands() -> None:
     for hook in hooks:
         program, verb, *rest = shlex.split(hook["entry"])
         assert program == "layoutc"
-        main.commands[verb].make_context(verb, rest)
+        command = main.get_command(click.Context(main), verb)
+        assert command is not None
+        command.make_context(verb, rest)
         assert {"id", "name", "description", "entry", "language", "files"} <= set(hook)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
+from functools import cache
 
 from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
 from layoutc.spec import formats
@@ -87,6 +88,7 @@ def sound_format(spec: Spec, name: str) -> Format | None:
     return None if definition is None or _unsound(name, definition) else _own(name, definition)
 
 
+@cache  # a spec asks for each of its formats many times
 def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     """(key, what is wrong, help) for a format that can't be encoded; else None."""
     fmt = _own(name, definition)
