@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(7, "fp8_block_1d")
+require(8, "fp8_block_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -87,6 +87,11 @@ LAYOUT = Layout(
         forward=Cards((9, 0), below=(10, 0)),
         grad_input=Cards((9, 0), below=(10, 0)),
         grad_weight=Cards((9, 0), below=(10, 0)),
+        grouped={
+            "forward": "scaled_grouped_mm does not take BlockWise1x128 by BlockWise1x128",
+            "grad_input": "scaled_grouped_mm does not take BlockWise1x128 by BlockWise1x128",
+            "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
+        },
     ),
     planes=planes,
     buffers=buffers,

@@ -16,9 +16,9 @@ columnwise: same codes and scales as rowwise; data transposed; scale as stored.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
+from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
-require(7, "fp8_delayed")
+require(8, "fp8_delayed")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -86,6 +86,11 @@ LAYOUT = Layout(
         forward=Cards((8, 9), cpu=True),
         grad_input=Cards((8, 9), cpu=True),
         grad_weight=Cards((8, 9), cpu=True),
+        grouped={
+            "forward": Grouped("RowWise", Cards((9, 0), below=(10, 0))),
+            "grad_input": "scaled_grouped_mm does not take float8_e5m2",
+            "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
+        },
     ),
     planes=planes,
     buffers=buffers,

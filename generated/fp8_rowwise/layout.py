@@ -17,9 +17,9 @@ columnwise: has its own codes: blocks are allx1 columnwise, 1xall rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products
+from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
-require(7, "fp8_rowwise")
+require(8, "fp8_rowwise")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -88,6 +88,10 @@ LAYOUT = Layout(
         forward=Cards((8, 9), cpu=True),
         grad_input=Cards((8, 9), cpu=True),
         grad_weight=None,
+        grouped={
+            "forward": Grouped("RowWise", Cards((9, 0), below=(10, 0))),
+            "grad_input": Grouped("RowWise", Cards((9, 0), below=(10, 0))),
+        },
     ),
     planes=planes,
     buffers=buffers,

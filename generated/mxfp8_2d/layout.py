@@ -19,9 +19,9 @@ x 128.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
+from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(7, "mxfp8_2d")
+require(8, "mxfp8_2d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -83,6 +83,11 @@ LAYOUT = Layout(
         forward=Cards((10, 0), below=(11, 0)),
         grad_input=Cards((10, 0), below=(11, 0)),
         grad_weight=Cards((10, 0), below=(11, 0)),
+        grouped={
+            "forward": Grouped("BlockWise1x32", Cards((10, 0), below=(11, 0))),
+            "grad_input": Grouped("BlockWise1x32", Cards((10, 0), below=(11, 0))),
+            "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
+        },
     ),
     planes=planes,
     buffers=buffers,

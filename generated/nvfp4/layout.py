@@ -19,9 +19,9 @@ zero-padded to multiples of 128 x 4.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
+from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(7, "nvfp4")
+require(8, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -92,6 +92,11 @@ LAYOUT = Layout(
         forward=Cards((10, 0), below=(11, 0)),
         grad_input=Cards((10, 0), below=(11, 0)),
         grad_weight=Cards((10, 0), below=(11, 0)),
+        grouped={
+            "forward": Grouped("BlockWise1x16", Cards((10, 0), below=(11, 0))),
+            "grad_input": Grouped("BlockWise1x16", Cards((10, 0), below=(11, 0))),
+            "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
+        },
     ),
     planes=planes,
     buffers=buffers,

@@ -19,9 +19,9 @@ columnwise: has its own codes: blocks are 16x1 columnwise, 1x16 rowwise.
 import torch
 
 from layoutc.runtime import require
-from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, up
+from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(7, "nvfp4_1d")
+require(8, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
@@ -95,6 +95,11 @@ LAYOUT = Layout(
         forward=Cards((10, 0), below=(11, 0)),
         grad_input=Cards((10, 0), below=(11, 0)),
         grad_weight=Cards((10, 0), below=(11, 0)),
+        grouped={
+            "forward": Grouped("BlockWise1x16", Cards((10, 0), below=(11, 0))),
+            "grad_input": Grouped("BlockWise1x16", Cards((10, 0), below=(11, 0))),
+            "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
+        },
     ),
     planes=planes,
     buffers=buffers,

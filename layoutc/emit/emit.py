@@ -25,7 +25,7 @@ KERNELS = "kernels.py"  # of recipes that have kernels
 LINE_LENGTH = 120
 
 # What templates import for text that may use it; what a file doesn't use is taken out of it.
-_FACTS = ("Cards", "Facts", "Layout", "Operand", "Plane", "Products", "cdiv", "up")
+_FACTS = ("Cards", "Facts", "Grouped", "Layout", "Operand", "Plane", "Products", "cdiv", "up")
 _NAMES = re.compile(rf"(?<!\.)\b(?:{'|'.join(_FACTS)})\b")
 _IMPORTS = f"from layoutc.runtime.facts import {', '.join(_FACTS)}"
 

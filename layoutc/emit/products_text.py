@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from layoutc.plan.plan import Plan, layout_id
-from layoutc.plan.products import Cards, Operand, Product, operand
+from layoutc.plan.products import Cards, Grouped, Operand, Product, ProductName, operand
 
 
 def products_lines(plan: Plan) -> list[str]:
@@ -13,14 +15,24 @@ def products_lines(plan: Plan) -> list[str]:
     lines.append("},")
     if plan.products is None:
         return lines
+    found = plan.products.products
+    differ = any(one.grouped != one.by_columns for one in found)
     others = (("activation", plan.products.activation), ("gradient", plan.products.gradient))
     return [
         *lines,
         "products=Products(",
         *(f'    {role}=("{layout.name}", "{layout_id(layout)}"),' for role, layout in others),
-        *(f"    {product.name}={_product(product)}," for product in plan.products.products),
+        *(f"    {product.name}={_product(product)}," for product in found),
+        *_grouped_lines("grouped", {one.name: one.grouped for one in found if one.grouped}),
+        *_grouped_lines("by_columns", {one.name: one.by_columns for one in found if one.grouped} if differ else {}),
         "),",
     ]
+
+
+def _grouped_lines(name: str, kernels: Mapping[ProductName, Grouped | str]) -> list[str]:
+    if name == "by_columns" and not kernels:
+        return []
+    return [f"    {name}={{", *(f'        "{product}": {_grouped(one)},' for product, one in kernels.items()), "    },"]
 
 
 def _operand(found: Operand | str) -> str:
@@ -36,6 +48,10 @@ def _product(product: Product) -> str:
     if product.cards is None:
         return f'"{product.reason}"' if product.reason else "None"
     return _cards(product.cards)
+
+
+def _grouped(found: Grouped | str) -> str:
+    return f'"{found}"' if isinstance(found, str) else f'Grouped("{found.kind}", {_cards(found.cards)})'
 
 
 def _cards(cards: Cards) -> str:

@@ -26,8 +26,9 @@ from layoutc.spec.rule_constants import constant
 
 Role = Literal["weight", "activation", "gradient"]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
-# Of each product, the operands in the order of `scaled_mm`: whose recipe, and which of its orientations.
-OPERANDS: Mapping[ProductName, tuple[tuple[Role, str], tuple[Role, str]]] = {
+# The operands of a product in the order of `scaled_mm`: whose recipe, and which of its orientations.
+Pair = tuple[tuple[Role, str], tuple[Role, str]]
+OPERANDS: Mapping[ProductName, Pair] = {
     "forward": (("activation", "rowwise"), ("weight", "rowwise")),
     "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
     "grad_weight": (("gradient", "columnwise"), ("activation", "columnwise")),
@@ -128,13 +129,15 @@ class Grouped:
 class Product:
     """One product: where a kernel serves it; else None, and the reason why none does, "" if the spec wants none.
 
-    grouped: the kernel of a weight of experts, or why it has none; "" where a linear layer has none either.
+    grouped: the kernel of a weight of experts, or why it has none; "" where a linear layer has none either. by_columns:
+    of one that is stored as `x @ w` reads it.
     """
 
     name: ProductName
     cards: Cards | None
     reason: str
     grouped: Grouped | str = ""
+    by_columns: Grouped | str = ""
 
 
 @dataclass(frozen=True)
@@ -162,18 +165,35 @@ def _product(name: ProductName, roles: Mapping[str, Layout]) -> Product:
     stated = roles["weight"].others
     if stated is not None and name in stated.dequantized:
         return Product(name, None, "")
-    if reason := _kept_transform(name, roles):
-        return Product(name, None, reason)
-    operands: list[Operand] = []
-    for role, orientation in OPERANDS[name]:
-        found = operand(roles[role], orientation)
-        if isinstance(found, str):
-            return Product(name, None, f"{roles[role].name} {orientation}: {found}")
-        operands.append(found)
-    a, b = operands
+    found = _operands(OPERANDS[name], roles)
+    if isinstance(found, str):
+        return Product(name, None, found)
+    a, b = found
     if reason := _mismatch(a, b):
         return Product(name, None, reason)
-    return Product(name, a.scaling.cards.both(b.scaling.cards), "", _grouped(name, a, b))
+    return Product(name, a.scaling.cards.both(b.scaling.cards), "", _grouped(name, a, b), _by_columns(name, roles))
+
+
+def _operands(pair: Pair, roles: Mapping[str, Layout]) -> tuple[Operand, Operand] | str:
+    """Both operands of a product as `scaled_mm` reads them; or why it can't."""
+    if reason := _kept_transform(pair, roles):
+        return reason
+    operands: list[Operand] = []
+    for role, orientation in pair:
+        found = operand(roles[role], orientation)
+        if isinstance(found, str):
+            return f"{roles[role].name} {orientation}: {found}"
+        operands.append(found)
+    a, b = operands
+    return a, b
+
+
+def _by_columns(name: ProductName, roles: Mapping[str, Layout]) -> Grouped | str:
+    """As `_grouped`, of a weight whose other orientation the product contracts."""
+    left, (role, orientation) = OPERANDS[name]
+    other = "columnwise" if orientation == "rowwise" else "rowwise"
+    found = _operands((left, (role, other if role == "weight" else orientation)), roles)
+    return found if isinstance(found, str) else _grouped(name, *found)
 
 
 def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
@@ -192,9 +212,9 @@ def _grouped(name: ProductName, a: Operand, b: Operand) -> Grouped | str:
     return Grouped(*kinds[0])
 
 
-def _kept_transform(name: ProductName, roles: Mapping[str, Layout]) -> str:
+def _kept_transform(pair: Pair, roles: Mapping[str, Layout]) -> str:
     """Why the transforms of both operands do not cancel; "" where they do, or there are none."""
-    layouts = [(roles[role], orientation) for role, orientation in OPERANDS[name]]
+    layouts = [(roles[role], orientation) for role, orientation in pair]
     found = [layout.transforms.get(orientation) for layout, orientation in layouts]
     if len({one.matrix if one else None for one in found}) == 1:
         return ""

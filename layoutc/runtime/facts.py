@@ -71,11 +71,20 @@ class Operand(NamedTuple):
     tensor_scale: float | None = None
 
 
+class Grouped(NamedTuple):
+    """A kernel of scaled_grouped_mm: the kind of scales that it reads of both operands, and where it runs."""
+
+    kind: str
+    cards: Cards
+
+
 class Products(NamedTuple):
     """The products of a recipe's weights in low precision: where each has a kernel, or why it has none; None: the spec
     wants it in high precision.
 
-    activation, gradient: the recipes of the other operands, as (name, layout id).
+    activation, gradient: the recipes of the other operands, as (name, layout id). grouped: of weights of experts, for
+    the products that have a kernel above, the kernel that multiplies groups of tokens, or why none does. by_columns: of
+    such weights that are stored as `x @ w` reads them, where that differs.
     """
 
     activation: tuple[str, str]
@@ -83,6 +92,8 @@ class Products(NamedTuple):
     forward: Cards | str | None
     grad_input: Cards | str | None
     grad_weight: Cards | str | None
+    grouped: Mapping[str, Grouped | str]
+    by_columns: Mapping[str, Grouped | str] | None = None
 
 
 @dataclass(frozen=True)

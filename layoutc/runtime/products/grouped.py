@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from layoutc.runtime.facts import Grouped
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
 from layoutc.runtime.products.choice import NAMES, Chosen, ProductName, Recipe, recipes_of
-from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes, choose, kernel, operands_of, orientation_of
+from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, note_without_kernel, weight_buffers
 from layoutc.runtime.quantize import weights
@@ -157,7 +158,7 @@ def _multiply(
     recipe: Recipe = getattr(recipes_of(type(weight)), role)
     shared = x if role == "activation" else None
     found = kernel(type(weight), name, sizes.by_columns) if way == "kernel" else None
-    if isinstance(found, Kernel):
+    if isinstance(found, Grouped):
         buffers, apart = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
         a = scaled_grouped_mm.tokens(recipe.LAYOUT, buffers, found)
         read = weight_buffers(weight, orientation)
@@ -190,7 +191,7 @@ def _grad_weight(
 def _quantized(
     recipe: Recipe,
     orientation: str,
-    found: Kernel | None,
+    found: Grouped | None,
     flat: Tensor,
     groups: Groups,
     shared: Tensor | None,

@@ -7,21 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from layoutc.runtime.facts import Cards, Operand
+from layoutc.runtime.facts import Cards, Grouped, Operand
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products.choice import OPERANDS, Chosen, ProductName, Recipe, Recipes, not_here, recipes_of
 from layoutc.runtime.products.groups import shares_all_rows
 from layoutc.runtime.torch_private import scaled_grouped_mm_v2_is_traced
 
-# What scaled_grouped_mm reads each kind of scales as, and where.
-GROUPED: dict[str, tuple[str, Cards]] = {
-    "TensorWise": ("RowWise", Cards((9, 0), (10, 0))),
-    "RowWise": ("RowWise", Cards((9, 0), (10, 0))),
-    "BlockWise1x32": ("BlockWise1x32", Cards((10, 0), (11, 0))),
-    "BlockWise1x16": ("BlockWise1x16", Cards((10, 0), (11, 0))),
-}
-UNDER_TENSOR_SCALE = ("BlockWise1x16",)  # and no other kind is
-GROUPED_CODES = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
 TILE = (128, 4)  # of scales of blocks
 _ALIGNED = 16  # bytes
 _MOST_EXPERTS = 1023  # a thread for each prepares its product
@@ -48,13 +39,6 @@ class Sizes(NamedTuple):
 def orientation_of(name: ProductName, by_columns: bool) -> str:
     """The orientation of the weight in forward or grad_input: that of what is contracted."""
     return "columnwise" if (name == "forward") == by_columns else "rowwise"
-
-
-class Kernel(NamedTuple):
-    """A kernel of scaled_grouped_mm: the kind of scales that it reads of both operands, and where it runs."""
-
-    kind: str
-    cards: Cards
 
 
 def choose(cls: Recipe, name: ProductName, sizes: Sizes, device: torch.device, mode: Mode) -> Chosen:
@@ -87,34 +71,17 @@ def operands_of(name: ProductName, by_columns: bool) -> tuple[tuple[str, str], t
     return left, (right[0], orientation_of(name, by_columns)) if right[0] == "weight" else right
 
 
-def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Kernel | str:
+def kernel(cls: Recipe, name: ProductName, by_columns: bool = False) -> Grouped | str:
     """What multiplies groups of tokens by a weight of experts, each group by its own expert; or why nothing does.
 
     by_columns: as of Sizes.
     """
-    stated: Cards | str | None = getattr(cls.LAYOUT.products, name)
-    if isinstance(stated, str):  # what scaled_mm can't multiply
+    products = cls.LAYOUT.products
+    assert products is not None  # the spec names the recipes of activations and gradients
+    stated: Cards | str | None = getattr(products, name)
+    if isinstance(stated, str):  # not even scaled_mm multiplies them
         return stated
-    recipes = recipes_of(cls)
-    if name == "grad_weight":
-        return "it contracts groups of tokens, and no kernel is called for that"
-    operands: list[Operand] = []
-    for role, orientation in operands_of(name, by_columns):
-        found = getattr(recipes, role).LAYOUT.operands[orientation]
-        if not isinstance(found, Operand):
-            return str(found)
-        operands.append(found)
-    a, b = operands
-    kinds = [GROUPED.get(one.scaling) for one in operands]
-    if kinds[0] is None or kinds[1] is None or kinds[0] != kinds[1]:
-        return f"scaled_grouped_mm does not take {a.scaling} by {b.scaling}"
-    for one in operands:
-        if one.codes not in GROUPED_CODES:
-            return f"scaled_grouped_mm does not take {str(one.codes).removeprefix('torch.')}"
-        if (one.tensor_scale is not None) != (one.scaling in UNDER_TENSOR_SCALE):
-            how = "without" if one.tensor_scale is None else "with"
-            return f"scaled_grouped_mm does not take {one.scaling} {how} a scale of the tensor"
-    return Kernel(*kinds[0])
+    return (products.by_columns if by_columns and products.by_columns else products.grouped)[name]
 
 
 def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
@@ -130,7 +97,7 @@ def _unquantizable(recipes: Recipes, name: ProductName, sizes: Sizes) -> str:
     return ""
 
 
-def _misfit(recipes: Recipes, name: ProductName, found: Kernel, sizes: Sizes) -> str:
+def _misfit(recipes: Recipes, name: ProductName, found: Grouped, sizes: Sizes) -> str:
     """Why scaled_grouped_mm does not take these sizes, or this torch does not."""
     if sizes.experts > _MOST_EXPERTS:
         return f"scaled_grouped_mm takes up to {_MOST_EXPERTS} experts, not {sizes.experts}"

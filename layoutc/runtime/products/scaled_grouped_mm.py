@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from layoutc.runtime.facts import Layout, Operand
-from layoutc.runtime.products.grouped_choice import TILE, Kernel, Sizes
+from layoutc.runtime.facts import Grouped, Layout, Operand
+from layoutc.runtime.products.grouped_choice import TILE, Sizes
 from layoutc.runtime.torch_private import scaled_grouped_mm, scaled_grouped_mm_v2
 
 Buffers = Mapping[str, Tensor]
@@ -25,7 +25,7 @@ class Side(NamedTuple):
     of_tensor: Tensor | None
 
 
-def tokens(layout: Layout, buffers: Buffers, kernel: Kernel) -> Side:
+def tokens(layout: Layout, buffers: Buffers, kernel: Grouped) -> Side:
     """The left operand, rowwise. Of blocks, each group begins with a tile of scales, so the scales of all groups are
     those of the matrix."""
     operand = _operand(layout, "rowwise")
@@ -38,7 +38,7 @@ def tokens(layout: Layout, buffers: Buffers, kernel: Kernel) -> Side:
     return Side(codes.view(operand.codes), scale.view(rows, -1), _of_tensor(operand, buffers))
 
 
-def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Kernel, sizes: Sizes) -> Side:
+def experts(layout: Layout, orientation: str, buffers: Buffers, kernel: Grouped, sizes: Sizes) -> Side:
     """The right operand: the weight's matrix of all experts, as one (contracted, free) matrix for each."""
     operand = _operand(layout, orientation)
     count, is_row = sizes.experts, orientation == "rowwise"
@@ -73,7 +73,7 @@ def _of_tensor(operand: Operand, buffers: Buffers) -> Tensor | None:
     return None if operand.tensor_scale is None else buffers["amax"][:1] * operand.tensor_scale
 
 
-def multiply(a: Side, b: Side, ends: Tensor, kernel: Kernel, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def multiply(a: Side, b: Side, ends: Tensor, kernel: Grouped, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """(tokens, free) in a dtype: each group of rows of a, which end where `ends` says, by its own matrix of b.
 
     fast: as for scaled_mm.
