@@ -64,7 +64,7 @@ def quantize_reference(
 ) -> dict[str, Tensor]:
     """(m, k) in fp32, bf16 or fp16 -> planes of the orientations, by name.
 
-    amax: (1,) fp32, the largest magnitude of the whole weight; default: that of x.
+    amax: (1,) fp32, the largest magnitude of the whole matrix; default: that of x.
     """
     m, k = x.shape
     x = x.float().contiguous()

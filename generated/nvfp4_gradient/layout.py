@@ -4,7 +4,7 @@
 
 E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
 
-A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
+A matrix has m rows (its leading dims, flattened) and k columns. m must be a multiple of 16, and k of 16.
 
 For activations and gradients, and not for weights: it rounds elements by random bits, so that a weight would be another
 one each time it is quantized.
@@ -13,7 +13,7 @@ Shards may be cut at any row. A cut at a multiple of 16 rows is free: one column
 If a cut splits a block, the ranks on both sides store and send its scales, and their shards have no buffers of their
 own.
 Forward gathers rowwise_data and rowwise_scale: 0.5625 B/element. Backward gathers columnwise_data and columnwise_scale:
-0.5625 B/element. A weight that stays gathered after forward gets all of them at once: 1.125 B/element.
+0.5625 B/element. A matrix that stays gathered after forward gets all of them at once: 1.125 B/element.
 
 rowwise: has its own codes: blocks are 1x16 rowwise, 16x1 columnwise.
 columnwise: has its own codes: blocks are 16x1 columnwise, 1x16 rowwise.
@@ -28,25 +28,25 @@ require(8, "nvfp4_gradient")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:
-    """The planes that a weight of (m, k) stores, compact and m-major: name -> shape and dtype."""
+    """The planes that a matrix of (m, k) stores, compact and m-major: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
         "rowwise_scale": Facts((m, k // 16), torch.uint8),  # e4m3 scale of each 1x16 block
         "columnwise_data": Facts((m, k // 2), torch.uint8),  # e2m1 codes, 2 per byte, low bits first
         "columnwise_scale": Facts((m // 16, k), torch.uint8),  # e4m3 scale of each 16x1 block
-        "amax": Facts((1,), torch.float32),  # amax of the whole weight
+        "amax": Facts((1,), torch.float32),  # amax of the whole matrix
     }
 
 
 def buffers(m: int, k: int) -> dict[str, Facts]:
-    """The buffers that a GEMM reads of a weight of (m, k), padding included: name -> shape and dtype."""
+    """The buffers that a GEMM reads of a matrix of (m, k), padding included: name -> shape and dtype."""
     return {
         "rowwise_data": Facts((m, k // 2), torch.uint8),  # as stored
         "rowwise_scale": Facts((up(m, 128), up(k // 16, 4)), torch.uint8),  # zero-padded to multiples of 128 x 4
         "columnwise_data": Facts((k, m // 2), torch.uint8),  # transposed, packed along m
         # transposed, zero-padded to multiples of 128 x 4
         "columnwise_scale": Facts((up(k, 128), up(m // 16, 4)), torch.uint8),
-        "amax": Facts((1,), torch.float32),  # of the whole weight
+        "amax": Facts((1,), torch.float32),  # of the whole matrix
     }
 
 

@@ -67,7 +67,7 @@ def quantize_reference(
 ) -> dict[str, Tensor]:
     """(m, k) in fp32, bf16 or fp16 -> planes of the orientations, by name.
 
-    amax: (1,) fp32, the largest magnitude of the whole weight; default: that of x.
+    amax: (1,) fp32, the largest magnitude of the whole matrix; default: that of x.
     seed: (1,) int64, which random bits follow from; default: drawn from torch's default generator of x's device.
     """
     m, k = x.shape

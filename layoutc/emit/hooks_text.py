@@ -42,7 +42,7 @@ def gather_lines(plan: Plan) -> list[str]:
     both = f"{float(plan.both.bytes_per_element):.6g} B/element"
     return [
         f"Forward gathers {forward}: {cost}. Backward gathers {backward}: {float(plan.backward.bytes_per_element):.6g} "
-        f"B/element. A weight that stays gathered after forward gets all of them at once: {both}."
+        f"B/element. A {plan.noun} that stays gathered after forward gets all of them at once: {both}."
     ]
 
 
@@ -82,7 +82,7 @@ def hooks_text(plan: Plan) -> HooksText:
     sizes_text = "padded to the same sizes" if plan.slots_differ else "of the same sizes"
     pre_doc = (
         f"Forward sends {forward}; backward sends {backward}, {sizes_text}, because FSDP2 expects equal sizes in all "
-        "passes. A weight that stays gathered sends all of them once."
+        f"passes. A {plan.noun} that stays gathered sends all of them once."
     )
     return HooksText(pre, post[:-1], "tuple(sent)", pre_doc)
 

@@ -104,6 +104,7 @@ class RecipeText:
     extremes: bool
     stochastic: bool
     not_weights: str
+    noun: str
     history: int
     pick: str
     has_kernels: bool
@@ -144,9 +145,9 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         attributes=[plane for plane in planes if plane.name != "amax"],  # Tensor.amax is a method
         cut_body=_each_plane(plan, {plane.name: plane.cut for plane in planes}, "planes", "views"),
         join_body=_each_plane(plan, {plane.name: plane.join for plane in planes}, "pieces[0]", "joined"),
-        buffers=[_buffer(buffer, sizes) for buffer in layout.buffers] + _amax_buffer(layout),
+        buffers=[_buffer(buffer, sizes) for buffer in layout.buffers] + _amax_buffer(plan),
         as_stored=_as_stored(layout),
-        has_amax=bool(_amax_buffer(layout)),
+        has_amax=_has_amax(layout),
         swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
         orientations=[_orientation(name, layout, sizes) for name in layout.orientations],
         orientation_names=tuple(layout.orientations),
@@ -160,6 +161,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         extremes=plan.extremes,
         stochastic=layout.stochastic,
         not_weights=plan.not_weights,
+        noun=plan.noun,
         history=layout.history,
         pick=layout.pick,
         has_kernels=has_kernels,
@@ -219,7 +221,7 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
     if plane.name == "amax":
         shape, doc = (
             f"({history or 1},)",
-            f"the last {history} amaxes, latest first" if history else "amax of the whole weight",
+            f"the last {history} amaxes, latest first" if history else f"amax of the whole {plan.noun}",
         )
     else:
         shape = sizes.plane(plane)
@@ -323,21 +325,25 @@ def _lay_out(buffer: Buffer, sizes: Sizes) -> str:
     return text if buffer.pads else f"{text}.contiguous()"
 
 
-def _amax_buffer(layout: Layout) -> list[BufferText]:
-    if not (layout.tensor_amax or layout.history):
-        return []
-    doc = "latest first" if layout.history else "of the whole weight"
-    return [BufferText("amax", f"({layout.history or 1},)", "float32", doc)]
+def _has_amax(layout: Layout) -> bool:
+    """True if the amax of the whole is a plane and a buffer of its own."""
+    return bool(layout.tensor_amax or layout.history)
+
+
+def _amax_buffer(plan: Plan) -> list[BufferText]:
+    history = plan.layout.history
+    doc = "latest first" if history else f"of the whole {plan.noun}"
+    return [BufferText("amax", f"({history or 1},)", "float32", doc)] if _has_amax(plan.layout) else []
 
 
 def _as_stored(layout: Layout) -> list[tuple[str, str]]:
     """Buffers that are planes as they are, in order, with the names of both. A buffer without dims is one value."""
     pairs = [(buffer.name, buffer.plane.name) for buffer in layout.buffers if buffer.is_plane or not buffer.dims]
-    return pairs + [(buffer.name, buffer.name) for buffer in _amax_buffer(layout)]
+    return pairs + [("amax", "amax")] * _has_amax(layout)
 
 
 def _orientation(name: str, layout: Layout, sizes: Sizes) -> OrientationText:
-    planes = tuple(plane.name for plane in layout.source(name).planes) + (("amax",) if _amax_buffer(layout) else ())
+    planes = tuple(plane.name for plane in layout.source(name).planes) + (("amax",) if _has_amax(layout) else ())
     lines: list[str] = []
     for buffer in layout.buffers:
         if buffer.orientation == name:

@@ -153,7 +153,7 @@ def _amax_doc(plan: Plan) -> str:
         return "amax must be None: no scale depends on anything outside its block."
     if plan.layout.history:
         return "amax: (1,) fp32, the one that the scale follows from; default: that of x."
-    shape, what = "(1,)", "of the whole weight"
+    shape, what = "(1,)", f"of the whole {plan.noun}"
     if plan.amax_columns:
         each = "column" if plan.amax_columns == 1 else f"{plan.amax_columns} columns"
         shape = "(1, k)" if plan.amax_columns == 1 else f"(1, k / {plan.amax_columns})"

@@ -102,6 +102,11 @@ class Plan:
         return ""
 
     @property
+    def noun(self) -> str:
+        """What the recipe quantizes, in a word that fits: a weight, or any matrix if weights can't have it."""
+        return "matrix" if self.not_weights else "weight"
+
+    @property
     def block_rows(self) -> int:
         """A cut at a multiple of this many rows splits no value of any plane."""
         return block_rows(self.layout)
