@@ -31,7 +31,7 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
         if name == spec.name:
             found[name] = resolve(spec)
             continue
-        file = _files(Path(path).parent).get(name)
+        file = files_of(path).get(name)
         if file is None:
             findings.append(_unknown(name, key, _source(content, path)))
             continue
@@ -43,9 +43,9 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
     return found, findings
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Recipe name -> spec: those of the folder, and of those that layoutc ships the others."""
-    return {**_shipped(), **{file.stem: file for file in lookup.specs_in(folder)}}
+def files_of(path: str) -> dict[str, Path]:
+    """The recipes that a spec may name -> their specs: those beside it, and of those that layoutc ships the others."""
+    return {**_shipped(), **{file.stem: file for file in lookup.specs_in(Path(path).parent)}}
 
 
 @cache
@@ -74,7 +74,7 @@ def _source(content: bytes, path: str) -> Source:
 
 
 def _unknown(name: str, key: str, source: Source) -> Diagnostic:
-    names = sorted(_files(Path(source.path).parent))
+    names = sorted(files_of(source.path))
     meant = nearest(name, names)
     return source.find(
         "LC908",

@@ -92,6 +92,7 @@ def all_checks() -> list[Check]:
     """Every check. Imports torch."""
     from importlib import import_module
 
-    for module in ("codecs", "maps", "reference", "hooks", "dispatch", "products", "kernels", "state", "processes"):
+    numerics = ("codecs", "maps", "reference")
+    for module in (*numerics, "hooks", "dispatch", "products", "low_precision", "kernels", "state", "processes"):
         import_module(f"layoutc.conformance.checks.{module}")
     return list(REGISTRY.checks)

@@ -8,14 +8,14 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lcm, prod
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from layoutc.build import pipeline
+from layoutc.build import operands, pipeline
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
 from layoutc.diagnostics.renderers import render
 from layoutc.ints.sizes import up
@@ -56,6 +56,7 @@ class Subject:
     folder: Path
     seed: int = 0
     thorough: bool = False
+    others: Mapping[str, Layout] = field(default_factory=dict)  # of its products' other operands, by name
     ranks: Ranks | None = None  # processes for FSDP2 over gloo; None: not wanted
     notes: list[str] = field(default_factory=list)
 
@@ -172,11 +173,13 @@ def compile_subject(
     digest = hashlib.sha256(data + str(path.resolve()).encode()).hexdigest()[:8]
     root = f"layoutc_conformance_{digest}_{next(_numbers)}"
     folder = Path(tempfile.mkdtemp(prefix="layoutc-test-"))
+    others, findings = operands.layouts_of(spec, data, str(path))
+    beside = [file for name, file in operands.files_of(str(path)).items() if name in others and name != spec.name]
     try:
         out = folder / root / "somewhere"  # generated code must work in any package
-        result = pipeline.build([path], out, check=False)
-        if has_errors(result.diagnostics):
-            raise BadSpec(result.diagnostics)
+        result = pipeline.build([path, *beside], out, check=False)
+        if has_errors([*findings, *result.diagnostics]):
+            raise BadSpec([*findings, *result.diagnostics])
         (folder / root / "__init__.py").write_text("", encoding="utf-8")
         if edit is not None:
             edit(out / spec.name)
@@ -188,8 +191,8 @@ def compile_subject(
             sys.path.remove(str(folder))
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    plan = pipeline.plan_for(spec)
-    return Subject(path, plan.layout, plan, package, folder, seed, thorough, ranks)
+    plan = pipeline.plan_for(spec, others)
+    return Subject(path, plan.layout, plan, package, folder, seed, thorough, others, ranks)
 
 
 def _import(name: str) -> ModuleType:

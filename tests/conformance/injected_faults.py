@@ -155,6 +155,20 @@ def quantize(x, *, seed=None, **options):
 """,
         ("products", "layer"),
     ),
+    "the activation is not quantized": (
+        "nvfp4",
+        "layout.py",
+        r"forward=Cards\(.*\),",
+        "forward=None,",
+        ("low-precision",),
+    ),
+    "the tensor's scale is forgotten": (
+        "nvfp4",
+        "reference.py",
+        r' \* planes\["amax"\]',
+        "",
+        ("low-precision", "dequantize"),
+    ),
     "the amax of shards is another": (
         "nvfp4",
         "tensor.py",
@@ -379,6 +393,12 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any], str, tuple[str, ...]]] = {
         lambda step: lambda self: [step(self), step(self)][0],
         "mxfp8",
         ("master-weights",),
+    ),
+    "products in low precision read one orientation": (
+        "layoutc.runtime.weight.tensor.QuantizedTensor._dequantize",
+        lambda dequantize: lambda self, orientation, dtype: dequantize(self, "rowwise", dtype),
+        "mxfp8",
+        ("low-precision", "layer"),
     ),
     "the model rounds ties up": (
         "layoutc.conformance.model.codes.Codes.encode",
