@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import lcm, prod
 
 from layoutc.layout.layout import Source, Transform, stream_of
 from layoutc.plan.plan import Plan
@@ -44,16 +45,49 @@ def transforms_can_be_undone(plan: Plan) -> Iterator[Proof]:
 
 
 def transforms_cancel(plan: Plan) -> Iterator[Proof]:
-    """A kernel multiplies codes as they are, so transforms of both operands must be the same."""
+    """A kernel multiplies codes as they are: with transforms, sums of products must be what they are without."""
     if plan.products is None:
         return
     roles = {"weight": plan.layout, "activation": plan.products.activation, "gradient": plan.products.gradient}
     for one in plan.products.products:
-        found = [roles[role].transforms.get(orientation) for role, orientation in OPERANDS[one.name]]
+        sides = [(roles[role].transforms.get(orientation), orientation) for role, orientation in OPERANDS[one.name]]
+        found = [transform for transform, _ in sides]
         if one.cards is None or not any(found):
             continue
-        counter = "" if len({made and made.matrix for made in found}) == 1 else "they differ"
-        yield proof(one.name, "the transforms of both operands cancel", "sizes and signs compared", counter)
+        method = "products of every two unit vectors, by the matrices of both operands, in whole numbers"
+        aside = (f"{made} does not run along the contraction" for made, name in sides if made and _is_aside(made, name))
+        counter = next(aside, "") or _uncancelled(*found)
+        yield proof(one.name, "the transforms of both operands cancel", method, counter)
+
+
+def _is_aside(transform: Transform, orientation: str) -> bool:
+    """True if what is transformed together is not what a product adds up: k rowwise, m columnwise."""
+    return transform.axis != {"rowwise": "k", "columnwise": "m"}[orientation]
+
+
+def _uncancelled(a: Transform | None, b: Transform | None) -> str:
+    """Two unit vectors whose product is another once they are transformed; "" if there are none.
+
+    Products are linear in both, so that what holds for unit vectors holds for all. Matrices are whole numbers here, so
+    a product is too large by the root of the product of both sizes.
+    """
+    grown = prod(one.size for one in (a, b) if one)
+    length = lcm(*(one.size for one in (a, b) if one))
+    left, right = (_units(one, length) for one in (a, b))
+    for (i, one), (j, other) in product(enumerate(left), enumerate(right)):
+        made = sum(x * y for x, y in zip(one, other, strict=True))
+        if made < 0 or made * made != (grown if i == j else 0):
+            return f"entries {i} and {j} of a group multiply to {made / grown**0.5:g}, not {int(i == j)}"
+    return ""
+
+
+def _units(transform: Transform | None, length: int) -> list[list[int]]:
+    """What each unit vector of a length becomes, before it is normalized."""
+    if transform is None:
+        return [[int(i == j) for j in range(length)] for i in range(length)]
+    size, columns = transform.size, list(zip(*_matrix(transform), strict=True))
+    groups = ((i // size * size, columns[i % size]) for i in range(length))
+    return [[*[0] * start, *column, *[0] * (length - start - size)] for start, column in groups]
 
 
 def _matrix(transform: Transform) -> list[list[int]]:

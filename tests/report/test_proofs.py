@@ -18,9 +18,10 @@ from test_describe import NAMES, plan_of, recipe, six_bits
 from layoutc.cli.app import main
 from layoutc.layout import chain
 from layoutc.layout.chain import Chain
-from layoutc.plan.plan import Plan
+from layoutc.plan.plan import Plan, derive
 from layoutc.report import proofs
 from layoutc.report.proofs import Proof, failures, prove
+from layoutc.report.proofs_of_values import transforms_cancel
 from layoutc.spec.checks.read import read_spec
 
 SPECS = ROOT / "specs"
@@ -236,6 +237,33 @@ def test_a_swizzle_that_loses_a_part_is_refuted() -> None:
     assert swizzle is not None
     twice = replace(swizzle, order=tuple("a" if name == "b" else name for name in swizzle.order))
     assert failing(replace(plan, layout=replace(plan.layout, swizzle=twice))) == {"rowwise_scale, columnwise_scale"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "holds"),
+    [
+        ({}, True),
+        ({"signs": 0xD7E9}, False),
+        ({"signs": 0xD7E8 ^ 0xFFFF}, False),
+        ({"size": 4, "signs": 0x8}, False),
+        ({"size": 32}, False),
+        ({"axis": "k"}, False),
+        (None, False),
+    ],
+)
+def test_transforms_that_do_not_cancel_are_refuted(edit: dict[str, Any] | None, holds: bool) -> None:
+    """As if the plan had found a kernel for them. Nothing is compared but products of vectors."""
+    others = {name: recipe("nvfp4_" + name).layout for name in ("activation", "gradient")}
+    plan = derive(recipe("nvfp4").layout, {layout.name: layout for layout in others.values()})
+    assert plan.products is not None
+    activation = others["activation"]
+    rowwise, columnwise = activation.sources
+    changed = columnwise.quantization.transform
+    changed = None if edit is None or changed is None else replace(changed, **edit)
+    source = replace(columnwise, quantization=replace(columnwise.quantization, transform=changed))
+    products = replace(plan.products, activation=replace(activation, sources=(rowwise, source)))
+    (proof,) = transforms_cancel(replace(plan, products=products))
+    assert (proof.about, proof.holds, bool(proof.counter)) == ("grad_weight", holds, not holds)
 
 
 # -------------------------------------------------------------------------------------------------------- command line
