@@ -24,14 +24,12 @@ def products_lines(plan: Plan) -> list[str]:
         *(f'    {role}=("{layout.name}", "{layout_id(layout)}"),' for role, layout in others),
         *(f"    {product.name}={_product(product)}," for product in found),
         *_grouped_lines("grouped", {one.name: one.grouped for one in found if one.grouped}),
-        *_grouped_lines("by_columns", {one.name: one.by_columns for one in found if one.grouped} if differ else {}),
+        *(_grouped_lines("by_columns", {one.name: one.by_columns for one in found if one.grouped}) if differ else ()),
         "),",
     ]
 
 
 def _grouped_lines(name: str, kernels: Mapping[ProductName, Grouped | str]) -> list[str]:
-    if name == "by_columns" and not kernels:
-        return []
     return [f"    {name}={{", *(f'        "{product}": {_grouped(one)},' for product, one in kernels.items()), "    },"]
 
 
