@@ -17,12 +17,17 @@ from layoutc.conformance.registry import Skipped, check
 from layoutc.conformance.subject import Subject
 from layoutc.ints.sizes import up
 from layoutc.layout.layout import Layout
-from layoutc.plan.products import OPERANDS
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.random_bits import draw_seed
 
 DTYPE = torch.bfloat16  # which all kernels give
 SHARES = (0.0, 0.25, 0.5, 1.0)  # of the largest element: a format that has it has these too
+# Of each product, whose recipe its operands are quantized by, and in which orientation: what it contracts lies in rows.
+OPERANDS = {
+    "forward": (("activation", "rowwise"), ("weight", "rowwise")),
+    "grad_input": (("gradient", "rowwise"), ("weight", "columnwise")),
+    "grad_weight": (("gradient", "columnwise"), ("activation", "columnwise")),
+}
 NAMES = ("output", "gradient of the input", "gradient of the weight")
 
 
