@@ -232,8 +232,8 @@ def expression(
         scale, one = node.right, isinstance(node.left, ast.Constant) and node.left.value == 1
         if one and dialect.over_power and isinstance(scale, ast.Name) and scale.id in powers:
             return dialect.over_power.format(show(scale))
-        decoded = isinstance(scale, ast.Call) and isinstance(scale.func, ast.Name) and scale.func.id == "from_scale"
-        if one and decoded and dialect.over_exponent and quantization.scale.is_exponent:
+        exponents = one and bool(dialect.over_exponent) and quantization.scale.is_exponent
+        if exponents and isinstance(scale, ast.Call) and ast.unparse(scale.func) == "from_scale":
             return dialect.over_exponent.format(suffix, show(scale.args[0]))
         left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)
         right = show(node.right)

@@ -48,7 +48,7 @@ def work(kernels: recipe_kernels.Kernels, layout: Any, x: torch.Tensor) -> list[
     values = [kernels.dequantize(held, m, k, orientation, torch.bfloat16) for orientation in every]
     if layout.history:
         return [*planes.values(), *values]
-    laid_out, quantized = kernels.lay_out(held, m, k, every), kernels.quantize_buffers(x, amax, every)
+    laid_out, quantized = kernels.lay_out(held, m, k, every), kernels.quantize_buffers(x, amax, every, **seed)
     return [*planes.values(), *values, *laid_out.values(), *quantized.values()]
 
 
