@@ -7,8 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: their tensors are small
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder
@@ -17,14 +20,29 @@ from interpreter import quicken
 from layoutc.conformance import ranks
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+NOT_REWRITTEN = {"anyio", "hypothesis"}
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where kernels are defined
 
 
-def pytest_configure() -> None:
-    """Makes Triton's interpreter fast enough to test kernels with."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes Triton's interpreter fast enough to test kernels with.
+
+    Also keeps pytest from rewriting the asserts of plugins' packages, of which hypothesis has as many files as tests/.
+    """
     quicken()
+    getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set()).difference_update(NOT_REWRITTEN)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each worker begins with a run of folders of its own: what ranks and recipes keep is made by one worker only."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -245,7 +245,7 @@ def main() -> None:
         tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     unshipped.add_all()
-    for recipe in every if "all" in named else sorted(named - {"amaxes", "checks"}):
+    for recipe in sorted({*(every if "all" in named else ()), *named} - {"all", "amaxes", "checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
         for name, kernel, asked, tile, dtype in variants(kernels, layout):

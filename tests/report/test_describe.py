@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from fractions import Fraction
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -58,6 +59,7 @@ def plan_of(text: str, name: str) -> Plan:
     return plan_for(spec)
 
 
+@cache
 def recipe(name: str) -> Plan:
     return plan_of(next(path for path in SPECS if path.stem == name).read_text(encoding="utf-8"), name)
 

@@ -69,12 +69,17 @@ SPILLS = {
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability: int) -> None:
     """Those that read bf16, of a recipe of each kind of code and block; all of all with LAYOUTC_ALL_KERNELS=1. On newer
-    cards conversions are looked at as well, so that they are compiled once."""
+    cards conversions are looked at as well, so that they are compiled once. One process compiles all that is for one
+    card: starting it takes as long as a dozen kernels."""
     budgets = BUDGETS if capability == 90 else BUDGETS_100
     every = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))
     named = {*LIKE_OLDER, *({recipe for recipe, _ in BUDGETS if recipe} | OLDER if capability == 90 else CONVERSIONS)}
-    recipes = ["all"] if every else ["amaxes", *sorted(named)]
-    found = compiled(capability, *recipes, *(["checks"] if capability >= 100 else []), count=budgets)
+    recipes = ["all"] if every else ["amaxes", *sorted(named - {BY_CHANCE})]
+    recipes += ["checks"] if capability >= 100 else []
+    found = compiled(capability, *recipes, *OTHER_SIZES, BY_CHANCE, count=[*budgets, *BUDGETS_BY_CHANCE])
+    check_other_sizes([one for one in found if one["recipe"] in OTHER_SIZES])
+    check_by_chance([one for one in found if one["recipe"] == BY_CHANCE])
+    found = [one for one in found if one["recipe"] not in OTHER_SIZES and (every or one["recipe"] != BY_CHANCE)]
     if capability >= 100:
         check_conversions(found, CONVERSIONS)
         found = [one for one in found if one["recipe"] != "checks"]
@@ -102,18 +107,19 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     assert {name: count for name, count in taken.items() if count > budgets[name]} == {}
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_blocks_of_other_sizes_compile_without_spills(capability: int) -> None:
+OTHER_SIZES = ("fp4_4over6_64", "fp4_group48", "fp8_square24")
+
+
+def check_other_sizes(found: list[dict[str, Any]]) -> None:
     """Square ones, those of codes that are packed, and candidates of which more is held than one run of elements."""
-    names = ("fp4_4over6_64", "fp4_group48", "fp8_square24")
-    found = compiled(capability, *names)
-    assert {one["recipe"] for one in found} == set(names)
+    assert {one["recipe"] for one in found} == set(OTHER_SIZES)
     assert [(one["recipe"], one["kernel"]) for one in found if one["stack"]] == []
     for one in found:
         if one["kernel"].startswith("quantize"):
             assert {"ld 128", "ld 64"} & set(one["accesses"]), (one["recipe"], one["kernel"])
 
 
+BY_CHANCE = "nvfp4_gradient"  # random bits and transforms
 # Instructions an element on sm_90 and sm_100, whose conversions serve scales alone.
 BUDGETS_BY_CHANCE = {
     ("nvfp4_gradient", "quantize rowwise bf16"): 48,
@@ -122,10 +128,8 @@ BUDGETS_BY_CHANCE = {
 }
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_random_bits_and_transforms_compile_without_spills(capability: int) -> None:
+def check_by_chance(found: list[dict[str, Any]]) -> None:
     """No card's conversion takes these bits, so elements are rounded by integer arithmetic on every card."""
-    found = compiled(capability, "nvfp4_gradient", count=BUDGETS_BY_CHANCE)
     spills = {one["kernel"]: one["spills"] for one in found if one["stack"]}
     most = {"quantize rowwise+columnwise bf16": 2}  # with Triton 3.6 on sm_90, none with 3.7
     assert {name: count for name, count in spills.items() if count > most.get(name, 0)} == {}
