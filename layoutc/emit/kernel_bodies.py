@@ -90,9 +90,16 @@ def _quantize_body(kernels: Kernels) -> Lines:
 
 def _shared_lines(kernels: Kernels) -> list[str]:
     """Lines that give names to what all scales share."""
-    lines = ["tensor_amax = tl.load(shared[0])  # (1,) float32"] if kernels.layout.tensor_amax else []
-    if any(source.amax_from in ("tensor", "columns") for source in kernels.sources):
+    lines = (
+        ["tensor_amax = lt.to_float(tl.load(shared[0]))  # (1,) float32, or x's dtype"]
+        if kernels.layout.tensor_amax
+        else []
+    )
+    amaxes_from = {source.amax_from for source in kernels.sources}
+    if "columns" in amaxes_from:
         lines.append("amax = shared[0]  # float32")
+    elif "tensor" in amaxes_from:
+        lines.append("amax = shared[0]  # (1,) float32, or x's dtype")
     if any(source.inputs.input_max for source in kernels.sources):
         lines.append("input_max = shared[1]  # the largest value of x's dtype")
     if kernels.layout.stochastic:
@@ -162,7 +169,7 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     extra = [one.name for one in rule_text.shared_arguments(q)]
     extra = [rule_text.grown(name, q).strip("()") if name == "tensor_amax" else name for name in extra]
     if source.amax_from == "tensor":
-        rule = call(f"scales{suffix}", "tl.load(amax)", *extra, "HARDWARE")
+        rule = call(f"scales{suffix}", "lt.to_float(tl.load(amax))", *extra, "HARDWARE")
         return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
     units = source.units
     cut = f"  # units: {' x '.join(map(str, units.counts))} of them make up a block" if units else ""

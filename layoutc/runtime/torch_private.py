@@ -30,6 +30,9 @@ without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 #: The product of two quantized matrices: `torch.nn.functional.scaled_mm`, with enums as numbers.
 scaled_mm: Callable[..., Tensor] = torch.ops.aten._scaled_mm_v2.default
 
+#: The same for one scale of each matrix, from before there were others. Inductor calls it in half of the host's time.
+scaled_mm_of_tensors: Callable[..., Tensor] = torch.ops.aten._scaled_mm.default
+
 #: Whether scaled_mm multiplies on CPUs, as it does since torch 2.13 at the latest.
 scaled_mm_on_cpus: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from exact_products import exact, product
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType
 
 import layoutc
 from layoutc.runtime.product_mode import Mode
@@ -86,6 +87,28 @@ def test_kernels_multiply_quantized_values(name: str, dtype: torch.dtype) -> Non
     for one, other in list(zip(kernel, values, strict=True))[:2]:
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error < 2**-7, (name, float(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_kernel_is_scaled_mm_on_the_same_bytes(dtype: torch.dtype) -> None:
+    """Of one scale for each matrix. Forward adds up in the tensor cores' precision, as torchao's does."""
+    x, w, g = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((TOKENS, K), (M, K), (TOKENS, M)))
+    out, of_x, _ = run("fp8_current", x, w, g, "auto")
+    recipe, gradient = module("fp8_current"), module(module("fp8_current").LAYOUT.products.gradient[0])
+    activations, held, gradients = recipe.quantize(x).buffers(), recipe.quantize(w).buffers(), gradient.quantize(g)
+    one, kind = gradients.buffers(), ScalingType.TensorWise
+    e5m2 = torch.float8_e5m2 if "e5m2" in gradient.LAYOUT.name else torch.float8_e4m3fn
+    for made, left, of_left, codes, side in (
+        (out, activations, torch.float8_e4m3fn, held["rowwise_data"], "rowwise"),
+        (of_x, one, e5m2, held["columnwise_data"], "columnwise"),
+    ):
+        expected = F.scaled_mm(
+            *(left["rowwise_data"].view(of_left), codes.view(torch.float8_e4m3fn).t()),
+            *(left["rowwise_scale"], kind, held[f"{side}_scale"], kind),
+            output_dtype=dtype,
+            use_fast_accum=side == "rowwise",
+        )
+        assert torch.equal(made, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

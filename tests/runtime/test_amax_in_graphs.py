@@ -91,3 +91,18 @@ def test_without_inductor_the_operator_finds_it(dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert same_bits(found.float(), numerics.matrix_amax(x, None))
     assert amax_in_graphs.amax_of(recipe, x) is None  # eager calls find it where they quantize
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "nvfp4"])
+def test_kernels_read_an_amax_of_another_dtype(name: str) -> None:
+    """In a launch that writes buffers, and in two where sizes do not allow that."""
+    pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
+    orientations = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT.orientations
+    for shape in ((32, 64), (48, 16)):
+        x = torch.randn(shape).bfloat16()
+        amax = x.abs().amax().reshape(1)
+        made = kernels.quantize_buffers(x, amax, orientations)
+        expected = kernels.quantize_buffers(x, amax.float(), orientations)
+        assert made.keys() == expected.keys()
+        assert all(same_bits(made[one], expected[one]) for one in made)

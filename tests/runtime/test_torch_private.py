@@ -91,6 +91,8 @@ def test_scaled_mm_is_the_operator_behind_the_function() -> None:
     )
     assert torch.equal(made, by_function)
     assert float(made[0, 0]) == 64
+    of_tensors = private.scaled_mm_of_tensors(codes, codes.t(), scale, scale, None, None, torch.bfloat16, False)
+    assert torch.equal(made, of_tensors)
 
 
 def test_scaled_grouped_mm_checks_what_cards_check() -> None:

@@ -103,10 +103,11 @@ class Kernels:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations.
 
         Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
+        amax: as for `quantize`; that of the whole matrix may be in x's dtype.
         """
         m, k = x.shape
         amax = self._shared_amax(x, amax)
-        shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax}
+        shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax.to(torch.float32)}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)
@@ -114,7 +115,8 @@ class Kernels:
             seed = draw_seed(x)
         x = launch.in_rows(x)
         inputs = [one for one in (x, amax, seed) if one is not None]
-        key = "quantize", m, k, x.stride(), x.dtype, x.device, orientations, swizzled
+        kind = None if amax is None else amax.dtype
+        key = "quantize", m, k, x.stride(), x.dtype, kind, x.device, orientations, swizzled
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
         made = buffers.new(self.layout, m, k, orientations, x.device)

@@ -215,10 +215,10 @@ def _run_quantize_buffers(
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _gives_amax(amax))
-    amax = None if amax is None else amax.to(torch.float32)
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed)) is not None:
         made = [fused[name] for name in names]  # new tensors, which a kernel wrote
         return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
+    amax = None if amax is None else amax.to(torch.float32)
     buffers = _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed)
     made = own_all([buffers[name] for name in names], x, amax)
     return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
