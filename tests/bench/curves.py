@@ -1,6 +1,7 @@
 """Losses of trainings with products in low precision beside bf16: a byte-level transformer, from scratch, some seeds.
 
     python tests/bench/curves.py [RECIPE...] [--steps 1000] [--seeds 3] [--json FILE] [--png FILE]
+    python tests/bench/curves.py --read FILE... [--png FILE]    what other runs have written, together
 
 All runs of a seed start from the same weights and see the same batches. bf16 is autocast over fp32 weights; recipes are
 quantized weights under MasterWeights, all three products of each linear layer in low precision (`products("low")`: by
@@ -107,11 +108,21 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="losses by --json; nothing is trained")
     parser.add_argument("--png", type=Path)
     asked = parser.parse_args()
     if asked.png is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib (pip install matplotlib); --json keeps what it would draw")
-    limits = {recipe: limit_of(recipe) for recipe in asked.recipes}
+    curves = read(asked.read) if asked.read else trained(asked)
+    if asked.png is not None:
+        draw(curves, asked.png)
+    return compare(curves)
+
+
+def trained(asked: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """The losses of bf16 and of each recipe, by seed; each is printed, and written, as soon as it is done."""
+    for recipe in asked.recipes:
+        limit_of(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = {name: getattr(asked, name) for name in ("dim", "layers", "heads", "context", "batch", "lr")}
     config = Config((), asked.steps, **sizes)
@@ -126,15 +137,28 @@ def main() -> int:
         )
         if asked.json is not None:
             asked.json.write_text(json.dumps(curves), encoding="utf-8")
-    if asked.png is not None:
-        draw(curves, asked.png)
+    return curves
+
+
+def read(paths: list[Path]) -> dict[str, list[list[float]]]:
+    """The losses of several runs, all of each name together: attention's gradients are not repeatable on a card."""
+    curves: dict[str, list[list[float]]] = {}
+    for path in paths:
+        for name, runs in json.loads(path.read_text(encoding="utf-8")).items():
+            curves.setdefault(name, []).extend(runs)
+    return curves
+
+
+def compare(curves: dict[str, list[list[float]]]) -> int:
+    """Prints how far each recipe ends from bf16; 1 if one is beyond its limit."""
     plain = fmean(at_the_end(losses) for losses in curves[BF16])
     worse = 0
-    print(f"{'':16} {'from bf16':>10}  limit")
-    for recipe, limit in limits.items():
-        distance = fmean(at_the_end(losses) for losses in curves[recipe]) / plain - 1
-        worse += abs(distance) > limit
-        print(f"{recipe:16} {distance:10.2%}  {limit:.0%}")
+    print(f"{'':16} {'at the end':>10} {'from bf16':>10}  limit")
+    print(f"{BF16:16} {plain:10.4f}")
+    for recipe in (name for name in curves if name != BF16):
+        end, limit = fmean(at_the_end(losses) for losses in curves[recipe]), limit_of(recipe)
+        worse += abs(end / plain - 1) > limit
+        print(f"{recipe:16} {end:10.4f} {end / plain - 1:10.2%}  {limit:.0%}")
     return int(worse > 0)
 
 
