@@ -2,7 +2,7 @@
 
 Inductor stores the operand first, as for any operator that it does not know. It may then take the amax of values that
 are not rounded to the operand's dtype yet. Rounding is monotone, so that the amax, rounded when it is stored, is the
-amax of the rounded values. In fp32 it would not be rounded: the amax has the operand's dtype.
+amax of the rounded values; hence it has the operand's dtype. Operands in fp32 are left to the kernels.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from layoutc.runtime.weight import operators
 def amax_of(recipe: Recipe, x: Tensor) -> Tensor | None:
     """The amax of an operand (m, k), in its dtype, (1,). NaN propagates.
 
-    None where calls are not traced, and for recipes that share no amax of a whole matrix: then whoever quantizes x
-    finds what is needed.
+    None where calls are not traced, for fp32, and for recipes that share no amax of a whole matrix: then whoever
+    quantizes x finds what is needed.
     """
     layout = recipe.LAYOUT
-    if not layout.shares_amax or layout.amax_columns is not None or x.numel() == 0 or not operators.traced(x):
+    if not layout.shares_amax or layout.amax_columns is not None:
+        return None
+    if x.dtype == torch.float32 or x.numel() == 0 or not operators.traced(x):
         return None
     if "torch._inductor.lowering" in sys.modules:  # else no graph is compiled, or one that was compiled before is taken
         lower_in_inductor(_amax, _lower)
