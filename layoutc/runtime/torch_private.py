@@ -6,8 +6,8 @@ FSDP2's private names are read in `layoutc/runtime/sharding/registry.py`, and ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import _collective_utils  # noqa: F401  defines shard_dim_alltoall
 from torch.distributed.utils import _sync_params_and_buffers
+from torch.fx import traceback as _traceback
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 #: As a class's `__torch_function__`: operators reach `__torch_dispatch__` with the tensors as they are.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -118,3 +120,22 @@ def lower_in_inductor(operator: Any, lower: Callable[[Any, Any], Any]) -> None:
 
     if operator not in lowering.lowerings:
         lowering.register_lowering(operator, type_promotion_kind=None)(lambda x, *_: lower(lowering.lowerings, x))
+
+
+@contextmanager
+def computed_in_backward() -> Iterator[None]:
+    """Nodes that AOTAutograd records inside are computed in backward, even where saving their results takes no more
+    memory than saving what they are computed from. Elsewhere it does nothing."""
+    if not _traceback.has_preserved_node_meta():
+        yield
+        return
+    meta = _traceback.current_meta
+    before = meta.get("recompute")
+    meta["recompute"] = _CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta["recompute"]
+        else:
+            meta["recompute"] = before

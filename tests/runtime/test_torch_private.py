@@ -258,6 +258,36 @@ def test_inductor_lowers_an_operator_as_it_is_told() -> None:
         assert torch.equal(torch.compile(lambda x: twice(x * 3), fullgraph=True)(x), x * 3 * 2)
 
 
+def test_what_is_recorded_inside_is_computed_in_backward() -> None:
+    """A copy of an input takes as many bytes as the input: here the copy is made in backward, not kept."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return x * w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            (w,) = ctx.saved_tensors
+            with private.computed_in_backward():
+                flipped = w.flip(0)
+            return grad * flipped, None
+
+    graphs: list[str] = []
+    note: Any = lambda graph, _: graphs.append(graph.code) or graph  # noqa: E731
+    x, w = torch.randn(8, requires_grad=True), torch.randn(8)
+    with private.computed_in_backward():  # nothing is recorded: nothing happens
+        expected = w.flip(0)
+    traced = aot_function(Scale.apply, note, note, min_cut_rematerialization_partition)
+    traced(x, w).sum().backward()
+    assert ["flip" in code for code in graphs] == [False, True]
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
 def test_each_name_has_a_test() -> None:
     """By its name, in the text of a test."""
     text = Path(__file__).read_text(encoding="utf-8")
@@ -267,7 +297,7 @@ def test_each_name_has_a_test() -> None:
         if name.isidentifier()
         and not name.startswith("_")
         and name not in ("annotations", "torch", "dist", "functional", "Any", "Tensor")
-        if name not in ("Callable", "AbstractContextManager")
+        if name not in ("Callable", "AbstractContextManager", "Iterator", "contextmanager")
     }
     assert {name for name in own if f"private.{name}" not in text} == set()
 

@@ -8,6 +8,7 @@ expert would give, except for that scale; and no kernel that torch has takes one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from math import lcm
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,7 @@ from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel,
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
 from layoutc.runtime.products.linear import Ways, note_without_kernel, weight_buffers
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.torch_private import grouped_mm
+from layoutc.runtime.torch_private import computed_in_backward, grouped_mm
 from layoutc.runtime.weight import operators
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -161,7 +162,8 @@ def _multiply(
     if isinstance(found, Grouped):
         buffers, apart = _quantized(recipe, "rowwise", found, flat, groups, shared, seed)
         a = scaled_grouped_mm.tokens(recipe.LAYOUT, buffers, found)
-        read = weight_buffers(weight, orientation)
+        with computed_in_backward() if name == "grad_input" else nullcontext():
+            read = weight_buffers(weight, orientation)
         b = scaled_grouped_mm.experts(weight.LAYOUT, orientation, read, found, sizes)
         ends = groups.ends if apart is None else apart.ends
         made = scaled_grouped_mm.multiply(a, b, ends, found, x.dtype, fast=name == "forward")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,7 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
 from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.quantize import weights
+from layoutc.runtime.torch_private import computed_in_backward
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.flattening import whole_and_window
 from layoutc.runtime.weight.pending_writes import check_readable
@@ -231,7 +233,8 @@ def _multiply(
     free, contracted = (m, k) if orientation == "rowwise" else (k, m)
     if way == "kernel":
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
-        right = weight_buffers(weight, orientation)
+        with computed_in_backward() if name == "grad_input" else nullcontext():  # not kept from forward to backward
+            right = weight_buffers(weight, orientation)
         b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
         return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
