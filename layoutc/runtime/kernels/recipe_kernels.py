@@ -115,8 +115,7 @@ class Kernels:
             seed = draw_seed(x)
         x = launch.in_rows(x)
         inputs = [one for one in (x, amax, seed) if one is not None]
-        kind = None if amax is None else amax.dtype
-        key = "quantize", m, k, x.stride(), x.dtype, kind, x.device, orientations, swizzled
+        key = "quantize", m, k, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
         made = buffers.new(self.layout, m, k, orientations, x.device)
