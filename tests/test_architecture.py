@@ -34,7 +34,7 @@ COMPILER = {
     "spec": ("diagnostics", "pydantic yaml"),
     "spec.checks": ("diagnostics spec", "pydantic pydantic_core"),
     "layout": ("ints spec", ""),
-    "plan": ("spec layout", ""),
+    "plan": ("ints spec layout", ""),
     "emit": ("spec layout plan", "jinja2"),
     "report": ("ints diagnostics spec layout plan checkpoint checkpoint.common", "rich"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),

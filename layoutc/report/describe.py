@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
-from itertools import zip_longest
 from math import ceil, lcm, prod
 
 from layoutc.diagnostics.diagnostic import Diagnostic
-from layoutc.ints.cuts import Cuts, sent_blocks
+from layoutc.ints.cuts import Cuts
 from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
 from layoutc.layout.layout import Buffer, Layout, Plane
 from layoutc.plan.kernels import gap
 from layoutc.plan.plan import Gather, Plan
+from layoutc.plan.wire import bytes_per_rank, own_bytes
 
 HIGH_PRECISION = 2  # bytes of a bf16 element, which gathers are compared with
 EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that are cut
@@ -301,11 +301,9 @@ def _swizzle(layout: Layout) -> str | None:
 
 def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     layout = plan.layout
-    slots = {one.name: [_sent(plane, m, k, world) for plane in one.planes] for one in (plan.forward, plan.backward)}
-    own_bytes = sum(_sent(plane, m, k, world) for plane in gather.planes)
+    own = own_bytes(gather, m, k, world)
     cut = not Cuts.of(m, world).aligned(plan.block_rows)
-    shared = gather.name in slots and (plan.slots_differ or (plan.passes_differ and cut))
-    per_rank = sum(map(max, zip_longest(*slots.values(), fillvalue=0))) if shared else own_bytes
+    per_rank = bytes_per_rank(plan, gather, m, k, world)
     share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)
     per_element = Fraction(per_rank * world, m * k)
     derived = [
@@ -317,20 +315,14 @@ def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
         name=gather.name,
         planes=tuple(plane.name for plane in gather.planes),
         bytes_per_rank=per_rank,
-        filling=per_rank - own_bytes,
-        doubled=ceil(own_bytes - share) if cut else 0,
+        filling=per_rank - own,
+        doubled=ceil(own - share) if cut else 0,
         bytes_per_element=per_element,
         ratio_to_bf16=per_element / HIGH_PRECISION,
         large_weight=gather.bytes_per_element,
         serves=gather.serves,
         derived=tuple(derived),
     )
-
-
-def _sent(plane: Plane, m: int, k: int, world: int) -> int:
-    """The bytes of a plane that a rank sends."""
-    rows = plane.per_m or 1
-    return plane.nbytes(sent_blocks(Cuts.of(m, world), rows) * rows, k)
 
 
 def _either(numbers: tuple[int, ...]) -> str:
