@@ -35,8 +35,9 @@ COMPILER = {
     "spec.checks": ("diagnostics spec", "pydantic pydantic_core"),
     "layout": ("ints spec", ""),
     "plan": ("ints spec layout", ""),
+    "estimate": ("ints plan", ""),
     "emit": ("spec layout plan", "jinja2"),
-    "report": ("ints diagnostics spec layout plan checkpoint checkpoint.common", "rich"),
+    "report": ("ints diagnostics spec layout plan estimate checkpoint checkpoint.common", "rich"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
@@ -88,7 +89,7 @@ ABOVE = {
         "torch numpy",
     ),
     "cli": (
-        "diagnostics spec spec.checks plan build report checkpoint conformance bench",
+        "diagnostics spec spec.checks plan estimate build report checkpoint conformance bench",
         "click",
     ),
 }
@@ -249,11 +250,11 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     assert found[stacks] == {"layoutc.runtime.callers"}
 
 
-def test_layout_and_plan_are_pure() -> None:
+def test_layout_plan_and_estimates_are_pure() -> None:
     """They read no file, no clock, nothing but their arguments."""
     effects = {"io", "os", "pathlib", "random", "subprocess", "time"}
     for name, path in NAMES.items():
-        if room_of(name) in ("ints", "layout", "plan"):
+        if room_of(name) in ("ints", "layout", "plan", "estimate"):
             assert not {one.partition(".")[0] for one in imported(path)} & effects, name
 
 

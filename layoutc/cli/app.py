@@ -36,7 +36,12 @@ _KNOWN_ELSEWHERE = {
 
 
 # The other families: module of this room -> its commands, which are imported when they are named or listed.
-_FAMILIES = {"layout": ("show", "breaking"), "recipe": ("new", "test"), "measure": ("bench",)}
+_FAMILIES = {
+    "layout": ("show", "breaking"),
+    "recipe": ("new", "test"),
+    "estimate": ("estimate",),
+    "measure": ("bench",),
+}
 
 
 class _Verbs(click.Group):

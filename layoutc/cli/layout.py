@@ -93,7 +93,7 @@ def show(
     from layoutc.report import describe
 
     path = spec_of(recipe, folder)
-    plan = _plan(path)
+    plan = plan_of(path)
     if kernels or products:
         if as_json or picture or shape or (kernels and products):
             only, what = ("--kernels", "kernels") if kernels else ("--products", "products")
@@ -297,7 +297,7 @@ def _proof_data(proof: Proof) -> dict[str, object]:
     }
 
 
-def _plan(path: Path) -> Plan:
+def plan_of(path: Path) -> Plan:
     """The plan of a spec. If it has errors, reports its findings and exits with code 1."""
     plan, diagnostics = _read(_content(path), str(path))
     if plan is None:

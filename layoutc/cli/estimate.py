@@ -1,0 +1,196 @@
+"""The command that estimates steps: estimate. As in app.py: arguments, streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from layoutc.build.lookup import Command, spec_of, specs_option
+from layoutc.cli.shared import report
+
+if TYPE_CHECKING:
+    from layoutc.estimate.model import Model
+    from layoutc.estimate.step import Use
+
+MODELS = ("llama-8b", "llama-70b", "llama-405b")
+WORLDS, MOST_RANKS, MOST_SIZE = "8,64,512,4096,16384", 2**20, 2**31
+
+
+def _worlds(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
+    found: list[int] = []
+    for word in _words(value):
+        if not (word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_RANKS):
+            message = f"'{word}' is not a number of ranks; write 1 to {MOST_RANKS:,}, as in --world 8,64,512."
+            raise click.BadParameter(message, ctx, param)
+        found.append(int(word))
+    return list(dict.fromkeys(found))
+
+
+def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[float]:
+    found: list[float] = []
+    for word in _words(value):
+        try:
+            found.append(float(word))
+        except ValueError:
+            found.append(-1.0)
+        if not (isfinite(found[-1]) and 1e-3 <= found[-1] <= 1e5):
+            message = f"'{word}' is not a bandwidth; write GB/s of a rank, 0.001 to 100000, as in --link 50."
+            raise click.BadParameter(message, ctx, param)
+    return list(dict.fromkeys(found))
+
+
+def _words(value: tuple[str, ...]) -> list[str]:
+    return [word.strip() for one in value for word in one.split(",")]
+
+
+def _size(name: str, words: str) -> Callable[[Command], Command]:
+    names = ("--layers", "--groups") if name == "layers" else (f"--{name.replace('_', '-')}",)
+    least = 0 if name == "vocabulary" else 1
+    return click.option(*names, name, type=click.IntRange(least, MOST_SIZE), metavar="N", help=words)
+
+
+@click.command()
+@click.argument("recipes", nargs=-1, metavar="[RECIPE|SPEC]...")
+@specs_option("Where recipes are looked up.")
+@click.option("--model", "preset", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Its sizes.")
+@_size("dim", "Columns of activations, in place of the model's.")
+@_size("ffn", "Columns of the feed-forward layer.")
+@_size("heads", "Heads of queries.")
+@_size("kv_heads", "Heads of keys and values.")
+@_size("layers", "Layers, each of which FSDP2 shards as a group.")
+@_size("sequence", "Tokens of a sequence.")
+@_size("batch", "Sequences of a rank in a step.")
+@_size("vocabulary", "Rows of the embedding and of the head; 0: neither.")
+@click.option(
+    "--world",
+    "worlds",
+    multiple=True,
+    callback=_worlds,
+    default=(WORLDS,),
+    show_default=True,
+    metavar="N,...",
+    help="Numbers of ranks.",
+)
+@click.option(
+    "--link",
+    "links",
+    multiple=True,
+    callback=_links,
+    default=("50",),
+    show_default=True,
+    metavar="GB/S,...",
+    help="Bandwidths of a rank's link, in each direction.",
+)
+@click.option(
+    "--per-host",
+    type=click.IntRange(1, MOST_RANKS),
+    default=8,
+    show_default=True,
+    help="Ranks of a host, between which steps of a collective take 3.4 us.",
+)
+@click.option(
+    "--latency", type=click.FloatRange(0, 1e6), metavar="US", help="Of a step between hosts.  [default: 9.6, NCCL's]"
+)
+@click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
+@click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")
+@click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@click.option("--compiled", is_flag=True, help="Without the host's time, which was measured of eager models alone.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
+def estimate(
+    recipes: tuple[str, ...],
+    folder: Path,
+    preset: str,
+    worlds: list[int],
+    links: list[float],
+    per_host: int,
+    latency: float | None,
+    rule: str,
+    cast: bool,
+    low: bool,
+    compiled: bool,
+    as_json: bool,
+    **sizes: int | None,
+) -> None:
+    """Estimate the time of a training step on more ranks and other links than were measured, beside bf16.
+
+    Constants are fitted to steps on two H200s, by NVLink and over sockets (tests/bench/RESULTS.md has the residuals).
+    All else is extrapolated.
+
+    \b
+    layoutc estimate mxfp8 nvfp4                              an 8B model on 8 to 16,384 ranks, 50 GB/s a rank
+    layoutc estimate nvfp4 --model llama-405b --rule tree     latency by the logarithm of the ranks
+    layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
+    layoutc estimate fp8_current --low --compiled --batch 4   products in low precision, no host time
+    layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
+    layoutc estimate mxfp8 --json | jq .estimates             for a machine
+    """
+    from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.step import estimate as estimate_step
+    from layoutc.report import estimates
+    from layoutc.report.describe import as_data
+
+    if (cast or low) and not recipes:
+        raise click.UsageError(f"{'--cast' if cast else '--low'} says how weights of recipes are used; name a RECIPE")
+    model = _model(preset, sizes)
+    uses = _uses(recipes, folder, model, cast, low)
+    made = []
+    for bandwidth in links:
+        link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
+        rows = [estimate_step(use, model, world, link, H200, not compiled) for world in worlds for use in uses]
+        made.append((link, rows))
+    if as_json:
+        data = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
+        click.echo(
+            json.dumps({"model": as_data(model), "machine": as_data(H200), "links": data, "notes": estimates.MEASURED})
+        )
+        return
+    from layoutc.report import tables
+
+    drawn = estimates.tables(model, made)
+    if sys.stdout.isatty():
+        tables.print_rich(drawn)
+    else:
+        click.echo(tables.plain(drawn), nl=False)
+
+
+def _model(preset: str, sizes: dict[str, int | None]) -> Model:
+    """The preset's model, or one with sizes of its own."""
+    from layoutc.estimate.model import PRESETS, llama
+
+    given = {name: size for name, size in sizes.items() if size is not None}
+    stated = PRESETS[preset]
+    if not given:
+        return llama(preset, **stated)
+    try:
+        return llama(f"{preset} with other sizes", **{**stated, **given})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _uses(recipes: tuple[str, ...], folder: Path, model: Model, cast: bool, low: bool) -> list[Use]:
+    """bf16, then the recipes. Reports what weights can't have, for all of them, and exits with code 1."""
+    from layoutc.cli.layout import plan_of
+    from layoutc.estimate.step import Use
+    from layoutc.report.describe import problems
+
+    uses, findings = [Use("bf16")], []
+    for recipe in dict.fromkeys(recipes):
+        path = spec_of(recipe, folder)
+        plan = plan_of(path)
+        if plan.not_weights:
+            raise click.UsageError(
+                f"{plan.layout.name} is for activations and gradients, not for weights: {plan.not_weights}"
+            )
+        for m, k in dict.fromkeys(model.block.weights):
+            findings += problems(plan, m, k, str(path))
+        uses.append(Use(plan.layout.name, plan, cast, low))
+    if findings:
+        report(dict.fromkeys(findings), "full")  # the short form would leave out what to do
+        sys.exit(1)
+    return uses

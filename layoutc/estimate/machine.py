@@ -1,0 +1,78 @@
+"""What a card and a host do in a second: the constants that estimates are made of, each with its source.
+
+`tests/bench/fit_steps.py` fits those that say so, and prints the points and the residuals; the figures that it starts
+from are in `tests/bench/RESULTS.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layoutc.estimate.links import Link
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A card with its host.
+
+    products: operations a second by kind of scales ("": no scales), as timed alone; in_step: what they reach in a step,
+    as a factor. attention: operations a second. memory: bytes a second. token_bytes: bytes that elementwise work moves
+    for each token and each column of activations. operand_bytes: bytes that quantizing moves for each entry of an
+    activation or a gradient. interference: see `layoutc.estimate.streams`. group_host, weight_host, cast_host: seconds
+    of the host for a group, and for each quantized weight and each weight that is cast, in a step.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    products: Mapping[str, float]
+    in_step: float
+    attention: float
+    memory: float
+    token_bytes: float
+    operand_bytes: float
+    interference: float
+    group_host: float
+    weight_host: float
+    cast_host: float
+
+
+# 16,384 tokens, 4096 to 14336, one H200, each product by itself, fast accumulation off.
+PRODUCTS = {
+    "": 651e12,
+    "TensorWise": 1194e12,
+    "RowWise": 1120e12,
+    "BlockWise128x128": 1099e12,  # by 1x128
+    "BlockWise1x128": 883e12,  # by 1x128
+}
+H200 = Machine(
+    name="H200",
+    capability=(9, 0),
+    products=PRODUCTS,
+    in_step=1.09,  # fitted: what products take of steps at batch 4
+    attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
+    memory=4.11e12,  # a copy of 8192 x 8192 in bf16
+    token_bytes=27.6,  # fitted, as all below: whole steps
+    operand_bytes=9.0,
+    interference=0.68,
+    group_host=4.2e-3,
+    weight_host=0.99e-3,
+    cast_host=1.3e-3,
+)
+
+# NCCL's latencies of a ring's steps, src/graph/tuning.cc at 01afd20 (Simple): 3.4 us by NVLink, 9.6 us by a network.
+NCCL_HOP, NCCL_FAR_HOP = 3.4e-6, 9.6e-6
+# Fitted to the gathers of a step on two H200s: 15.3, 8.0, 8.1 and 4.8 ms by NVLink, 369, 189, 185, 188 and 97 ms over
+# sockets.
+# The share of reduce-scatters is that over sockets (390.5 ms); over NVLink none was recorded.
+NVLINK = Link("NVLink", 256e9, 78e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
+SOCKETS = Link("sockets", 9.68e9, 364e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
+
+
+def link_of(bandwidth: float, per_host: int, far_hop: float | None, rule: str) -> Link:
+    """A link that was not measured: the launch of NVLink's collectives, the share of reduce-scatters over sockets."""
+    hop = NCCL_FAR_HOP if far_hop is None else far_hop
+    name = f"{bandwidth / 1e9:g} GB/s"
+    return Link(
+        name, bandwidth, NVLINK.launch, NCCL_HOP, hop, per_host, SOCKETS.reduced, "tree" if rule == "tree" else "ring"
+    )

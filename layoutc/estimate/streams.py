@@ -1,0 +1,118 @@
+"""Two streams of a card, compute and link, that run a step's work in FSDP2's order: what overlaps, and when it ends.
+
+A task starts when its stream is free, what it waits for has been, and the host has issued it. FSDP2 of torch 2.11 to
+2.14 (`FSDPParamGroup`) gathers the next group beside the compute of this one, and reduces the gradients of this group
+beside the backward of the next, with one reduce-scatter in flight; gathers and reduce-scatters share one communicator,
+which runs them one after another in the order in which they are issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Edge = Literal["start", "end"]
+Stream = Literal["compute", "link"]
+STREAMS: tuple[Stream, Stream] = ("compute", "link")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of a stream: what it takes alone, the tasks whose start or end it waits for, and when the host issues it."""
+
+    name: str
+    stream: Stream
+    seconds: float
+    after: tuple[tuple[str, Edge], ...] = ()
+    issued: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Seconds that the work of one FSDP group takes alone."""
+
+    gather_forward: float
+    forward: float
+    gather_backward: float
+    backward: float
+    reduce: float
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """When a run ended, how long both streams were busy, and each task's start and end."""
+
+    total: float
+    overlapped: float
+    spans: Mapping[str, tuple[float, float]]
+
+
+def run(tasks: Sequence[Task], interference: float = 0.0) -> Times:
+    """Runs the tasks of each stream in order.
+
+    interference: while both streams are busy, each gets 1 / (1 + interference) of its speed. Raises ValueError where
+    tasks wait for one another.
+    """
+    queues = {stream: [task for task in tasks if task.stream == stream] for stream in STREAMS}
+    at = dict.fromkeys(STREAMS, 0)
+    active: dict[Stream, tuple[Task, float]] = {}
+    started: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    now = overlapped = 0.0
+    while any(at[stream] < len(queues[stream]) for stream in STREAMS) or active:
+        waiting = []
+        for _ in STREAMS:  # the start of one may be what the other waits for
+            for stream in STREAMS:
+                if stream in active or at[stream] == len(queues[stream]):
+                    continue
+                task = queues[stream][at[stream]]
+                if all(name in (started if edge == "start" else ended) for name, edge in task.after):
+                    if task.issued <= now:
+                        active[stream], started[task.name] = (task, task.seconds), now
+                        at[stream] += 1
+                    else:
+                        waiting.append(task.issued)
+        if not active and not waiting:
+            raise ValueError(f"tasks wait for one another: {[q[at[s]].name for s, q in queues.items() if q[at[s] :]]}")
+        pace = 1 / (1 + interference) if len(active) == 2 else 1.0
+        steps = [left / pace for _, left in active.values()] + [issued - now for issued in waiting]
+        step = min(steps)
+        overlapped += step if len(active) == 2 else 0.0
+        now += step
+        for stream, (task, left) in list(active.items()):
+            if left / pace <= step:
+                ended[task.name] = now
+                del active[stream]
+            else:
+                active[stream] = (task, left - step * pace)
+    return Times(now, overlapped, {name: (started[name], ended[name]) for name in started})
+
+
+def tasks_of(groups: Sequence[GroupTimes], optimizer: float = 0.0) -> list[Task]:
+    """A step of FSDP2 over the groups, in the order in which the host issues it. Each group is gathered twice."""
+    tasks: list[Task] = []
+    host = 0.0
+    last = len(groups) - 1
+    for i, group in enumerate(groups):
+        # The buffers of the gather before the last one are free once that group was copied out of them.
+        after: tuple[tuple[str, Edge], ...] = ((f"forward {i - 2}", "start"),) if i > 1 else ()
+        tasks.append(Task(f"gather {i}", "link", group.gather_forward, after, host))
+        host += group.host_forward
+        tasks.append(Task(f"forward {i}", "compute", group.forward, ((f"gather {i}", "end"),), host))
+    for i in range(last, -1, -1):
+        if i == last:
+            tasks.append(Task(f"gather again {i}", "link", groups[i].gather_backward, ((f"forward {i}", "end"),), host))
+        host += groups[i].host_backward
+        needs: list[tuple[str, Edge]] = [(f"gather again {i}", "end")]
+        if i + 2 <= last:  # its input is kept until it is done, and the next one is not made before
+            needs.append((f"reduce {i + 2}", "end"))
+        tasks.append(Task(f"backward {i}", "compute", groups[i].backward, tuple(needs), host))
+        if i:
+            gather = groups[i - 1].gather_backward
+            tasks.append(Task(f"gather again {i - 1}", "link", gather, ((f"backward {i}", "start"),), host))
+        tasks.append(Task(f"reduce {i}", "link", groups[i].reduce, ((f"backward {i}", "end"),), host))
+    tasks.append(Task("optimizer", "compute", optimizer, (("reduce 0", "end"),), host))
+    return tasks

@@ -1,0 +1,86 @@
+"""The command that estimates steps: its table, its JSON, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from click.testing import CliRunner, Result
+from places import ROOT
+
+from layoutc.cli.app import main
+
+SPECS = ROOT / "specs"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, ["estimate", *map(str, args), "--specs", str(SPECS)])
+
+
+def test_bf16_is_the_first_row_of_each_world() -> None:
+    result = run("nvfp4", "mxfp8", "--world", "8,64", "--world", "512", "--link", "25,50")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if "x" in line.split()[-1:][0:1] or line.endswith("x")]
+    assert [row[:2] for row in rows] == 2 * [
+        [world, name] for world in ("8", "64", "512") for name in ("bf16", "nvfp4", "mxfp8")
+    ]
+    assert [row[-1] for row in rows[::3]] == ["1.00x"] * 6
+    assert "extrapolated" in result.stdout
+
+
+def test_json_has_parts_and_constants() -> None:
+    result = run("nvfp4", "--world", "8", "--json", "--compiled", "--layers", "3", "--vocabulary", "0")
+    data = json.loads(result.stdout)
+    [link] = data["links"]
+    plain, quantized = link["estimates"]
+    assert (plain["name"], quantized["name"], plain["host"]) == ("bf16", "nvfp4", 0)
+    assert quantized["total"] < plain["total"]
+    assert (data["model"]["groups"], link["link"]["bandwidth"], data["machine"]["name"]) == (3, 50e9, "H200")
+    assert quantized["bytes_forward"] < 0.26 * plain["bytes_forward"]
+    assert any("extrapolated" in note for note in data["notes"])
+
+
+def test_without_recipes_bf16_alone() -> None:
+    result = run("--world", "8", "--json")
+    assert [one["name"] for one in json.loads(result.stdout)["links"][0]["estimates"]] == ["bf16"]
+
+
+def test_the_largest_model_on_the_most_ranks_takes_less_than_two_seconds() -> None:
+    began = time.process_time()
+    assert run("nvfp4", "--model", "llama-405b", "--world", "16384").exit_code == 0
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--world", "0"), "'0' is not a number of ranks"),
+        (("--world", "8,x"), "'x' is not a number of ranks"),
+        (("--world", ""), "'' is not a number of ranks"),
+        (("--world", "99999999"), "'99999999' is not a number of ranks"),
+        (("--link", "0"), "'0' is not a bandwidth"),
+        (("--link", "nan"), "'nan' is not a bandwidth"),
+        (("--link", "fast"), "'fast' is not a bandwidth"),
+        (("--latency", "-1"), "Invalid value for '--latency'"),
+        (("--layers", "0"), "Invalid value for '--layers' / '--groups'"),
+        (("--heads", "33"), "4096 columns can't be divided among 33 heads"),
+        (("--kv-heads", "5"), "32 heads can't share 5 heads of keys and values equally"),
+        (("--model", "llama-9b"), "'llama-9b' is not one of"),
+        (("--low",), "--low says how weights of recipes are used; name a RECIPE"),
+        (("mxfp9",), "has no recipe 'mxfp9'"),
+        (("nvfp4_gradient",), "nvfp4_gradient is for activations and gradients, not for weights"),
+    ],
+)
+def test_bad_input_is_a_usage_error(args: tuple[str, ...], message: str) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.split())
+
+
+def test_sizes_that_a_recipe_does_not_take_are_findings_of_all_recipes() -> None:
+    result = run("nvfp4", "mxfp8", "--ffn", "8200")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error[LC401]: nvfp4 takes rows in multiples of 16, not 8200" in result.stderr
+    assert "error[LC401]: mxfp8 takes" in result.stderr
+    assert "m can be 8192 or 8208" in result.stderr

@@ -1,0 +1,106 @@
+"""The simulation of two streams, against steps that were worked out by hand, and what holds of any."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layoutc.estimate.streams import GroupTimes, Task, run, tasks_of
+
+
+def steps(*groups: tuple[float, ...], optimizer: float = 0.0) -> list[Task]:
+    return tasks_of([GroupTimes(*group) for group in groups], optimizer)
+
+
+def test_one_group_overlaps_nothing() -> None:
+    made = run(steps((1, 2, 3, 4, 5), optimizer=6))
+    assert (made.total, made.overlapped) == (21, 0)
+
+
+def test_two_groups_by_hand_where_compute_decides() -> None:
+    """gather 0 0-1, forward 0 1-5, gather 1 1-2, forward 1 5-9, gather again 1 9-10, backward 1 10-18, gather again 0
+    10-11, reduce 1 18-20, backward 0 18-26, reduce 0 26-28, optimizer 28-31."""
+    made = run(steps((1, 4, 1, 8, 2), (1, 4, 1, 8, 2), optimizer=3))
+    assert made.spans == {
+        "gather 0": (0, 1),
+        "forward 0": (1, 5),
+        "gather 1": (1, 2),
+        "forward 1": (5, 9),
+        "gather again 1": (9, 10),
+        "backward 1": (10, 18),
+        "gather again 0": (10, 11),
+        "reduce 1": (18, 20),
+        "backward 0": (18, 26),
+        "reduce 0": (26, 28),
+        "optimizer": (28, 31),
+    }
+    assert (made.total, made.overlapped) == (31, 1 + 1 + 2)
+
+
+def test_three_groups_by_hand_where_the_link_decides() -> None:
+    """The link never rests between its first gather of backward and its last reduce-scatter: 3 gathers, 3 reduces."""
+    made = run(steps(*[(10, 1, 10, 2, 20)] * 3))
+    assert made.spans["forward 2"] == (30, 31)
+    assert made.spans["gather again 2"] == (31, 41)
+    assert made.spans["gather again 1"] == (41, 51)
+    assert made.spans["reduce 2"] == (51, 71)  # after the gather that was issued before it
+    assert made.spans["backward 1"] == (51, 53)
+    assert made.spans["gather again 0"] == (71, 81)
+    assert made.spans["reduce 1"] == (81, 101)
+    assert made.spans["backward 0"] == (81, 83)
+    assert made.total == 121
+
+
+def test_one_reduce_scatter_is_in_flight() -> None:
+    """Backward of group 0 waits for the reduce-scatter of group 2, though its own weights are there at once."""
+    made = run(steps((0, 1, 0, 1, 0), (0, 1, 0, 1, 10), (0, 1, 0, 1, 50)))
+    assert made.spans["reduce 2"][1] == made.spans["backward 0"][0] == 54
+
+
+def test_a_gather_waits_for_the_buffers_of_the_one_before_the_last() -> None:
+    made = run(steps((1, 10, 0, 0, 0), (1, 10, 0, 0, 0), (1, 10, 0, 0, 0), (1, 10, 0, 0, 0)))
+    assert [made.spans[f"gather {i}"][0] for i in range(4)] == [0, 1, 2, 11]
+
+
+def test_the_host_is_waited_for() -> None:
+    made = run(tasks_of([GroupTimes(0, 1, 0, 1, 0, host_forward=5, host_backward=7)] * 2))
+    assert [made.spans[name][0] for name in ("forward 0", "forward 1", "backward 1", "backward 0")] == [5, 10, 17, 24]
+    assert made.total == 25
+
+
+def test_interference_by_hand() -> None:
+    """Alone 4 and 6. With 1/2: both at 2/3 until the first has done its 4, at 6; the other has 2 left then."""
+    made = run([Task("a", "compute", 4), Task("b", "link", 6)], interference=0.5)
+    assert made.spans["a"][1] == pytest.approx(6)
+    assert made.total == pytest.approx(8)
+    assert made.overlapped == pytest.approx(6)
+
+
+def test_tasks_that_wait_for_one_another_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"wait for one another: \['a', 'b'\]"):
+        run([Task("a", "compute", 1, (("b", "end"),)), Task("b", "link", 1, (("a", "end"),))])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(0, 20)] * 5), min_size=1, max_size=6),
+    st.integers(0, 30),
+    st.sampled_from([0.0, 0.25, 1.0]),
+)
+def test_bounds(groups: list[tuple[int, ...]], optimizer: int, interference: float) -> None:
+    """All work is done, in order, in no more time than one after another at the slower pace."""
+    tasks = steps(*groups, optimizer=optimizer)
+    made = run(tasks, interference)
+    busy = {stream: sum(task.seconds for task in tasks if task.stream == stream) for stream in ("compute", "link")}
+    assert made.total >= max(busy.values()) - 1e-9
+    assert made.total <= sum(busy.values()) * (1 + interference) + 1e-9
+    assert made.spans.keys() == {task.name for task in tasks}
+    for stream in busy:
+        spans = [made.spans[task.name] for task in tasks if task.stream == stream]
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    for task in tasks:
+        for name, edge in task.after:
+            assert made.spans[name][edge == "end"] <= made.spans[task.name][0]
