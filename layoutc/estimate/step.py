@@ -43,9 +43,10 @@ class Use:
 class StepEstimate:
     """Seconds of a rank in a step, by part, each as if it ran alone; `total` is with what overlaps.
 
-    overlapped: while both streams are busy. exposed: the total without forward, backward and the optimizer. bytes:
-    what a rank holds after one gather of one group, in each pass; reduced: of gradients that a group's reduce-scatter
-    adds up.
+    undisturbed: the total if streams did not slow one another; how much they do, the machine's `interference`, follows
+    from two links alone. overlapped: while both streams are busy. exposed: the total without forward, backward and the
+    optimizer. bytes: what a rank holds after one gather of one group, in each pass; reduced: of gradients that one
+    reduce-scatter adds up.
     """
 
     name: str
@@ -60,6 +61,7 @@ class StepEstimate:
     overlapped: float
     exposed: float
     total: float
+    undisturbed: float
     bytes_forward: int
     bytes_backward: int
     bytes_reduced: int
@@ -116,7 +118,8 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, e
     head = 2 * model.tokens * sum(m * k for m, k in model.root[1:]) / (machine.products[""] * machine.in_step)
     optimizer = model.groups * _optimizer(use, model, world, rows) + root // BF16 * ADAM
     groups = list(_with_root(group, model.groups, link, world, root, head))
-    times = run(tasks_of(groups, optimizer / machine.memory), machine.interference)
+    tasks = tasks_of(groups, optimizer / machine.memory)
+    times = run(tasks, machine.interference)
     forward, backward = sum(one.forward for one in groups), sum(one.backward for one in groups)
     return StepEstimate(
         name=use.name,
@@ -131,6 +134,7 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, e
         overlapped=times.overlapped,
         exposed=times.total - forward - backward - optimizer / machine.memory,
         total=times.total,
+        undisturbed=run(tasks).total,
         bytes_forward=own["forward"] * world,
         bytes_backward=own["backward"] * world,
         bytes_reduced=rows * FP32 * world,

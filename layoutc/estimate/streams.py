@@ -1,7 +1,7 @@
 """Two streams of a card, compute and link, that run a step's work in FSDP2's order: what overlaps, and when it ends.
 
 A task starts when its stream is free, what it waits for has been, and the host has issued it. FSDP2 of torch 2.11 to
-2.14 (`FSDPParamGroup`) gathers the next group beside the compute of this one, and reduces the gradients of this group
+2.14 (its FSDPParamGroup) gathers the next group beside the compute of this one, and reduces the gradients of this group
 beside the backward of the next, with one reduce-scatter in flight; gathers and reduce-scatters share one communicator,
 which runs them one after another in the order in which they are issued.
 """

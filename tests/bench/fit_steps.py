@@ -10,7 +10,7 @@ middle. torchao's host time is not fitted, nor that of compiled models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -117,6 +117,34 @@ IN_STEPS = {
 REDUCED = 390.5  # 370 to 411: 8 reduce-scatters over sockets
 # Products of a step at batch 4, ms: two harnesses.
 CARD = {"bf16": (238.1, 253.5), "torchao": (145.0, 129.0), "fp8_current+low": (123.8,), "fp8_block+low": (153.2,)}
+# Gathers until the weights are there, host included, ms: RESULTS.md, "Gathers".
+WAITED = {
+    2: {"bf16": 1.435, "mxfp8": 1.074, "fp8_block": 1.083, "fp8_current": 1.122, "nvfp4": 0.997},
+    4: {"bf16": 1.593, "mxfp8": 1.144, "fp8_block": 1.147, "fp8_current": 1.185, "nvfp4": 0.869},
+}
+# Whole steps, ms: sequence, batch, ranks, link and how; *: the constants are fitted to it. Lines of one kind are of
+# different harnesses.
+STEPS = """
+512 1 2 NVLink eager: bf16 55*, fp8_block 99.5*, cast fp8_block 116*
+4096 1 2 NVLink eager: bf16 108.7, fp8_block 112, mxfp8 113, nvfp4 114
+4096 1 2 NVLink eager: cast fp8_block 123, cast mxfp8 121, cast nvfp4 116
+4096 1 2 NVLink eager: bf16 107.6, fp8_current+low 129.7
+4096 4 2 NVLink eager: bf16 349, fp8_block 345, mxfp8 344, nvfp4 349
+4096 4 2 NVLink eager: cast fp8_block 350, cast mxfp8 347, cast nvfp4 349
+4096 4 2 NVLink eager: bf16 347.2, fp8_current+low 243.8
+4096 1 2 NVLink compiled: bf16 108.3*, fp8_block 106, mxfp8 112, nvfp4 112
+4096 1 2 NVLink compiled: cast fp8_block 122, cast mxfp8 120, cast nvfp4 116, torchao 96.1
+4096 1 2 NVLink compiled: bf16 106.3, torchao 115.6, fp8_current+low 116.4, fp8_block+low 127.9
+4096 4 2 NVLink compiled: bf16 335*, fp8_block 331, mxfp8 333, nvfp4 331
+4096 4 2 NVLink compiled: cast fp8_block 333, cast mxfp8 330, cast nvfp4 331, torchao 243
+4096 4 2 NVLink compiled: bf16 340.9, torchao 249.3, fp8_current+low 234.3, fp8_block+low 264.9
+4096 1 1 NVLink compiled: bf16 104.6, torchao 124.2, fp8_current+low 96.0, fp8_block+low 130.9
+4096 4 1 NVLink compiled: bf16 331.9, torchao 252.6, fp8_current+low 225.3*, fp8_block+low 250.4
+4096 1 1 NVLink eager: bf16 104.5, fp8_current+low 135, fp8_block+low 102
+4096 1 4 NVLink eager: bf16 107
+4096 1 4 NVLink compiled: bf16 108, torchao 104
+4096 1 2 sockets eager: bf16 848*, fp8_block 642*, nvfp4 554*, mxfp8 715, cast nvfp4 550, torchao 748
+"""
 
 
 def points() -> list[Point]:
@@ -141,114 +169,18 @@ def points() -> list[Point]:
         add(f"gather to ready, 2 ranks, NVLink, {words}", ms, False, gather_alone(words, blocks(), 2, True))
     for words, ms in (("bf16", 4.327), ("fp8_block", 2.387), ("nvfp4", 1.290)):
         add(f"gather to ready, 2 ranks, NVLink, 70B, {words}", ms, False, gather_alone(words, LARGE, 2, True))
-    for words, ms in (
-        ("bf16", 1.593),
-        ("mxfp8", 1.144),
-        ("fp8_block", 1.147),
-        ("fp8_current", 1.185),
-        ("nvfp4", 0.869),
-    ):
-        add(f"gather and wait, 4 ranks, NVLink, {words}", ms, False, gather_alone(words, blocks(), 4, True))
-
-    def steps(rows: Sequence[tuple[str, float, bool]], model: Model, world: int, link: str, eager: bool) -> None:
-        how = "eager" if eager else "compiled"
-        size = f"sequence {model.sequence}, batch {model.batch}"
-        for words, ms, fitted in rows:
-            label = f"step, {world} rank{'s' * (world > 1)}, {link}, {size}, {how}, {words}"
-            add(label, ms, fitted, total(words, model, world, link, eager))
-
-    steps((("bf16", 55, True),), blocks(512), 2, "NVLink", True)
-    steps((("fp8_block", 99.5, True), ("cast fp8_block", 116, True)), blocks(512), 2, "NVLink", True)
-    steps(
-        (("bf16", 108.7, False), ("fp8_block", 112, False), ("mxfp8", 113, False), ("nvfp4", 114, False)),
-        blocks(),
-        2,
-        "NVLink",
-        True,
-    )
-    steps(
-        (("cast fp8_block", 123, False), ("cast mxfp8", 121, False), ("cast nvfp4", 116, False)),
-        blocks(),
-        2,
-        "NVLink",
-        True,
-    )
-    steps(
-        (("bf16", 349, False), ("fp8_block", 345, False), ("mxfp8", 344, False), ("nvfp4", 349, False)),
-        blocks(batch=4),
-        2,
-        "NVLink",
-        True,
-    )
-    steps(
-        (("cast fp8_block", 350, False), ("cast mxfp8", 347, False), ("cast nvfp4", 349, False)),
-        blocks(batch=4),
-        2,
-        "NVLink",
-        True,
-    )
-    steps((("fp8_current+low", 129.7, False),), blocks(), 2, "NVLink", True)
-    steps((("fp8_current+low", 243.8, False),), blocks(batch=4), 2, "NVLink", True)
-    steps(
-        (("bf16", 108.3, True), ("fp8_block", 106, False), ("mxfp8", 112, False), ("nvfp4", 112, False)),
-        blocks(),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("cast fp8_block", 122, False), ("cast mxfp8", 120, False), ("cast nvfp4", 116, False)),
-        blocks(),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("torchao", 96.1, False), ("fp8_current+low", 116.4, False), ("fp8_block+low", 127.9, False)),
-        blocks(),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("bf16", 335, True), ("fp8_block", 331, False), ("mxfp8", 333, False), ("nvfp4", 331, False)),
-        blocks(batch=4),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("cast fp8_block", 333, False), ("cast mxfp8", 330, False), ("cast nvfp4", 331, False)),
-        blocks(batch=4),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("torchao", 243, False), ("fp8_current+low", 234.3, False), ("fp8_block+low", 264.9, False)),
-        blocks(batch=4),
-        2,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("bf16", 104.6, False), ("fp8_current+low", 96.0, False), ("fp8_block+low", 130.9, False)),
-        blocks(),
-        1,
-        "NVLink",
-        False,
-    )
-    steps(
-        (("bf16", 331.9, False), ("fp8_current+low", 225.3, True), ("fp8_block+low", 250.4, False)),
-        blocks(batch=4),
-        1,
-        "NVLink",
-        False,
-    )
-    steps((("bf16", 107, False),), blocks(), 4, "NVLink", True)
-    steps((("bf16", 108, False), ("torchao", 104, False)), blocks(), 4, "NVLink", False)
-    steps((("bf16", 848, True), ("fp8_block", 642, True), ("nvfp4", 554, True)), blocks(), 2, "sockets", True)
-    steps((("mxfp8", 715, False), ("cast nvfp4", 550, False), ("torchao", 748, False)), blocks(), 2, "sockets", True)
+    for world, rows in WAITED.items():
+        for words, ms in rows.items():
+            label = f"gather and wait, {world} ranks, NVLink, {words}"
+            add(label, ms, False, gather_alone(words, blocks(), world, True))
+    for line in STEPS.strip().splitlines():
+        where, _, times = line.partition(": ")
+        sequence, batch, world, link, how = (int(word) if word.isdigit() else word for word in where.split())
+        for time in times.split(", "):
+            words, _, ms = time.rpartition(" ")
+            label = f"step, {world} rank{'s' * (world > 1)}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
+            seconds = total(words, blocks(sequence, batch), world, link, how == "eager")
+            add(label, float(ms.rstrip("*")), ms.endswith("*"), seconds)
     return made
 
 

@@ -36,6 +36,7 @@ def test_json_has_parts_and_constants() -> None:
     plain, quantized = link["estimates"]
     assert (plain["name"], quantized["name"], plain["host"]) == ("bf16", "nvfp4", 0)
     assert quantized["total"] < plain["total"]
+    assert quantized["undisturbed"] < quantized["total"]
     assert (data["model"]["groups"], link["link"]["bandwidth"], data["machine"]["name"]) == (3, 50e9, "H200")
     assert quantized["bytes_forward"] < 0.26 * plain["bytes_forward"]
     assert any("extrapolated" in note for note in data["notes"])

@@ -26,7 +26,7 @@ STATED = {
     ("gather", True): (2, 3),
     ("reduce-scatter", True): (0.5, 0.5),
     ("step", True): (1, 4),
-    ("gather", False): (8, 46),
+    ("gather", False): (11, 63),
     ("step", False): (7, 42),
 }
 
@@ -105,6 +105,22 @@ def test_latency_and_rule() -> None:
     assert tree.latency(64) == pytest.approx(1e-3 + 3e-6 + 3e-5)
     assert ring.gather(1000, 4) == pytest.approx(ring.latency(4) + 3000 / 1e9)
     assert replace(ring, reduced=0.5).reduce_scatter(1000, 4) == pytest.approx(ring.latency(4) + 6000 / 1e9)
+
+
+def test_interference_only_adds() -> None:
+    """And a machine without it has no other total."""
+    found = estimate(use("mxfp8"), SMALL, 8, SLOW, H200)
+    calm = estimate(use("mxfp8"), SMALL, 8, SLOW, replace(H200, interference=0.0))
+    assert calm.total == calm.undisturbed == found.undisturbed < found.total
+
+
+def test_parts_and_total() -> None:
+    """No part is longer than the step, and what is exposed is what is left of it."""
+    found = estimate(use("nvfp4"), SMALL, 8, SLOW, H200)
+    compute = found.forward + found.backward + found.optimizer
+    link = found.gather_forward + found.gather_backward + found.reduce_scatter
+    assert max(compute, link, found.host) <= found.total <= compute + link + found.host
+    assert found.exposed == pytest.approx(found.total - compute)
 
 
 def test_the_root_is_gathered_once() -> None:
