@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layoutc.estimate.step import Use
 
 MODELS = ("llama-8b", "llama-70b", "llama-405b")
-WORLDS, MOST_RANKS, MOST_SIZE = "8,64,512,4096,16384", 2**20, 2**31
+WORLDS, MOST_RANKS, MOST_LAYERS, MOST_SIZE = "8,64,512,4096,16384", 2**20, 1024, 2**31
 
 
 def _worlds(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
@@ -51,8 +51,8 @@ def _words(value: tuple[str, ...]) -> list[str]:
 
 def _size(name: str, words: str) -> Callable[[Command], Command]:
     names = ("--layers", "--groups") if name == "layers" else (f"--{name.replace('_', '-')}",)
-    least = 0 if name == "vocabulary" else 1
-    return click.option(*names, name, type=click.IntRange(least, MOST_SIZE), metavar="N", help=words)
+    least, most = int(name != "vocabulary"), MOST_LAYERS if name == "layers" else MOST_SIZE
+    return click.option(*names, name, type=click.IntRange(least, most), metavar="N", help=words)
 
 
 @click.command()
@@ -128,7 +128,7 @@ def estimate(
     layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
     layoutc estimate fp8_current --low --compiled --batch 4   products in low precision, no host time
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
-    layoutc estimate mxfp8 --json | jq .estimates             for a machine
+    layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
     from layoutc.estimate.machine import H200, link_of
     from layoutc.estimate.step import estimate as estimate_step

@@ -2,8 +2,8 @@
 
 A ring of w ranks moves (w-1)/w of the gathered bytes over each rank's link in w-1 steps. NCCL computes with the same:
 src/graph/tuning.cc at 01afd20 takes `nsteps = nRanks-1` and `nInterSteps = nNodes-1` for all-gathers and
-reduce-scatters, and one latency for each step within a host and another between hosts. A tree sends as many bytes in
-ceil(log2 w) steps, each between hosts once there are several.
+reduce-scatters, and one latency for each step within a host and another between hosts; it runs both as rings alone. A
+tree, for libraries that have one, sends as many bytes in ceil(log2 w) steps, ceil(log2 hosts) of them between hosts.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def test_the_largest_model_on_the_most_ranks_takes_less_than_two_seconds() -> No
         (("--link", "fast"), "'fast' is not a bandwidth"),
         (("--latency", "-1"), "Invalid value for '--latency'"),
         (("--layers", "0"), "Invalid value for '--layers' / '--groups'"),
+        (("--layers", "1025"), "Invalid value for '--layers' / '--groups'"),
         (("--heads", "33"), "4096 columns can't be divided among 33 heads"),
         (("--kv-heads", "5"), "32 heads can't share 5 heads of keys and values equally"),
         (("--model", "llama-9b"), "'llama-9b' is not one of"),

@@ -104,3 +104,23 @@ def test_bounds(groups: list[tuple[int, ...]], optimizer: int, interference: flo
     for task in tasks:
         for name, edge in task.after:
             assert made.spans[name][edge == "end"] <= made.spans[task.name][0]
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(*[st.floats(0, 10)] * 5),
+    st.integers(1, 6),
+    st.floats(1, 3),
+    st.sampled_from([0.0, 0.68, 2.0]),
+)
+def test_a_slower_link_is_never_faster(
+    group: tuple[float, ...], count: int, slower: float, interference: float
+) -> None:
+    """Of equal groups, as models have them, whatever interference does."""
+
+    def total(by: float) -> float:
+        gather, forward, again, backward, reduce = group
+        times = GroupTimes(gather * by, forward, again * by, backward, reduce * by)
+        return run(tasks_of([times] * count, 1.0), interference).total
+
+    assert total(slower) >= total(1) * (1 - 1e-9)
