@@ -20,7 +20,7 @@ def keep_plain(module: nn.Module) -> None:
 def give_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict hook: puts the weights' values in, sharded as they are and sharing their memory, so loads in place
     work."""
-    for name, _ in module.named_parameters(recurse=False):
+    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
         weight = state.get(f"{prefix}{name}")
         tensor = find_cast(weight) if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter) else None
         if tensor is not None:
@@ -32,7 +32,7 @@ def take_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
     The loaded values are unrelated to the old ones, so a history of amaxes starts anew.
     """
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
         tensor, value = find_cast(weight), state.get(f"{prefix}{name}")
         if tensor is None or not isinstance(value, Tensor):
             continue

@@ -183,7 +183,7 @@ def take_sent(module: nn.Module, state: dict[str, Any], prefix: str, metadata: M
     sharded.
     """
     assigns = bool(metadata.get("assign_to_params_buffers", False))
-    for name, weight in module.named_parameters(recurse=False):
+    for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
         key, like = f"{prefix}{name}", meshes.local_of(weight)
         if not isinstance(like, QuantizedTensor):
             continue

@@ -124,10 +124,11 @@ def quantize_buffers(
     outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed, seed)
     made = dict(zip(distinct(layout, m, k, chosen, swizzled), outputs, strict=False))
     first = first_of_planes(layout, chosen, layout.laid_out(m, k, chosen, swizzled))
+    known = _known(amax)
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
-            buffers[name] = outputs[-1] if amax is None or amax.dtype != torch.float32 else amax
+            buffers[name] = outputs[-1] if known is None else known
         elif name in made:
             buffers[name] = made[name]
         elif name.split("_")[0] in chosen:
@@ -135,9 +136,9 @@ def quantize_buffers(
     return buffers
 
 
-def _gives_amax(amax: Tensor | None) -> bool:
-    """Whether the operator that quantizes to buffers gives the amax in fp32, as the caller does not have it."""
-    return amax is None or amax.dtype != torch.float32
+def _known(amax: Tensor | None) -> Tensor | None:
+    """The caller's amax if it is in fp32; else the operator that quantizes to buffers gives it in fp32."""
+    return amax if amax is not None and amax.dtype == torch.float32 else None
 
 
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ def _run_quantize_buffers(
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
-    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _gives_amax(amax))
+    names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
     if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed)) is not None:
         made = [fused[name] for name in names]  # new tensors, which a kernel wrote
         return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
@@ -299,7 +300,7 @@ def _fake_quantize_buffers(
     made = [_like(facts, x) for facts in results.values()]
     if typed:
         made = [_typed(layout, *one) for one in zip(results, made, strict=True)]
-    if _gives_amax(amax) and "amax" in layout.as_stored:
+    if _known(amax) is None and "amax" in layout.as_stored:
         made.append(x.new_empty(layout.amax_shape(k), dtype=torch.float32))
     return made
 
