@@ -1,5 +1,5 @@
 """Which products the user wants: in low precision where a card has a kernel, everywhere, or nowhere; set for all
-weights, or for some."""
+weights, or for some. And what they keep of activations for backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ Mode = Literal["auto", "low", "dequantize"]
 _MODES = ("auto", "low", "dequantize")
 _mode: Mode = "dequantize"
 
+Saves = Literal["quantized", "input"]
+_SAVES = ("quantized", "input")
+_saves: Saves | None = None
+
 
 def current() -> Mode:
     """The mode that products follow now."""
     return _mode
+
+
+def saves(in_graph: bool) -> Saves:
+    """What products in low precision keep of an activation, for the gradient of the weight. in_graph: of a trace."""
+    return _saves or ("input" if in_graph else "quantized")
 
 
 class Weight(Protocol):
@@ -31,6 +40,11 @@ def of(weight: Weight) -> Mode:
     A weight of a recipe without products is always dequantized.
     """
     return "dequantize" if weight.LAYOUT.products is None else weight._products or _mode
+
+
+def setting(weight: Weight) -> str:
+    """All that products of a weight follow now: a graph that is traced under one must not run under another."""
+    return f"{of(weight)}, saves {_saves}"
 
 
 def check(mode: str) -> None:
@@ -49,15 +63,22 @@ class products:
 
     A weight that `layoutc.set_products_` has given a mode of its own keeps that one.
 
+    saves: what is kept of an activation, from forward until the gradient of the weight is computed. "quantized": its
+    codes, half of the memory of bf16 or less. "input": the activation itself, which backward quantizes again, to the
+    same bytes; no more memory where something else keeps it too, or where the compiler computes it again. Default: the
+    input in compiled graphs, since the compiler does; quantized in eager mode.
+
     Put it around whole steps: activation checkpointing runs forward again in backward, and must find the same mode.
-    Raises ValueError for another mode.
+    Raises ValueError for another mode, or another thing to keep.
     """
 
-    def __init__(self, mode: Mode) -> None:
-        global _mode
+    def __init__(self, mode: Mode, *, saves: Saves | None = None) -> None:
+        global _mode, _saves
         check(mode)
-        self._before = _mode
-        _mode = mode
+        if saves not in (None, *_SAVES):
+            raise ValueError(f"products save what is {' or '.join(_SAVES)}, not {saves!r}")
+        self._before = _mode, _saves
+        _mode, _saves = mode, saves
 
     def __enter__(self) -> None:
         """The mode is set already."""
@@ -66,5 +87,5 @@ class products:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Sets what was set before."""
-        global _mode
-        _mode = self._before
+        global _mode, _saves
+        _mode, _saves = self._before

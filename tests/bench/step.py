@@ -153,7 +153,9 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
         optimizer.zero_grad()
         after()
 
-    mode: AbstractContextManager[None] = layoutc.products("auto") if variant.endswith("+low") else nullcontext()
+    mode: AbstractContextManager[None] = nullcontext()
+    if variant.endswith("+low"):
+        mode = layoutc.products("auto", saves=options.saves)
     with mode:
         for _ in range(options.warm):
             step()
@@ -217,6 +219,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
     parser.add_argument("--json")
     options = parser.parse_args()
     cards = torch.cuda.is_available()

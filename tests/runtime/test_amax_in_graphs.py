@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import layoutc
 from layoutc.runtime import numerics
+from layoutc.runtime.product_mode import Saves
 from layoutc.runtime.products import amax_in_graphs
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
@@ -59,10 +60,14 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.skipif(not scaled_mm_on_cpus, reason="needs a torch whose scaled_mm multiplies on CPUs, such as 2.13")
+@pytest.mark.parametrize("saves", ["quantized", "input"])
 def test_inductor_finds_the_amax_of_what_is_quantized(
-    quantized: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+    quantized: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch, saves: Saves
 ) -> None:
-    """Also of values that are within fp32, in which Inductor computes, and beyond fp16, to which it rounds them."""
+    """Also of values that are within fp32, in which Inductor computes, and beyond fp16, to which it rounds them.
+
+    Backward quantizes inputs that were saved, or computed again, by the amax that forward found.
+    """
     torch.manual_seed(0)
     model = GatedLayer(torch.float16)
     layoutc.quantize_(model, "fp8_current")
@@ -73,9 +78,10 @@ def test_inductor_finds_the_amax_of_what_is_quantized(
     for value in (1.0, float("nan"), 0.0, 6e4):
         x = (torch.randn(TOKENS, K) * value).half().requires_grad_()
         del quantized[:]
-        with layoutc.products("low"):
+        with layoutc.products("low", saves=saves):
             compiled(x).square().sum().backward()
-        assert len(quantized) == 2 + 3  # h and what `down` reads; the gradients of three outputs
+        # h and what `down` reads, in forward and perhaps in backward; the gradients of three outputs.
+        assert len(quantized) == (2 if saves == "quantized" else 4) + 3
         for values, amax in quantized:
             assert same_bits(amax, measure(values, None))
         amaxes += [amax.item() for _, amax in quantized]

@@ -582,6 +582,24 @@ def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
     assert all(one is not x for one in saved)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+def test_gradients_of_saved_inputs_are_those_of_saved_codes(
+    recipe: str, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped.operators, "draw_seed", lambda x: torch.tensor([5]))
+    sizes = SIZES["equal" if batched else "mixed"]
+    x, w, g = weight(sum(sizes), K, seed=1), weight(EXPERTS, N, K, seed=2), weight(sum(sizes), N, seed=3)
+    offs = None if batched else offsets(sizes)
+    x, g = (one.reshape(EXPERTS, -1, one.shape[-1]) if batched else one for one in (x, g))
+    made: list[tuple[Tensor, ...]] = []
+    for saves in ("quantized", "input"):
+        with monkeypatch.context() as patch:
+            patch.setattr(mode, "saves", lambda in_graph, saves=saves: saves)
+            made.append(run(recipe, x, w, g, offs, "low"))
+    assert all(same_bits(*both) for both in zip(*made, strict=True))
+
+
 def test_tokens_are_quantized_once_for_all_weights_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And anew for other groups, where those decide what shares a block."""
     layers = [experts("mxfp8", weight(EXPERTS, N, K, seed=seed)) for seed in range(2)]

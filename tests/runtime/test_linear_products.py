@@ -283,6 +283,35 @@ def test_what_backward_needs_is_saved_quantized(recipe: str) -> None:
     assert kept == sum(plane.nbytes for plane in activation.planes().values()) < TOKENS * K * 1.1
 
 
+@pytest.mark.parametrize("how", ["low", "auto"])
+@pytest.mark.parametrize("recipe", WITH_PRODUCTS)
+def test_gradients_of_saved_inputs_are_those_of_saved_codes(
+    recipe: str, how: mode.Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "draw_seed", lambda x: torch.tensor([5]))
+    x, w, g = weight(TOKENS, K, seed=1), weight(M, K, seed=2), weight(TOKENS, M, seed=3)
+    layer = nn.Linear(K, M, bias=False)
+    made: list[tuple[Tensor, Tensor]] = []
+    kept: list[int] = []
+    for saves in ("quantized", "input"):
+        with torch.no_grad():
+            layer.weight = nn.Parameter(w.clone())
+        layoutc.quantize_(layer, recipe)
+        one, saved = x.clone().requires_grad_(), []
+        hooks = saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t)
+        with layoutc.products(how, saves=saves), hooks:  # type: ignore[arg-type]
+            layer(one).backward(g)
+        assert one.grad is not None
+        assert layer.weight.grad is not None
+        made.append((one.grad, layer.weight.grad))
+        kept.append(sum(t.nbytes for t in saved if type(t) is Tensor))
+    assert all(same_bits(*both) for both in zip(*made, strict=True))
+    assert kept[1] == x.nbytes
+    activation = module(module(recipe).LAYOUT.products.activation[0])
+    if linear.ways_of(make(recipe, M, K), x, how).grad_weight != "dequantize" and not activation.LAYOUT.stochastic:
+        assert kept[0] < x.nbytes / 2
+
+
 @on_cpus
 def test_activations_are_quantized_once_for_all_weights_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Linear(K, M, bias=False) for _ in range(3)]
@@ -349,6 +378,18 @@ def test_a_mode_that_changes_is_traced_anew() -> None:
     assert not same_bits(low, dequantized)
 
 
+def test_what_is_saved_is_traced_anew() -> None:
+    """Also where torch keeps graphs: the setting is a part of the key."""
+    layer = nn.Linear(K, M, bias=False)
+    layoutc.quantize_(layer, "mxfp8")
+    keys = set()
+    for saves in (None, "quantized", "input"):
+        with layoutc.products("low", saves=saves):  # type: ignore[arg-type]
+            keys.add(layer.weight._stable_hash_for_caching())
+            keys.add(layer.weight.__tensor_flatten__()[1])
+    assert len(keys) == 6
+
+
 def test_modes() -> None:
     assert mode.current() == "dequantize"
     with layoutc.products("auto"):
@@ -358,6 +399,12 @@ def test_modes() -> None:
     assert mode.current() == "dequantize"
     with pytest.raises(ValueError, match="products are auto, low, dequantize, not 'fp8'"):
         layoutc.products("fp8")  # type: ignore[arg-type]
+    with layoutc.products("auto", saves="quantized"):
+        assert mode.saves(in_graph=True) == "quantized"
+        with pytest.raises(ValueError, match="products save what is quantized or input, not 'bf16'"):
+            layoutc.products("auto", saves="bf16")  # type: ignore[arg-type]
+        assert mode.saves(in_graph=True) == "quantized"
+    assert (mode.saves(in_graph=True), mode.saves(in_graph=False)) == ("input", "quantized")
     assert mode.current() == "dequantize"
 
 

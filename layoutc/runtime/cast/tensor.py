@@ -224,7 +224,7 @@ class CastOnGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
-        products = self._products, product_mode.of(self)  # see flattening.Context
+        products = self._products, product_mode.setting(self)  # see flattening.Context
         return ["_whole"], (self._views, self._transposed, self.is_detached, self._name, *products)
 
     @property

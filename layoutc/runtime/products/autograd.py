@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
+from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import AsyncCollectiveTensor, without_torch_function
 from layoutc.runtime.weight import operators
@@ -30,10 +31,10 @@ def _no_weight(*_: Any) -> Any:
 
 
 operators.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str mode, bool trains) -> Tensor[]", _no_weight, _no_weight
+    "linear(Tensor x, Tensor weight, Tensor? bias, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight
 )
 operators.define(
-    "linear_backward(Tensor grad, Tensor weight, Tensor[] saved, str mode, bool needs_input, bool trains) -> Tensor[]",
+    "linear_backward(Tensor grad, Tensor weight, Tensor[] saved, str mode, bool needs_input, str keeps) -> Tensor[]",
     _no_weight,
     _no_weight,
 )
@@ -49,13 +50,13 @@ class LowPrecisionLinear(torch.autograd.Function):
     """x w^T + bias, with products as `mode` says. Gradients of x, weight and bias, which have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, trains: bool) -> Tensor:
-        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. trains: backward will ask for the weight's."""
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, mode: Mode, keeps: Keeps) -> Tensor:
+        """x (..., k), weight (m, k), bias (m,) -> (..., m) in x's dtype. keeps: what backward will need of x."""
         x = arrived(x)
         out: Tensor
-        out, *saved = call(_linear, weight, x, weight, bias, mode, trains)
-        ctx.save_for_backward(weight, *(saved or ([x] if trains else [])))
-        ctx.mode, ctx.trains = mode, trains
+        out, *saved = call(_linear, weight, x, weight, bias, mode, keeps)
+        ctx.save_for_backward(weight, *(saved or ([] if keeps == "nothing" else [x])))
+        ctx.mode, ctx.keeps = mode, keeps
         return out
 
     @staticmethod
@@ -65,9 +66,8 @@ class LowPrecisionLinear(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         grad = arrived(grad)
         needs_input, trains, needs_bias = ctx.needs_input_grad[:3]
-        made: Sequence[Tensor] = call(
-            _linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, trains and ctx.trains
-        )
+        keeps = ctx.keeps if trains else "nothing"
+        made: Sequence[Tensor] = call(_linear_backward, weight, grad, weight, saved, ctx.mode, needs_input, keeps)
         of_input = made[0] if needs_input else None
         of_weight = made[-1] if trains else None
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
@@ -116,8 +116,8 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] or input.dtype not in FLOATS:
         return None
-    trains = weight.requires_grad and torch.is_grad_enabled()
-    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, how, trains)  # type: ignore[no-untyped-call]
+    kept = keeps(type(weight), weight.requires_grad and torch.is_grad_enabled(), operators.traced(input))
+    out: Tensor = LowPrecisionLinear.apply(input, weight, bias, how, kept)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -8,14 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Cards, Layout, Operand
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import Mode, Saves
 from layoutc.runtime.torch_private import scaled_mm_on_cpus
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Way = Literal["kernel", "reference", "dequantize"]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
+Keeps = Literal["nothing"] | Saves  # of an activation, for backward; nothing where the weight does not train
 Recipe = type[QuantizedTensor]
 # Of each product, the recipe of the left operand, that of the right one, and the orientation of each.
 OPERANDS: dict[ProductName, tuple[tuple[str, str], tuple[str, str]]] = {
@@ -41,6 +43,16 @@ class Recipes(NamedTuple):
     weight: Recipe
     activation: Recipe
     gradient: Recipe
+
+
+def keeps(weight: Recipe, trains: bool, in_graph: bool) -> Keeps:
+    """What the products of a weight in low precision keep of an activation. trains: the weight's gradient is wanted.
+
+    Where activations are rounded by chance, backward would draw other bits: then what was quantized is kept.
+    """
+    if not trains:
+        return "nothing"
+    return "quantized" if recipes_of(weight).activation.LAYOUT.stochastic else product_mode.saves(in_graph)
 
 
 @cache

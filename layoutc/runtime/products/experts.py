@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import autograd, grouped
+from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
 from layoutc.runtime.torch_private import grouped_mm
 from layoutc.runtime.weight import operators
@@ -26,11 +27,11 @@ def _no_weight(*_: Any) -> Any:
 
 
 operators.define(
-    "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, bool trains) -> Tensor[]", _no_weight, _no_weight
+    "grouped(Tensor x, Tensor weight, Tensor? offs, str mode, str keeps) -> Tensor[]", _no_weight, _no_weight
 )
 operators.define(
-    "grouped_backward(Tensor grad, Tensor weight, Tensor[] saved, Tensor? offs, str mode, bool needs_input, bool "
-    "trains) -> Tensor[]",
+    "grouped_backward(Tensor grad, Tensor weight, Tensor[] saved, Tensor? offs, str mode, bool needs_input, str "
+    "keeps) -> Tensor[]",
     _no_weight,
     _no_weight,
 )
@@ -46,16 +47,16 @@ class LowPrecisionExperts(torch.autograd.Function):
     """Each group of tokens by its own matrix, as `mode` says. Gradients of x and weight, which have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, mode: Mode, trains: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, mode: Mode, keeps: Keeps) -> Tensor:
         """x (tokens, k) in groups that end at offs, or (experts, tokens, k); weight (experts, k, n), transposed or not.
 
-        trains: backward will ask for the weight's gradient.
+        keeps: what backward will need of x.
         """
         x = autograd.arrived(x)
         out: Tensor
-        out, *saved = autograd.call(_grouped, weight, x, weight, offs, mode, trains)
-        ctx.save_for_backward(weight, offs, *(saved or ([x] if trains else [])))
-        ctx.mode, ctx.trains = mode, trains
+        out, *saved = autograd.call(_grouped, weight, x, weight, offs, mode, keeps)
+        ctx.save_for_backward(weight, offs, *(saved or ([] if keeps == "nothing" else [x])))
+        ctx.mode, ctx.keeps = mode, keeps
         return out
 
     @staticmethod
@@ -65,9 +66,8 @@ class LowPrecisionExperts(torch.autograd.Function):
         weight, offs, *saved = ctx.saved_tensors
         grad = autograd.arrived(grad)
         needs_input, trains = ctx.needs_input_grad[:2]
-        made = autograd.call(
-            _grouped_backward, weight, grad, weight, saved, offs, ctx.mode, needs_input, trains and ctx.trains
-        )
+        keeps = ctx.keeps if trains else "nothing"
+        made = autograd.call(_grouped_backward, weight, grad, weight, saved, offs, ctx.mode, needs_input, keeps)
         of_input = made[0] if needs_input else None
         of_weight = made[-1].transpose(-2, -1) if trains else None
         return of_input, of_weight, None, None, None
@@ -89,8 +89,8 @@ def _groups_multiplied(
         return None
     if offs is not None and (offs.dtype != torch.int32 or offs.shape != mat2.shape[:1]):
         return None
-    trains = mat2.requires_grad and torch.is_grad_enabled()
-    out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, how, trains)  # type: ignore[no-untyped-call]
+    kept = keeps(type(mat2), mat2.requires_grad and torch.is_grad_enabled(), operators.traced(input))
+    out: Tensor = LowPrecisionExperts.apply(input, mat2, offs, how, kept)  # type: ignore[no-untyped-call]
     return out
 
 

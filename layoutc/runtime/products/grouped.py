@@ -19,10 +19,10 @@ from torch import Tensor
 from layoutc.runtime.facts import Grouped
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import scaled_grouped_mm, shared_inputs
-from layoutc.runtime.products.choice import NAMES, Chosen, ProductName, Recipe, recipes_of
+from layoutc.runtime.products.choice import NAMES, Chosen, Keeps, ProductName, Recipe, recipes_of
 from layoutc.runtime.products.grouped_choice import TILE, Sizes, choose, kernel, operands_of, orientation_of
 from layoutc.runtime.products.groups import Apart, Groups, equal_groups, rows_together
-from layoutc.runtime.products.linear import Ways, note_without_kernel, weight_buffers
+from layoutc.runtime.products.linear import Ways, again, note_without_kernel, weight_buffers
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward, grouped_mm
 from layoutc.runtime.weight import operators
@@ -40,8 +40,8 @@ class Tokens(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
-def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, trains: bool) -> list[Tensor]:
-    """The output, and what backward needs of x; nothing if that is x itself.
+def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor]:
+    """The output, and what is kept of x for backward, unless that is x itself.
 
     x: (tokens, k), in groups that end at offs; without offs, (experts, tokens of each, k). right: (experts, k, n), a
     weight of (experts, n, k) that is transposed, or one that is stored so. The output has n columns in place of k.
@@ -58,11 +58,9 @@ def forward(x: Tensor, right: QuantizedTensor, offs: Tensor | None, mode: Mode, 
     else:
         made = _multiply("forward", ways.forward, flat, weight, groups, sizes, x)
         out = _unsafe_view(made, [*x.shape[:-1], sizes.n])  # no view: FSDP2 warns of modules that return one
-    if not trains or ways.grad_weight == "dequantize":
+    if keeps != "quantized" or ways.grad_weight == "dequantize":
         return [out]
-    recipe = recipes_of(type(weight)).activation
-    kept = _quantized(recipe, "columnwise", None, flat, groups, x).buffers
-    return [out, *(kept[name] for name in recipe.LAYOUT.sources["columnwise"])]
+    return [out, *_kept(weight, flat, groups, x)]
 
 
 def backward(
@@ -72,7 +70,7 @@ def backward(
     offs: Tensor | None,
     mode: Mode,
     needs_input: bool,
-    trains: bool,
+    keeps: Keeps,
 ) -> list[Tensor]:
     """The gradients of the input, and of (experts, n, k), those that are needed, from that of the output.
 
@@ -81,7 +79,7 @@ def backward(
     weight, groups = _weight(right), _groups(grad, offs)
     sizes = _sizes(right, groups)
     chosen = _chosen(weight, sizes, grad, mode)
-    ways = Ways(*(one.way for one in chosen))
+    ways, trains = Ways(*(one.way for one in chosen)), keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
     _count(weight, chosen, [name for name, is_asked in asked if is_asked])
     grad = grad.contiguous()  # that of a sum has strides of 0
@@ -99,8 +97,18 @@ def backward(
     if trains and ways.grad_weight == "dequantize":
         made.append(_grad_weight_in_high_precision(grad, saved[0], offs, sizes.by_columns))
     elif trains:
+        if keeps == "input":
+            with computed_in_backward():
+                saved = _kept(weight, again(saved[0]).reshape(-1, sizes.k), groups, saved[0])
         made.append(_grad_weight(weight, flat, saved, groups, sizes, seed))
     return made
+
+
+def _kept(weight: QuantizedTensor, flat: Tensor, groups: Groups, x: Tensor) -> list[Tensor]:
+    """What the gradient of the weight reads of activations x, of which flat is a view: planes, columnwise."""
+    recipe = recipes_of(type(weight)).activation
+    kept = _quantized(recipe, "columnwise", None, flat, groups, x).buffers
+    return [kept[name] for name in recipe.LAYOUT.sources["columnwise"]]
 
 
 def _weight(right: QuantizedTensor) -> QuantizedTensor:

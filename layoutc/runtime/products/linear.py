@@ -1,7 +1,7 @@
 """Linear layers with a quantized weight: forward and both gradients, each in low precision or dequantized.
 
 Activations and gradients of outputs are read once, and written in each orientation that products need. What backward
-needs of activations is saved quantized, if the gradient of the weight is in low precision.
+needs of activations is saved quantized, if the gradient of the weight is in low precision, or quantized again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
-from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, ProductName, Recipe, Way, choose, recipes_of
+from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, Keeps, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward
 from layoutc.runtime.weight import gathered_in_graphs, operators
@@ -94,16 +94,17 @@ def _is_odd(weight: QuantizedTensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
-def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, trains: bool) -> list[Tensor]:
-    """x (..., k) by the rows of a weight (m, k): the output (..., m), and what backward needs of x.
+def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode, keeps: Keeps) -> list[Tensor]:
+    """x (..., k) by the rows of a weight (m, k): the output (..., m), and what is kept of x, unless that is x itself.
 
-    trains: backward computes the gradient of the weight. What it needs is empty if that is x itself.
+    keeps: what backward needs of x to compute the gradient of the weight.
     """
     m, k = weight.shape
     ways = ways_of(weight, x, mode)
     _count(weight, x, mode, ways, ("forward",))
-    kept = ways.grad_weight if trains else "dequantize"
-    quantized = _activations(type(weight), x, k, ways.forward, kept)
+    kept = ways.grad_weight if keeps == "quantized" else "dequantize"
+    wanted = {"rowwise": ways.forward, "columnwise": kept}
+    quantized = _activations(recipes_of(type(weight)).activation, x, k, wanted)
     if ways.forward == "dequantize":
         out = F.linear(x, weight._dequantize("rowwise", x.dtype), bias)
     else:
@@ -114,7 +115,7 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
 
 
 def backward(
-    grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor], mode: Mode, needs_input: bool, trains: bool
+    grad: Tensor, weight: QuantizedTensor, saved: Sequence[Tensor], mode: Mode, needs_input: bool, keeps: Keeps
 ) -> list[Tensor]:
     """The gradients of the input (..., k) and of the weight (m, k), those that are needed, from that of the output.
 
@@ -122,7 +123,7 @@ def backward(
     """
     m, k = weight.shape
     recipes, tokens = recipes_of(type(weight)), prod(grad.shape[:-1])
-    ways = ways_of(weight, grad, mode)
+    ways, trains = ways_of(weight, grad, mode), keeps != "nothing"
     asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
     _count(weight, grad, mode, ways, [name for name, is_asked in asked if is_asked])
     flat = grad.reshape(tokens, m)
@@ -142,43 +143,63 @@ def backward(
         if ways.grad_weight == "dequantize":
             made.append(flat.t() @ saved[0].reshape(tokens, k))
         else:
-            parts = _names(recipes.activation.LAYOUT, "columnwise", ways.grad_weight)
-            kept = dict(zip(parts, saved, strict=True))
+            kept = _kept(recipes.activation, ways.grad_weight, saved, keeps, k)
             made.append(_grad_weight(recipes, ways.grad_weight, quantized["columnwise"], kept, (m, k, tokens), grad))
     return made
 
 
-def _activations(cls: Recipe, x: Tensor, k: int, rowwise: Way, columnwise: Way) -> dict[str, Buffers]:
+def _kept(recipe: Recipe, way: Way, saved: Sequence[Tensor], keeps: Keeps, k: int) -> Buffers:
+    """Activations (tokens, k), columnwise: as forward gave them, or quantized from x, which was saved."""
+    if keeps == "quantized":
+        return dict(zip(_names(recipe.LAYOUT, "columnwise", way), saved, strict=True))
+    return _activations(recipe, saved[0], k, {"columnwise": way}, in_backward=True)["columnwise"]
+
+
+def _activations(
+    recipe: Recipe, x: Tensor, k: int, ways: Mapping[str, Way], in_backward: bool = False
+) -> dict[str, Buffers]:
     """x quantized in the orientations that are wanted; what another weight has had quantized already is taken."""
-    ways: dict[str, Way] = {"rowwise": rowwise, "columnwise": columnwise}
-    if rowwise == columnwise == "dequantize":
+    if all(way == "dequantize" for way in ways.values()):
         return {}
-    recipe = recipes_of(cls).activation
     found = {name: shared_inputs.get(x, (recipe, name, way)) for name, way in ways.items()}
     missing: dict[str, Way] = {name: way if found[name] is None else "dequantize" for name, way in ways.items()}
-    made = _quantized(recipe, x.reshape(-1, k), missing)
+    made = _quantized(recipe, x.reshape(-1, k), missing, in_backward)
     for name, buffers in made.items():
         shared_inputs.keep(x, (recipe, name, ways[name]), dict(buffers))
     return {name: buffers for name, buffers in found.items() if buffers is not None} | made
 
 
-def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way]) -> dict[str, Buffers]:
-    """(tokens, features) -> of each orientation, by name: what a GEMM reads for a kernel, planes for the reference."""
+def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: bool = False) -> dict[str, Buffers]:
+    """(tokens, features) -> of each orientation, by name: what a GEMM reads for a kernel, planes for the reference.
+
+    in_backward: x comes from forward, where a traced graph must not compute what is made here. An amax it may.
+    """
     layout = recipe.LAYOUT
     made: dict[str, Buffers] = {}
     low = any(way != "dequantize" for way in ways.values())
     # One for both orientations: a traced graph would merge two draws into one.
     seed = operators.seed_of(recipe, x) if low else None
     for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
-    if for_kernel:
-        amax = amax_in_graphs.amax_of(recipe, x)
-        buffers = operators.quantize_buffers(recipe, x, amax, for_kernel, bool(layout.swizzled), True, seed)
-        made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
-    for_reference = tuple(name for name, way in ways.items() if way == "reference")
-    if for_reference:
-        planes = weights.quantize(recipe, x, orientations=for_reference, seed=seed)._planes
-        made |= _split(layout, planes, dict.fromkeys(for_reference, "reference"))
+    amax = amax_in_graphs.amax_of(recipe, x) if for_kernel else None
+    with computed_in_backward() if in_backward else nullcontext():
+        x = again(x) if in_backward else x
+        if for_kernel:
+            buffers = operators.quantize_buffers(recipe, x, amax, for_kernel, bool(layout.swizzled), True, seed)
+            made |= _split(layout, buffers, dict.fromkeys(for_kernel, "kernel"))
+        for_reference = tuple(name for name, way in ways.items() if way == "reference")
+        if for_reference:
+            planes = weights.quantize(recipe, x, orientations=for_reference, seed=seed)._planes
+            made |= _split(layout, planes, dict.fromkeys(for_reference, "reference"))
     return made
+
+
+def again(x: Tensor) -> Tensor:
+    """x of forward, in backward. A traced graph may compute it again, as it does where backward reads it by itself.
+
+    AOTAutograd keeps from forward on what only operators like ours read in backward, as it must be stored for them in
+    any case. What is read by arithmetic may be computed again where that takes less memory, so there is some.
+    """
+    return x * 1.0 if operators.traced(x) else x
 
 
 def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str, Buffers]:

@@ -32,7 +32,7 @@ class Context(NamedTuple):
     whole: tuple[int, int] | None  # (m, k) of the gathered weight, if each pass gathers other planes
     window: Rect | None  # the part of it that this tensor is
     own_products: str | None  # how it is multiplied by its own choice, which a traced tensor has too
-    products: str  # how it is multiplied: a graph that is traced in one mode must not run in another
+    products: str  # what its products follow: a graph that is traced under one setting must not run under another
 
 
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
@@ -42,7 +42,7 @@ def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     if getattr(planes, "handle", None) is not None:
         names, (whole, window) = ("handle",), whole_and_window(tensor)
     of = tensor._matrix, tensor._orientations, tensor._transposed, tensor.dtype, tensor._halo
-    products = tensor._products, product_mode.of(tensor)
+    products = tensor._products, product_mode.setting(tensor)
     return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
 
 
