@@ -20,7 +20,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
-require(8, "fp8_block")
+require(9, "fp8_block")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.fsdp2 import hooks, steady, wire
 from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
@@ -40,9 +40,11 @@ class FP8DelayedTensor(QuantizedTensor):
 
         Both passes send the same planes. rowwise_scale and amax, which are equal on all shards, are sent as metadata.
         """
+        if (sent := steady.again(self)) is not None:
+            return sent
         gathering = hooks.begin(self, mesh)
         data = wire.outgoing(self, gathering, "rowwise_data")
-        return wire.send((data,), gathering)
+        return steady.sent(self, (data,), gathering)
 
     def fsdp_post_all_gather(
         self,
@@ -57,6 +59,8 @@ class FP8DelayedTensor(QuantizedTensor):
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
         once; they are copied.
         """
+        if steady.arrived(out, metadata, all_gather_outputs):
+            return None
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {
             "rowwise_data": wire.arrived(metadata, "rowwise_data", received[0]),

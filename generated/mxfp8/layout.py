@@ -22,7 +22,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(8, "mxfp8")
+require(9, "mxfp8")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

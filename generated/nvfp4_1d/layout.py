@@ -21,7 +21,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(8, "nvfp4_1d")
+require(9, "nvfp4_1d")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.fsdp2 import hooks, steady, wire
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
@@ -41,13 +41,15 @@ class NVFP4ActivationTensor(QuantizedTensor):
         Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, of the same
         sizes, because FSDP2 expects equal sizes in all passes. A matrix that stays gathered sends all of them once.
         """
+        if (sent := steady.again(self)) is not None:
+            return sent
         gathering = hooks.begin(self, mesh)
-        sent: list[Tensor] = []
+        planes: list[Tensor] = []
         if gathering.which != "backward":
-            sent += [wire.outgoing(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
+            planes += [wire.outgoing(self, gathering, name) for name in ("rowwise_data", "rowwise_scale")]
         if gathering.which != "forward":
-            sent += [wire.outgoing(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
-        return wire.send(tuple(sent), gathering)
+            planes += [wire.outgoing(self, gathering, name) for name in ("columnwise_data", "columnwise_scale")]
+        return steady.sent(self, tuple(planes), gathering)
 
     def fsdp_post_all_gather(
         self,
@@ -62,6 +64,8 @@ class NVFP4ActivationTensor(QuantizedTensor):
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
         once; they are copied.
         """
+        if steady.arrived(out, metadata, all_gather_outputs):
+            return None
         received = wire.receive(all_gather_outputs, metadata)
         gathered = dict(metadata.shared)
         slot = 0

@@ -66,14 +66,13 @@ def hooks_text(plan: Plan) -> HooksText:
         kinds = [plane.kind for plane in plan.forward.planes]
         sent = f"({', '.join(kinds)}{',' if len(kinds) == 1 else ''})"
         return HooksText(pre, [*post, *(f"    {s}" for s in shared), "}"], sent, pre_doc)
-    pre = ["sent: list[Tensor] = []"]
+    pre = ["planes: list[Tensor] = []"]
     post = ["gathered: dict[str, Tensor] = {}" if not shared else "gathered = dict(metadata.shared)", "slot = 0"]
     for gather, other in ((plan.forward, "backward"), (plan.backward, "forward")):
         names = ", ".join(f'"{plane.name}"' for plane in gather.planes)
         pre.append(f'if gathering.which != "{other}":')
-        pre.append(
-            f"    sent += [wire.outgoing(self, gathering, name) for name in ({names}{',' * (len(gather.planes) == 1)})]"
-        )
+        listed = f"({names}{',' * (len(gather.planes) == 1)})"
+        pre.append(f"    planes += [wire.outgoing(self, gathering, name) for name in {listed}]")
         post += [f'if metadata.which != "{other}":']
         post += [f"    gathered[{_receive(p, i, 'slot')}" for i, p in enumerate(gather.planes)]
         post += [f"    slot += {len(gather.planes)}"]
@@ -84,7 +83,7 @@ def hooks_text(plan: Plan) -> HooksText:
         f"Forward sends {forward}; backward sends {backward}, {sizes_text}, because FSDP2 expects equal sizes in all "
         f"passes. A {plan.noun} that stays gathered sends all of them once."
     )
-    return HooksText(pre, post[:-1], "tuple(sent)", pre_doc)
+    return HooksText(pre, post[:-1], "tuple(planes)", pre_doc)
 
 
 def _wire(plane: Plane) -> str:

@@ -15,7 +15,7 @@ from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
-RUNTIME_INTERFACE = 8
+RUNTIME_INTERFACE = 9
 EXPORTED_FUNCTIONS = ("dequantize_reference", "quantize", "quantize_buffers", "quantize_reference")
 
 

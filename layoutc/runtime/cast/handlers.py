@@ -237,6 +237,5 @@ def register_cast(cls: type[CastOnGather]) -> type[CastOnGather]:
     """Decorator for generated classes: sets the recipe's layout, and makes them known to
     torch.load(weights_only=True)."""
     cls.LAYOUT, cls.HANDLERS = cls.QUANTIZED.LAYOUT, HANDLERS
-    registry.keep_signature(CastOnGather.fsdp_pre_all_gather)
     torch.serialization.add_safe_globals([cls, rebuild_cast, (rebuild_cast, "layoutc.runtime.casting.rebuild")])
     return cls

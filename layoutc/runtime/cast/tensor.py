@@ -183,6 +183,7 @@ class CastOnGather(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
+    @registry.PreHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
         shards.check_other_dim(self)

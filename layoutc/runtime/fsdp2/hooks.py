@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
-from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, outgoing, route_for, to_be_freed
+from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
 from layoutc.runtime.weight import initial_values
@@ -88,10 +88,9 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         initial_values.free(shard)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
-        # Copied where the weight may still be gathered when its shard is requantized, so that codes keep their scale.
-        copies = sharding is None or not sharding.frees_after_pass
+        stays = sharding is None or not sharding.frees_after_pass  # then codes must keep their scale
         planes = {name: shard._planes[name] for name in layout.shared_in(route.which)}
-        gathering.shared = {name: plane.clone() for name, plane in planes.items()} if copies else planes
+        gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
         gathering.joined = gathered_of(sharding).joined
         if sharding.dim:
@@ -108,7 +107,7 @@ def _route(sharding: Sharding, shard: QuantizedTensor, which: PassName | None = 
             f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
             "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
         )
-    which = which or _pass(sharding)
+    which = which or pass_of(sharding, gathered_of(sharding))
     if which not in (routes := gathered_of(sharding).routes):
         assert sharding.process_group is not None
         (*padded, k), world = sharding.padded_shape, sharding.process_group.size()
@@ -131,7 +130,7 @@ def passing(shard: Shard) -> PassName:
     if (simulated := _simulated.get()) is not None:
         return simulated[0]
     sharding = find(shard)
-    return _pass(sharding) if sharding else "forward"
+    return pass_of(sharding, gathered_of(sharding)) if sharding else "forward"
 
 
 def simulated() -> bool:
@@ -139,12 +138,11 @@ def simulated() -> bool:
     return _simulated.get() is not None
 
 
-def _pass(sharding: Sharding) -> PassName:
+def pass_of(sharding: Sharding, gathered: Gathered) -> PassName:
     """The pass that gathers now: "both" for a weight that stays gathered after forward.
 
     FSDP2 allocates a parameter's gather outputs once, so whether it stays gathered is decided at the first gather.
     """
-    gathered = gathered_of(sharding)
     if gathered.stays_gathered is None:
         gathered.stays_gathered = not sharding.frees_after_forward
     if gathered.stays_gathered:
@@ -161,6 +159,8 @@ def finish(
     autograd saved in forward see what backward gathers. Inner tensors are the planes that were copied together; the
     others are gather outputs, which FSDP2 frees anyway.
     """
+    if gathering.before is not None:
+        gathering.before.planes = dict(planes)
     if out is None:
         cls, route, home, sharding = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch), find(shard)
         if shard.LAYOUT.passes_differ and route.which != "both":

@@ -72,14 +72,23 @@ def route_for(
 
 
 @dataclass
+class Arrived:
+    """What a gather delivered: FSDP2's outputs, and the planes that are views of them."""
+
+    outputs: tuple[Tensor, ...] = ()
+    planes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Gathering:
     """The metadata that the pre-all-gather hook hands to the post-all-gather hook. Equal on all ranks except
-    `alone`."""
+    `alone` and `before`."""
 
     route: Route
     shared: dict[str, Tensor] = field(default_factory=dict)  # planes that all ranks have already
     alone: tuple[Tensor, ...] = ()  # planes that are not sent in a group of one rank
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together, by name
+    before: Arrived | None = None  # of the pass's last gather, where all planes are views; see `steady`
 
     @property
     def which(self) -> PassName:
@@ -114,6 +123,11 @@ def send(planes: tuple[Tensor, ...], gathering: Gathering) -> tuple[tuple[Tensor
         gathering.alone = planes[1:]
         return planes[:1], gathering
     return planes, gathering
+
+
+def copies(planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of planes that travel as metadata, for a weight that may still be gathered when its shard is requantized."""
+    return {name: plane.clone() for name, plane in planes.items()}
 
 
 def _fill(planes: tuple[Tensor, ...], slots: tuple[int, ...]) -> tuple[Tensor, ...]:

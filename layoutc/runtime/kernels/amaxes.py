@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +12,11 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.kernels import launch
 
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.direct import Bound
+
+_bound: dict[Hashable, Bound] = {}  # launches by all that they depend on, up to _MOST
+_MOST = 1024
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
 
 
@@ -36,31 +43,30 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
 
     x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax.
     """
-    direct, kernels = _kernels()
-    m, k = x.shape
-    columns = 1 if block_k is None else cdiv(k, block_k)
+    columns = 1 if block_k is None else cdiv(x.shape[1], block_k)
     amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
     if x.numel():
-        tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)
-        block = tile_k if block_k is None else block_k
-        cover = covered(tile_k, block)
-        args = (
-            x,
-            amax,
-            m,
-            k,
-            x.stride(0),
-            x.stride(1),
-            columns,
-            block,
-            tile_m,
-            tile_k,
-            block_k is None,
-            m % tile_m == 0 and k % cover == 0,
-            launch.hardware(x.device),
-        )
-        direct.run(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps)
+        key = x.shape, x.stride(), x.dtype, x.device, block_k
+        if (bound := _bound.get(key)) is None:
+            if len(_bound) >= _MOST:
+                _bound.clear()
+            bound = _bound[key] = _bind(x, amax, columns, block_k)
+        bound(x, amax)
     return amax.view(torch.float32)
+
+
+def _bind(x: Tensor, amax: Tensor, columns: int, block_k: int | None) -> Bound:
+    """The launch for matrices like x: products measure the same sizes in each step."""
+    direct, kernels = _kernels()
+    m, k = x.shape
+    tile_m, tile_k, warps = TILE if block_k is None else column_tile(block_k)
+    block = tile_k if block_k is None else block_k
+    cover = covered(tile_k, block)
+    even = m % tile_m == 0 and k % cover == 0
+    constants = direct.Constants((block, tile_m, tile_k, block_k is None, even, launch.hardware(x.device)))
+    args = x, amax, m, k, *x.stride(), columns
+    made: Bound = direct.Bound(kernels.amax_kernel, launch.programs(m, k, tile_m, cover), args, warps, None, constants)
+    return made
 
 
 def row_amax(x: Tensor, block_m: int) -> Tensor:

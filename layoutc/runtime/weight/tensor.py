@@ -68,6 +68,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
     _sent: QuantizedTensor | None  # the whole weight, if that was broadcast as values, and this is it or a part of it
     _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
+    _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
@@ -106,7 +107,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         self._name = self._home = None
         self._writes, self._part = Writes(planes=planes), None
         self._common, self._peers, self._products = frozenset(), None, None
-        self._halo, self._padding, self._sent = halo, NOT_PADDED, None
+        self._halo, self._padding, self._sent, self._steady = halo, NOT_PADDED, None, None
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it
@@ -389,5 +390,5 @@ def register(cls: type[QuantizedTensor]) -> type[QuantizedTensor]:
     """Decorator for generated classes: makes them known to torch.load(weights_only=True) and to the operators."""
     stored_form.register(cls)
     cls.KEY, cls.QUANTIZED = operators.register(cls), cls
-    registry.keep_signature(vars(cls)["fsdp_pre_all_gather"])
+    cls.fsdp_pre_all_gather = registry.PreHook(vars(cls)["fsdp_pre_all_gather"])  # type: ignore[attr-defined]
     return cls

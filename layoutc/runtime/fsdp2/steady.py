@@ -1,0 +1,115 @@
+"""The steady state of the hooks: what the first gather of each pass works out is kept, and used again.
+
+A gather differs from the one before in the bytes alone, as long as the shard holds the same planes in the same memory.
+Then the same tensors are sent, and since FSDP2 keeps its outputs, the same views of them arrive. Any other gather goes
+the way of the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks, wire
+from layoutc.runtime.fsdp2.wire import Arrived, Gathering
+from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+Sent = tuple[tuple[Tensor, ...], Gathering]
+
+
+class _Source(NamedTuple):
+    """A plane of the shard, as it was when it was first sent."""
+
+    name: str
+    plane: Tensor
+    address: int
+
+
+class _Kept(NamedTuple):
+    """What is sent in a pass, and the planes that it consists of."""
+
+    sources: tuple[_Source, ...]
+    tensors: tuple[Tensor, ...]
+    gathering: Gathering
+
+
+@dataclass
+class Steady:
+    """What a shard sends in each pass so far."""
+
+    sharding: Sharding
+    gathered: hooks.Gathered
+    passes: dict[PassName, _Kept] = field(default_factory=dict)
+
+
+def again(shard: QuantizedTensor) -> Sent | None:
+    """What the pre-hook returns, if this gather is like the one before it; else None."""
+    steady: Steady | None = shard._steady
+    if steady is None or hooks.simulated():
+        return None
+    sharding, planes, writes = steady.sharding, shard._planes, shard._writes
+    if writes.waiting or not sharding.is_of(shard):
+        return None
+    if writes.initial is not None and not sharding.parameter.requires_grad:
+        return None  # frozen: `begin` frees them
+    kept = steady.passes.get(hooks.pass_of(sharding, steady.gathered))
+    if kept is None:
+        return None
+    for name, plane, address in kept.sources:
+        if planes.get(name) is not plane or plane.data_ptr() != address:
+            return None
+    gathering = kept.gathering
+    if gathering.shared and not sharding.frees_after_pass:
+        gathering = replace(gathering, shared=wire.copies(gathering.shared))
+    return kept.tensors, gathering
+
+
+def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gathering) -> Sent:
+    """What the pre-hook returns, for the first time: kept if it consists of views of the shard's own planes."""
+    tensors, gathering = wire.send(tensors, gathering)
+    sharding = None if hooks.simulated() else find(shard)
+    if sharding is None or sharding.dim or not sharding.is_of(shard):
+        return tensors, gathering
+    route, planes = gathering.route, shard._planes
+    every, names = (*tensors, *gathering.alone), shard.LAYOUT.travels[route.which]
+    if len(every) == len(names) and all(map(_is_view, every, (planes[name] for name in names))):
+        gathering.before = Arrived() if all(leg.joined is None for leg in route.legs.values()) else None
+        shared = {name: planes[name] for name in gathering.shared}
+        sources = tuple(_Source(name, planes[name], planes[name].data_ptr()) for name in (*names, *shared))
+        if shard._steady is None or shard._steady.sharding is not sharding:
+            shard._steady = Steady(sharding, hooks.gathered_of(sharding))
+        shard._steady.passes[route.which] = _Kept(sources, tensors, replace(gathering, shared=shared))
+    return tensors, gathering
+
+
+def _is_view(one: Tensor, plane: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == plane.untyped_storage()._cdata)
+
+
+def arrived(out: Tensor | None, gathering: Gathering, outputs: Sequence[Tensor]) -> bool:
+    """Gives a gathered weight its planes, if they arrived where those of the gather before did; False otherwise.
+
+    Views follow their storage when FSDP2 frees it and allocates it anew, so equal addresses mean the same storage.
+    """
+    before = gathering.before
+    if out is None or before is None:
+        return False
+    if before.planes and all(map(_same_memory, outputs, before.outputs)):
+        target: QuantizedTensor = out if isinstance(out, QuantizedTensor) else out._local_tensor  # type: ignore[attr-defined]
+        planes = target._planes
+        planes.clear()
+        planes.update(before.planes)
+        planes.update(gathering.shared)
+        return True
+    before.outputs = tuple(outputs)
+    return False
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    address = one.data_ptr()
+    return address == other.data_ptr() and address != 0

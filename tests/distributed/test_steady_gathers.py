@@ -1,0 +1,128 @@
+"""Gathers that are like the one before them, which the hooks don't work out again: and those that only seem so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from models import (
+    adam,
+    assert_gathers_as,
+    batch,
+    build,
+    counted,
+    local,
+    raw,
+    shard,
+    train_step,
+    width_for,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from layoutc.runtime.fsdp2 import wire
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+RECIPES = ("fp8_current", "mxfp8", "fp8_block", "nvfp4")
+
+
+def works_nothing_out_again(recipe: str, stays: bool) -> None:
+    """From the second step on; and steps are those of one process."""
+    world = dist.get_world_size()
+    width = width_for(recipe, world)
+    model, reference = build(recipe, width), build(recipe, width)
+    shard(model, reshard_after_forward=not stays)
+    optimizer, expected = adam(model), adam(reference)
+    share = float(world) if dist.get_rank() == 0 else 0.0
+    for step in range(4):
+        with counted("outgoing", lambda *_: 1, wire) as sent, counted("arrived", lambda *_: 1, wire) as received:
+            loss = train_step(model, optimizer, step, width, share)
+        assert loss == train_step(reference, expected, step, width)
+        assert bool(sent) == (step == 0)
+        assert bool(received) == (step == 0)
+    assert_gathers_as(model, reference)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_gathers_have_in_common_is_worked_out_once(two: Ranks, recipe: str, stays: bool) -> None:
+    two.run(works_nothing_out_again, recipe, stays)
+
+
+def gathered_twice(recipe: str) -> tuple[Any, int]:
+    """A model whose next gathers are like those before."""
+    width = width_for(recipe, dist.get_world_size())
+    model = build(recipe, width)
+    shard(model)
+    with torch.no_grad():
+        for step in range(2):
+            model(batch(step, width)[0])
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    return model, width
+
+
+def sees_other_planes(recipe: str, way: str) -> None:
+    """Planes that were replaced, or moved to other memory, since the last gather."""
+    model, width = gathered_twice(recipe)
+    reference = build(recipe, width, seed=1)
+    other = build(recipe, width, seed=1)
+    shard(other)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        one, another = (param._local_tensor for param in (mine, theirs))
+        if not isinstance(one, QuantizedTensor):
+            one.copy_(another)
+        elif way == "data":
+            one.data = another
+        else:
+            for name, plane in one._planes.items():
+                plane.set_(another._planes[name].clone())  # type: ignore[call-overload]
+    assert_gathers_as(model, reference)
+
+
+@pytest.mark.parametrize("way", ["data", "set_"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
+def test_planes_that_are_others_now_are_sent(two: Ranks, recipe: str, way: str) -> None:
+    two.run(sees_other_planes, recipe, way)
+
+
+def keeps_its_scale(recipe: str) -> None:
+    """A weight that stays gathered while its shard gets another scale, as in a step between `unshard` and `reshard`."""
+    model, _ = gathered_twice(recipe)
+    for _ in range(3):
+        model.unshard()
+        weight: Any = model.head.weight
+        before = weight.dequantize().clone()
+        model.reshard()
+        shard_of: Any = local(model.head.weight)
+        model.unshard()
+        names = shard_of.LAYOUT.shared
+        assert names
+        for name in names:
+            shard_of._planes[name].view(torch.float32).mul_(2)
+        assert torch.equal(raw(model.head.weight.dequantize()), raw(before))
+        model.reshard()
+        for name in names:
+            shard_of._planes[name].view(torch.float32).div_(2)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_a_gathered_weight_keeps_its_scale(two: Ranks, recipe: str) -> None:
+    two.run(keeps_its_scale, recipe)
+
+
+def copies_start_anew(recipe: str) -> None:
+    """A deep copy of a shard has memory of its own, and no gathers behind it."""
+    model, _ = gathered_twice(recipe)
+    shard_of = local(model.head.weight)
+    assert shard_of._steady is not None
+    assert copy.deepcopy(shard_of)._steady is None
+    assert shard_of.detach()._steady is None
+
+
+def test_copies_have_no_gathers_behind_them(two: Ranks) -> None:
+    two.run(copies_start_anew, "mxfp8")
