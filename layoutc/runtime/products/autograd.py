@@ -84,7 +84,8 @@ def call(operator: Any, weight: Any, first: Tensor, *args: Any) -> Any:
     with _without_autocast(first):  # it would round what is multiplied in fp32
         if operators.traced(first):
             return operator(first, *args)
-        return weight.HANDLERS[operator](operator, (first, *args), {})
+        with without_torch_function():
+            return weight.HANDLERS[operator](operator, (first, *args), {})
 
 
 def autocasts(x: Tensor) -> bool:
@@ -98,12 +99,10 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """`__torch_function__` of recipes that have products: FUNCTIONS in low precision, all others as they are."""
-    if (multiply := FUNCTIONS.get(func)) is not None:
-        made = multiply(*args, **(kwargs or {}))
-        if made is not None:
-            return made
-    with without_torch_function():
-        return func(*args, **(kwargs or {}))
+    multiply = FUNCTIONS.get(func)
+    with without_torch_function():  # inside, a weight's shape is no call of this function
+        made = None if multiply is None else multiply(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if made is None else made
 
 
 def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:

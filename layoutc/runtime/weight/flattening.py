@@ -12,6 +12,7 @@ from torch import Tensor
 from layoutc.ints.cuts import Halo
 from layoutc.ints.rects import Rect
 from layoutc.runtime import GRAPHS, product_mode
+from layoutc.runtime.torch_private import without_torch_function
 from layoutc.runtime.weight import gathered_in_graphs, operators
 from layoutc.runtime.weight.planes import CutPlanes, Home, owner
 
@@ -38,10 +39,12 @@ class Context(NamedTuple):
 def flatten(tensor: QuantizedTensor) -> tuple[list[str], Context]:
     """The names of the planes, or of the handle that stands for them in graphs; and the context."""
     planes, whole, window = tensor._planes, None, None
-    names = tuple(f"plane_{name}" for name in planes)
+    names = tuple([f"plane_{name}" for name in planes])
     if getattr(planes, "handle", None) is not None:
         names, (whole, window) = ("handle",), whole_and_window(tensor)
-    of = tensor._matrix, tensor._orientations, tensor._transposed, tensor.dtype, tensor._halo
+    with without_torch_function():
+        dtype = tensor.dtype
+    of = tensor._matrix, tensor._orientations, tensor._transposed, dtype, tensor._halo
     products = tensor._products, product_mode.setting(tensor)
     return list(names), Context(tensor.LAYOUT.layout_id, names, *of, whole, window, *products)
 
