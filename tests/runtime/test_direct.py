@@ -21,7 +21,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
-from layoutc.runtime.kernels import direct, prepared  # noqa: E402
+from layoutc.runtime.kernels import direct, launch  # noqa: E402
 from layoutc.runtime.triton import kernels  # noqa: E402
 
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn]
@@ -377,9 +377,9 @@ def test_a_bound_launch_passes_nothing_by(launches: Any, monkeypatch: pytest.Mon
 
 
 def test_prepared_launches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_MOST", 3)
-    kept = prepared.PreparedLaunches()
+    monkeypatch.setattr(launch, "_MOST", 3)
+    kept: launch.Launches[int] = launch.Launches()
     for index in range(10):
-        kept[index] = index  # type: ignore[assignment]
+        kept[index] = index
         assert kept[index] == index
         assert len(kept) <= 3

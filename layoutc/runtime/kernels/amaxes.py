@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.launch import Launches
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.direct import Bound
 
-_bound: dict[Hashable, Bound] = {}  # launches by all that they depend on, up to _MOST
-_MOST = 1024
+_bound: Launches[Bound] = Launches()
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
 
 
@@ -48,8 +47,6 @@ def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
     if x.numel():
         key = x.shape, x.stride(), x.dtype, x.device, block_k
         if (bound := _bound.get(key)) is None:
-            if len(_bound) >= _MOST:
-                _bound.clear()
             bound = _bound[key] = _bind(x, amax, columns, block_k)
         bound(x, amax)
     return amax.view(torch.float32)

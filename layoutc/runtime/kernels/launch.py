@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache, lru_cache, reduce
 from operator import or_
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 __all__ = [
+    "Launches",
     "checked_planes",
     "hardware",
     "in_rows",
@@ -166,6 +168,19 @@ def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str,
                 f"{layout.name}: {name} must be contiguous {dtype} of shape {shape}, at a multiple of 4 bytes"
             )
     return written
+
+
+Launch = TypeVar("Launch")
+_MOST = 1024  # sizes that are kept: tokens may differ from step to step
+
+
+class Launches(dict[Hashable, Launch]):
+    """Launches by what they depend on. Bounded: all are dropped when there are too many."""
+
+    def __setitem__(self, key: Hashable, launch: Launch) -> None:
+        if len(self) >= _MOST:
+            self.clear()
+        super().__setitem__(key, launch)
 
 
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:

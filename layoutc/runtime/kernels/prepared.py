@@ -6,7 +6,7 @@ shapes and Triton's key takes the host more time than the launch itself.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +16,6 @@ from torch import Tensor
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.kernels.buffers import Entry
 from layoutc.runtime.kernels.direct import Bound
-
-_MOST = 1024  # sizes that are kept: tokens may differ from step to step
 
 
 class Result(NamedTuple):
@@ -73,12 +71,3 @@ class PreparedLaunch:
             buffer = given[plane] if position is None else made[position]
             buffers[name] = buffer.flatten() if is_flat else buffer
         return buffers
-
-
-class PreparedLaunches(dict[Hashable, PreparedLaunch]):
-    """Launches by what they depend on. Bounded: all are dropped when there are too many."""
-
-    def __setitem__(self, key: Hashable, launch: PreparedLaunch) -> None:
-        if len(self) >= _MOST:
-            self.clear()
-        super().__setitem__(key, launch)

@@ -1,4 +1,4 @@
-"""Launches a recipe's kernels: for one weight or a batch, into planes or into the buffers that a GEMM reads."""
+"""launch.Launches a recipe's kernels: for one weight or a batch, into planes or into the buffers that a GEMM reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
-from layoutc.runtime.kernels.prepared import PreparedLaunch, PreparedLaunches
+from layoutc.runtime.kernels.prepared import PreparedLaunch
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
@@ -68,6 +68,8 @@ class Kernels:
     row_blocks: Mapping[str, int] = field(default_factory=dict)
     row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
+    _prepared: launch.Launches[PreparedLaunch] = field(default_factory=launch.Launches, init=False)
+    _reading: launch.Launches[Bound] = field(default_factory=launch.Launches, init=False)
 
     # ------------------------------------------------------------------------------------------------------- quantize
     def quantize(
@@ -267,22 +269,22 @@ class Kernels:
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
         planes = launch.readable(planes)
-        out = torch.empty(m, k, dtype=dtype, device=next(iter(planes.values())).device)
+        read = {name: planes[name] for name in ("amax", *self._written) if name in planes}
+        out = torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
         if m and k:
-            tile_m, tile_k, warps = self.dequantize_sizes[orientation]
-            kind = orientation, m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
-            constants = self._reading.get(kind)
-            if constants is None:
-                sources = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
-                constants = Constants((self.dequantize_tile, *sources, tile_m, tile_k, *kind[1:]))
-                self._reading[kind] = constants
-            args = (out, m, k, planes.get("amax"), *map(planes.get, self._planes))
-            run(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
+            key = m, k, out.device, orientation, dtype, tuple(read)
+            if (bound := self._reading.get(key)) is None:
+                bound = self._reading[key] = self._dequantizing(out, read, orientation)
+            bound(out, *read.values())
         return out
 
-    @cached_property
-    def _reading(self) -> dict[Any, Constants]:
-        return {}
+    def _dequantizing(self, out: Tensor, planes: Planes, orientation: str) -> Bound:
+        (m, k), (tile_m, tile_k, warps) = out.shape, self.dequantize_sizes[orientation]
+        serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
+        kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
+        constants = Constants((self.dequantize_tile, *serves, tile_m, tile_k, *kind))
+        args = (out, m, k, planes.get("amax"), *map(planes.get, self._planes))
+        return Bound(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
 
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(
@@ -378,10 +380,6 @@ class Kernels:
         return swizzled and any(
             one.is_swizzled and one.plane is not None for one in buffers.entries(self.layout, orientations)
         )
-
-    @cached_property
-    def _prepared(self) -> PreparedLaunches:
-        return PreparedLaunches()
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
         """A scale, or zero point, that is a plane, in the GEMM's order: 1-D."""

@@ -227,11 +227,10 @@ def _quantized(
     # Where tokens are moved to depends on the offsets. What is shared keeps those alive: no others have their id.
     by: tuple[object, ...] = () if apart is None else (id(groups.ends), shared_inputs.version(groups.ends))
     key = ("groups", recipe, orientation, found, *(by if groups.each is None else ("of", groups.each)))
-    buffers = shared_inputs.get(shared, key)
-    if buffers is None:
-        buffers = made() | ({"offsets": groups.ends} if by else {})
-        shared_inputs.keep(shared, key, buffers)
-    return Tokens(buffers, apart)
+    kept = shared_inputs.of(shared)
+    if key not in kept:
+        kept[key] = made() | ({"offsets": groups.ends} if by else {})
+    return Tokens(kept[key], apart)
 
 
 def _values(recipe: Recipe, orientation: str, quantized: Tokens, shape: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -161,12 +161,12 @@ def _activations(
     """x quantized in the orientations that are wanted; what another weight has had quantized already is taken."""
     if all(way == "dequantize" for way in ways.values()):
         return {}
-    found = {name: shared_inputs.get(x, (recipe, name, way)) for name, way in ways.items()}
-    missing: dict[str, Way] = {name: way if found[name] is None else "dequantize" for name, way in ways.items()}
+    shared = shared_inputs.of(x)
+    found = {name: shared[key] for name, way in ways.items() if (key := (recipe, name, way)) in shared}
+    missing: dict[str, Way] = {name: way for name, way in ways.items() if name not in found}
     made = _quantized(recipe, x.reshape(-1, k), missing, in_backward)
-    for name, buffers in made.items():
-        shared_inputs.keep(x, (recipe, name, ways[name]), dict(buffers))
-    return {name: buffers for name, buffers in found.items() if buffers is not None} | made
+    shared.update({(recipe, name, ways[name]): dict(buffers) for name, buffers in made.items()})
+    return found | made
 
 
 def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: bool = False) -> dict[str, Buffers]:
@@ -206,12 +206,13 @@ def _split(layout: Layout, found: Buffers, ways: Mapping[str, Way]) -> dict[str,
     return {name: {one: found[one] for one in _names(layout, name, way)} for name, way in ways.items()}
 
 
-def _names(layout: Layout, orientation: str, way: Way) -> list[str]:
+@cache
+def _names(layout: Layout, orientation: str, way: Way) -> tuple[str, ...]:
     """What a product reads of an orientation: buffers for a kernel, planes for the reference."""
     if way == "reference":
-        return list(layout.sources[orientation])
+        return layout.sources[orientation]
     buffers = layout.buffers(layout.multiple_m, layout.multiple_k)
-    return [name for name in buffers if name == "amax" or name.split("_")[0] == orientation]
+    return tuple(name for name in buffers if name == "amax" or name.split("_")[0] == orientation)
 
 
 def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:

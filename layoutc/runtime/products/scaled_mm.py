@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,13 @@ class Side(NamedTuple):
     orders: list[int]
 
 
+class _Facts(NamedTuple):
+    """What is the same for all tensors of an operand."""
+
+    kinds: list[int]
+    orders: list[int]
+
+
 def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: int, *, is_left: bool) -> Side:
     """An operand from the buffers of an orientation, whose scales are swizzled where the recipe says so.
 
@@ -32,22 +40,27 @@ def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: 
     codes = buffers[f"{orientation}_data"]
     codes = _as(codes.t().contiguous() if operand.transposes else codes, operand.codes)
     scale = _as(buffers[f"{orientation}_scale"], operand.scale)
-    scales, orders = [_scale(operand.scaling, scale, free, is_left)], [_order(operand)]
-    kinds = [int(ScalingType.__members__[operand.scaling].value)]
+    scales = [_scale(operand.scaling, scale, free, is_left)]
     if operand.tensor_scale is not None:
         scales.append(buffers["amax"][:1] * operand.tensor_scale)
-        kinds.append(int(ScalingType.TensorWise.value))
-        orders.append(int(SwizzleType.NO_SWIZZLE.value))
-    return Side(codes, scales, kinds, orders)
+    return Side(codes, scales, *_facts(operand))
 
 
 def _as(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored if stored.dtype == dtype else stored.view(dtype)
 
 
-def _order(operand: Operand) -> int:
+@cache
+def _facts(operand: Operand) -> _Facts:
+    """As numbers: looking up members of enums takes the host longer than the views do."""
     swizzled = operand.scale.itemsize == 1  # those of 1x32 and 1x16
-    return int((SwizzleType.SWIZZLE_32_4_4 if swizzled else SwizzleType.NO_SWIZZLE).value)
+    kinds, orders = [ScalingType.__members__[operand.scaling]], [SwizzleType.NO_SWIZZLE]
+    if swizzled:
+        orders = [SwizzleType.SWIZZLE_32_4_4]
+    if operand.tensor_scale is not None:
+        kinds.append(ScalingType.TensorWise)
+        orders.append(SwizzleType.NO_SWIZZLE)
+    return _Facts([int(kind.value) for kind in kinds], [int(order.value) for order in orders])
 
 
 def _scale(scaling: str, scale: Tensor, free: int, is_left: bool) -> Tensor:

@@ -24,23 +24,16 @@ class _Entry(NamedTuple):
 _last: _Entry | None = None  # one is enough: those weights follow one another
 
 
-def get(x: Tensor, key: Key) -> Buffers | None:
-    """What was quantized from x under a key, if x is the last activation and nothing has been written into it."""
-    entry = _last
-    if entry is None or not _can_share(x) or not _is_of(entry, x):
-        return None
-    return entry.quantized.get(key)
-
-
-def keep(x: Tensor, key: Key, quantized: Buffers) -> None:
-    """Remembers what was quantized from x, until x is freed or another activation comes."""
+def of(x: Tensor) -> dict[Key, Buffers]:
+    """What was quantized from x so far, by key, and where to keep more of it: until x is freed, something is written
+    into it, or another activation comes. Where nothing can be shared, a dict that nobody else sees."""
     global _last
     if not _can_share(x):
-        return
+        return {}
     entry = _last
     if entry is None or not _is_of(entry, x):
         entry = _last = _Entry(weakref.ref(x, _forget), x._version, _stream(x), {})
-    entry.quantized[key] = quantized
+    return entry.quantized
 
 
 def version(x: Tensor) -> int:
