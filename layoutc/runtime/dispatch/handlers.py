@@ -76,6 +76,8 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """t, transpose: swaps the last two dims, as a view."""
     tensor: QuantizedTensor = args[0]
     rank = tensor.dim()
+    if rank == 2 and len(args) == 1 and tensor.shape[not tensor._transposed] == tensor._matrix[1]:
+        return tensor._alias(reversed(tensor.shape), transposed=not tensor._transposed)  # as every linear layer asks
     dims = args[1:3] or (0, min(1, rank - 1))  # t of a vector is that vector
     first, second = sorted(dim_of(dim, rank) for dim in dims)
     if first == second:

@@ -22,7 +22,7 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import Layout, contiguous_strides
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import registry
-from layoutc.runtime.torch_private import no_torch_function
+from layoutc.runtime.torch_private import no_torch_function, without_torch_function
 from layoutc.runtime.weight import (
     flattening,
     gathered_in_graphs,
@@ -362,9 +362,10 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
     ) -> Any:
         """One dict lookup. The handler under None is for all operators without one of their own."""
         handler = cls.HANDLERS.get(func) or cls.HANDLERS[None]
-        if torch.is_inference_mode_enabled():
-            return in_inference_mode(handler, func, args, kwargs or {})
-        return handler(func, args, kwargs or {})
+        with without_torch_function():  # a handler reads shapes and dtypes, each of which would be a call otherwise
+            if torch.is_inference_mode_enabled():
+                return in_inference_mode(handler, func, args, kwargs or {})
+            return handler(func, args, kwargs or {})
 
 
 def in_inference_mode(handler: Handler, func: Any, args: Any, kwargs: Any) -> Any:
