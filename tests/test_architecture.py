@@ -108,7 +108,7 @@ CYCLES = [
             *("stored_form", "tensor"),
         )
     },
-    {"layoutc.runtime.cast.shared_amax", "layoutc.runtime.cast.tensor"},
+    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "shared_amax", "tensor")},
     {"layoutc.runtime.train.master_weights", "layoutc.runtime.train.replaced_parameters"},
 ]
 

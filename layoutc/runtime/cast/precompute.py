@@ -3,16 +3,11 @@ one."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from math import prod
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from layoutc.runtime.cast.tensor import CastOnGather, find_cast
-from layoutc.runtime.quantize.amax import reduce_max, shared_amaxes
-from layoutc.runtime.sharding import shards
+from layoutc.runtime.cast.shared_amax import measured
+from layoutc.runtime.cast.tensor import find_cast
 
 
 @torch.no_grad()
@@ -26,20 +21,8 @@ def precompute_amaxes(model: nn.Module) -> None:
 
     torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
     """
-    batches: dict[tuple[tuple[int, ...], str], list[CastOnGather]] = defaultdict(list)
-    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-    for param in model.parameters():
-        tensor = find_cast(param)
-        if tensor is not None and tensor.LAYOUT.shares_amax and not tensor.is_meta:
-            own_groups, _ = shards.amax_groups(tensor)
-            key = tuple(id(group) for group in own_groups)
-            groups[key] = own_groups
-            batches[key, tensor.device.type].append(tensor)
-    for (key, _), tensors in batches.items():
-        amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, tensor.as_matrix()) for tensor in tensors])
-        news = [tensor._agreed.is_new(tensor, amaxes) for tensor in tensors]
-        amaxes = reduce_max(torch.cat([amaxes, *news]), groups[key])
-        *pieces, all_new = torch.split(amaxes, [*map(prod, shapes), len(tensors)])
-        for tensor, piece, shape, new in zip(tensors, pieces, shapes, all_new.unsqueeze(1), strict=True):
-            tensor._agreed.advance(tensor, piece.view(shape), new)
-            tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)
+    tensors = [find_cast(param) for param in model.parameters()]
+    sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
+    for tensor, amax, new in measured([(tensor, tensor.as_matrix()) for tensor in sharing]):
+        tensor._agreed.advance(tensor, amax, new)
+        tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

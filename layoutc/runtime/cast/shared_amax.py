@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from layoutc.runtime.errors import UnsupportedOperator
-from layoutc.runtime.quantize.amax import reduce_max, with_history
+from layoutc.runtime.quantize.amax import reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import operators
 
@@ -47,15 +50,25 @@ class Agreed:
         # FSDP2 gathers outside of graphs, so a dispatch mode there is a flop counter or a debugger, not a tracer.
         if operators.traced(matrix) and registry.find(tensor) is None:
             return self._traced(tensor, matrix)
-        if self.ahead == self.count(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
-            return self._current(tensor)
+        if self.is_ahead(tensor) and (self.owner == id(tensor._planes) or registry.find(tensor) is not None):
+            return self.current(tensor)
         groups, _ = shards.amax_groups(tensor)
-        current = operators.shared_amax(cls, matrix)
+        amax = operators.shared_amax(cls, matrix)
         if not layout.history:
-            return with_history(layout, reduce_max(current, groups), None)
-        reduced = reduce_max(torch.cat([current, self.is_new(tensor, current)]), groups)
-        self.advance(tensor, reduced[:1], reduced[1:])
-        return self._current(tensor)
+            return self.follow(tensor, reduce_max(amax, groups), None)
+        reduced = reduce_max(torch.cat([amax, self.is_new(tensor, amax)]), groups)
+        return self.follow(tensor, reduced[:1], reduced[1:])
+
+    def follow(self, tensor: CastOnGather, amax: Tensor, new: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What `decide` returns, from the amax of all shards. It is remembered only if the recipe has a history."""
+        if new is None:
+            return with_history(tensor.LAYOUT, amax, None)
+        self.advance(tensor, amax, new)
+        return self.current(tensor)
+
+    def is_ahead(self, tensor: CastOnGather) -> bool:
+        """True if the amax was precomputed, and no values have been written since."""
+        return self.ahead is not None and self.ahead == self.count(tensor)
 
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
@@ -71,12 +84,12 @@ class Agreed:
         """(1,): 1 if the values have changed since their amax was found, else 0. The maximum over all ranks counts."""
         return like.new_full((1,), float(self.of != self.count(tensor)))
 
-    def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor) -> None:
+    def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor | None) -> None:
         """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1."""
         layout, (last, before) = tensor.LAYOUT, self._on(current.device)
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")
-        if amax is not None and plane is not None and layout.history and before is not None:
+        if amax is not None and plane is not None and new is not None and before is not None:
             # Decided on the device: asking a card whether another rank has written would stall each gather.
             amax, plane = torch.where(new > 0, amax, last), torch.where(new > 0, plane, before)
         self.amax, self.plane, self.of = amax, plane, self.count(tensor)
@@ -85,13 +98,14 @@ class Agreed:
         """Forgets the amax and its history, for values that are unrelated to the old ones."""
         self.amax = self.plane = self.of = self.ahead = None
 
-    def _current(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
-        amax, plane = self._on(tensor.device)
+    def current(self, tensor: CastOnGather) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The recorded amax, on the tensor's device, and the `amax` plane if there is one."""
+        amax, plane = self._on(tensor._plain.device)
         return amax, {} if plane is None else {"amax": plane}
 
     def _on(self, device: torch.device) -> Iterator[Any]:
         """`amax` and `plane` on a device: with CPU offload, shards are quantized on both."""
-        return (None if one is None else one.to(device) for one in (self.amax, self.plane))
+        return (one if one is None or one.device == device else one.to(device) for one in (self.amax, self.plane))
 
     def _traced(self, tensor: CastOnGather, matrix: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         if tensor.LAYOUT.history:
@@ -113,3 +127,61 @@ class Agreed:
         agreed = cls(0, None, amax, plane, 0 if of else None, 0 if ahead else None, id(tensor._planes))
         agreed.count(tensor)
         return agreed
+
+
+class Found(NamedTuple):
+    """A weight and the amax of all its shards; and (1,), not 0 if a shard has changed since the last one was found."""
+
+    tensor: CastOnGather
+    amax: Tensor
+    new: Tensor | None  # None for a recipe without a history
+
+
+def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
+    """The amaxes of several weights: one launch, and one all-reduce for each process group. Collective.
+
+    weights: with this rank's values, as (m, k). All recipes share an amax.
+    """
+    batches: dict[tuple[tuple[int, ...], str], list[tuple[CastOnGather, Tensor]]] = defaultdict(list)
+    groups: dict[tuple[int, ...], Sequence[dist.ProcessGroup]] = {}
+    for tensor, matrix in weights:
+        own_groups, _ = shards.amax_groups(tensor)
+        key = tuple(map(id, own_groups))
+        groups[key] = own_groups
+        batches[key, matrix.device.type].append((tensor, matrix))
+    found: list[Found] = []
+    for (key, _), members in batches.items():
+        amaxes, shapes = shared_amaxes([(tensor.QUANTIZED, matrix) for tensor, matrix in members])
+        with_history = [tensor for tensor, _ in members if tensor.LAYOUT.history]
+        if with_history:
+            amaxes = torch.cat([amaxes, *(tensor._agreed.is_new(tensor, amaxes) for tensor in with_history)])
+        sizes = [*map(prod, shapes), *[1] * len(with_history)]
+        pieces = iter(torch.split(reduce_max(amaxes, groups[key]), sizes))
+        own = [next(pieces) for _ in members]
+        for (tensor, _), piece, shape in zip(members, own, shapes, strict=True):
+            new = next(pieces) if tensor.LAYOUT.history else None
+            found.append(Found(tensor, piece if len(shape) == 1 else piece.view(shape), new))
+    return found
+
+
+def decide_all(
+    tensors: Sequence[CastOnGather], matrix_of: Callable[[int], Tensor]
+) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
+    """`Agreed.decide` for several shards that FSDP2 holds: one launch, and one all-reduce. Collective as that is.
+
+    matrix_of: the values of a shard, (rows, k), by its position.
+    """
+    decided: list[tuple[Tensor | None, dict[str, Tensor]]] = [(None, {})] * len(tensors)
+    missing: list[int] = []
+    for at, tensor in enumerate(tensors):
+        if tensor.LAYOUT.shares_amax:
+            if tensor._agreed.is_ahead(tensor):
+                decided[at] = tensor._agreed.current(tensor)
+            else:
+                missing.append(at)
+    if missing:
+        found = {id(one.tensor): one for one in measured([(tensors[at], matrix_of(at)) for at in missing])}
+        for at in missing:
+            tensor, amax, new = found[id(tensors[at])]
+            decided[at] = tensor._agreed.follow(tensor, amax, new)
+    return decided

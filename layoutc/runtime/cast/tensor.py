@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime import product_mode
+from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
@@ -25,6 +26,7 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
+from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import no_torch_function
 from layoutc.runtime.weight import flattening, memory_identity, operators
 from layoutc.runtime.weight.deep_copy import deep_copied
@@ -39,6 +41,16 @@ class View(NamedTuple):
     func: Any
     args: tuple[Any, ...]
     output: int | None = None  # which of its outputs, if the operator returns a list
+
+
+class PreAllGather(registry.PreHook):
+    """A hook that a shard replaces by its own as soon as its group is known."""
+
+    def __get__(self, shard: Any, owner: type | None = None) -> Any:
+        """The hook of the shard's group, or of the shard by itself; the function, where the class is asked."""
+        if shard is not None and shard._hook is not None:
+            return shard._hook
+        return super().__get__(shard, owner)
 
 
 class CastOnGather(torch.Tensor):
@@ -69,6 +81,7 @@ class CastOnGather(torch.Tensor):
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
     _products: Mode | None  # as of a QuantizedTensor
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
+    _hook: gather_group.Hook | None  # of a shard whose group is known
 
     @staticmethod
     def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
@@ -89,7 +102,7 @@ class CastOnGather(torch.Tensor):
         )
         self._planes, self._plain = planes, values
         self._views, self._transposed, self._detached, self._name = (), False, False, None
-        self._agreed, self._source, self._products = Agreed(), None, None
+        self._agreed, self._source, self._products, self._hook = Agreed(), None, None, None
         return self
 
     def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
@@ -151,18 +164,29 @@ class CastOnGather(torch.Tensor):
 
     def _quantized(self, values: Tensor, orientations: tuple[str, ...]) -> QuantizedTensor:
         """Quantizes values, with the amax that the weight's shards share."""
-        cls, shape, row_sharding = self.QUANTIZED, tuple(values.shape), shards.row_sharding(self)
-        matrix = self._matrix_of(values)
+        row_sharding, matrix = shards.row_sharding(self), self._matrix_of(values)
         amax, extra = self._agreed.decide(self, matrix)
         (matrix,) = with_halos([self.LAYOUT], [matrix], [row_sharding])
-        m, k = matrix.shape
-        planes = operators.quantize(cls, matrix, amax, orientations) | extra
-        halo = NO_HALO
+        planes = operators.quantize(self.QUANTIZED, matrix, amax, orientations) | extra
+        return self.quantized(planes, matrix, orientations, row_sharding, values)
+
+    def quantized(
+        self,
+        planes: dict[str, Tensor],
+        matrix: Tensor,
+        orientations: tuple[str, ...],
+        row_sharding: RowSharding | None,
+        values: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Planes that a matrix was quantized to, as a tensor. values: those of the matrix without its halo; default:
+        all."""
+        values, halo = self._planes["values"] if values is None else values, NO_HALO
         if row_sharding is not None:
             halo = row_sharding.cuts.halo(row_sharding.rank, self.LAYOUT.block_rows)
-        quantized = cls(planes, shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
-        quantized._name, quantized._products = self._name, self._products
-        return quantized
+        m, k = matrix.shape
+        made = self.QUANTIZED(planes, values.shape, values.dtype, matrix=(m, k), orientations=orientations, halo=halo)
+        made._name, made._products = self._name, self._products
+        return made
 
     def as_matrix(self) -> Tensor:
         """The values as (m, k). Raises ValueError for shapes that the recipe does not take."""
@@ -183,14 +207,11 @@ class CastOnGather(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}{grad})"
 
     # ------------------------------------------------------------------------------------------------ FSDP2 all-gather
-    @registry.PreHook
+    @PreAllGather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
-        shards.check_other_dim(self)
-        shard: Any = self.quantize(self.LAYOUT.serves[hooks.passing(self)])
-        registry.stand_in(shard, self)
-        sent: tuple[tuple[Tensor, ...], Any] = shard.fsdp_pre_all_gather(mesh)
-        return sent
+        hook = gather_group.join(self)
+        return gather_group.send_alone(self, mesh) if hook is None else hook(mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -221,7 +242,7 @@ class CastOnGather(torch.Tensor):
         new = value._alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
         _set_data(self, new)
         self._planes, self._plain, self._agreed = new._planes, new._plain, new._agreed
-        self._views, self._transposed = new._views, new._transposed
+        self._views, self._transposed, self._hook = new._views, new._transposed, None
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""

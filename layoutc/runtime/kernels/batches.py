@@ -205,6 +205,12 @@ def tables_of(
     return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
+def fit(xs: Sequence[Tensor]) -> bool:
+    """True if one table can list all these matrices, whose dtype and device are then the same."""
+    same = _same_dtype_and_device(xs, xs[0].dtype, xs[0].get_device())
+    return same and _all_contiguous(xs) and all(0 < x.numel() <= _MOST for x in xs)
+
+
 def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
     """True if all tensors are contiguous."""
     return all(map(Tensor.is_contiguous, tensors))

@@ -80,7 +80,7 @@ class Bound:
     dtypes, on the same device.
     """
 
-    __slots__ = ("_args", "_at", "_launch", "_options", "_state", "_values")
+    __slots__ = ("_args", "_at", "_launches", "_options", "_state", "_values")
 
     def __init__(
         self,
@@ -95,19 +95,21 @@ class Bound:
         self._args = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._options = kernel, grid, num_warps, maxnreg, constants
         self._values = [*self._args, *constants]
-        self._launch: tuple[Any, int, Any] | None = None
+        self._launches: dict[int, tuple[Any, int, Any]] = {}  # by a bit for each tensor that is not aligned
         self._state: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches on the current stream."""
         kernel, grid, num_warps, maxnreg, constants = self._options
-        values, addresses = self._values.copy(), 0
+        values, odd, bit = self._values.copy(), 0, 1
         for at, tensor in zip(self._at, tensors, strict=True):
             values[at] = address = tensor.data_ptr()
-            addresses |= address
-        aligned = addresses & 15 == 0
-        if self._launch is not None and aligned and _split(kernel) is not None and self._state == _state():
-            launcher, function, packed = self._launch
+            if address & 15:
+                odd |= bit
+            bit += bit
+        launch = self._launches.get(odd)
+        if launch is not None and _split(kernel) is not None and self._state == _state():
+            launcher, function, packed = launch
             active = driver.active
             stream = active.get_current_stream(active.get_current_device())
             launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
@@ -116,9 +118,12 @@ class Bound:
         for at, tensor in zip(self._at, tensors, strict=True):
             args[at] = tensor
         run(kernel, grid, tuple(args), num_warps, maxnreg, constants)
-        if aligned:
-            at_key, _ = _key_of(kernel, tuple(args), num_warps, maxnreg, constants)
-            self._launch, self._state = _launches.get(at_key), _state()
+        if self._state != _state():
+            self._launches.clear()
+            self._state = _state()
+        at_key, _ = _key_of(kernel, tuple(args), num_warps, maxnreg, constants)
+        if (made := _launches.get(at_key)) is not None:
+            self._launches[odd] = made
 
 
 def _state() -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,33 +13,16 @@ from torch import Tensor
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, buffers, launch
+from layoutc.runtime.kernels.choices import Choice, Covers, Tiles
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import PreparedLaunch
+from layoutc.runtime.kernels.prepared_batch import PreparedBatch
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
-Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces, warps, most registers of a thread
-Tiles = Mapping[tuple[int, *tuple[bool, ...]], Tile]  # by bytes per value of x, and which sources are written
-Covers = Mapping[tuple[int, *tuple[bool, ...]], tuple[int, int]]  # by the same: rows and columns of a tile
 Planes = Mapping[str, Tensor]
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
-
-
-class _Choice(NamedTuple):
-    """What all launches for the same orientations and dtype of x share."""
-
-    rowwise: bool
-    columnwise: bool
-    input_max: float | None
-    tile: Tile
-    cover: tuple[int, int]  # the tile's rows and columns that hold whole blocks; (0, 0): all of them
-    constants: dict[Any, Constants]  # by everything else that they depend on
-
-    @property
-    def step(self) -> tuple[int, int]:
-        """Rows and columns from one tile to the next."""
-        return self.cover if self.cover[0] else (self.tile[0], self.tile[1])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -150,22 +133,34 @@ class Kernels:
         if shared is None and self.layout.shares_amax:
             shared = batches.batch_amaxes(xs, self.layout.amax_columns)
         choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
-        rowwise, columnwise, input_max, tile, cover, _ = choice
-        tile_m, tile_k, pieces, warps, registers = tile
         tables, alone = batches.split(self.layout, self._written, xs, shared, orientations, outs, choice.step)
         for table in tables:
-            args = (
-                *(table.entries, None, None, None, None, None, None),
-                *(None if shared is None else shared[0], input_max, None, None, None),
-                *_NONE,
-                *_NONE,
-                *(self.quantize_tile, rowwise, columnwise, False, *self._masks),
-                *(DTYPES[xs[0].dtype], table.rows, table.aligned),
-                *(tile_m, tile_k, pieces, table.even, launch.hardware(xs[0].device), *cover),
-            )
-            run(quantize_kernel, (table.programs,), args, warps, launch.registers(xs[0].device, registers))
+            run(quantize_kernel, *self._quantizing_batch(table, shared[0] if shared else None, choice, xs[0]))
         for index in alone:
             self.quantize(xs[index], None if shared is None else shared[index], orientations, outs[index])
+
+    def _quantizing_batch(self, table: batches.Table, amax: Tensor | None, choice: Choice, x: Tensor) -> Arguments:
+        """Of a launch that quantizes the matrices of a table. amax: the first one, if any. x: one of the matrices."""
+        rowwise, columnwise, input_max, (tile_m, tile_k, pieces, warps, registers), cover, cached = choice
+        kind = table.rows, table.aligned, table.even, launch.hardware(x.device)
+        constants = cached.get(kind)
+        if constants is None:
+            fixed = self.quantize_tile, rowwise, columnwise, False, *self._masks, DTYPES[x.dtype], *kind[:2]
+            constants = cached[kind] = Constants((*fixed, tile_m, tile_k, pieces, *kind[2:], *cover))
+        args = table.entries, *_NONE, amax, input_max, None, None, None, *_NONE, *_NONE
+        return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
+
+    def batch_of(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> PreparedBatch | None:
+        """`quantize_batch` for matrices that stay where they are, into planes that it allocates; None if not in a
+        table."""
+        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
+        if not self.batched or not batches.fit(xs):
+            return None
+
+        def bind(table: batches.Table, amax: Tensor | None) -> Bound:
+            return Bound(quantize_kernel, *self._quantizing_batch(table, amax, choice, xs[0]))
+
+        return PreparedBatch(self.layout, self._written, xs, orientations, choice.step, bind)
 
     def _quantizing(
         self,
@@ -173,7 +168,7 @@ class Kernels:
         amax: Tensor | None,
         planes: Planes,
         made: Planes,
-        choice: _Choice,
+        choice: Choice,
         cover_m: int,
         cover_k: int,
         swizzled: bool,
@@ -220,7 +215,7 @@ class Kernels:
             return amaxes.matrix_amax(x, self.layout.amax_columns)
         return amax
 
-    def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> _Choice:
+    def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> Choice:
         key = tiles is self.quantize_sizes, orientations, dtype
         choice = self._choices.get(key)
         if choice is None:
@@ -228,12 +223,12 @@ class Kernels:
             input_max = torch.finfo(dtype).max if self.takes_input_max else None
             at: tuple[int, *tuple[bool, ...]] = (dtype.itemsize, *written.values())
             flags = written.get("rowwise", False), written.get("columnwise", False)
-            choice = _Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), {})
+            choice = Choice(*flags, input_max, tiles[at], self.covers.get(at, (0, 0)), {})
             self._choices[key] = choice
         return choice
 
     @cached_property
-    def _choices(self) -> dict[Any, _Choice]:
+    def _choices(self) -> dict[Any, Choice]:
         return {}
 
     @cached_property

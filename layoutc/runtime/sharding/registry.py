@@ -181,6 +181,10 @@ class Sharding:
         """True if reshard_after_forward is a number of ranks."""
         return bool(getattr(self.group(), "_use_post_forward_mesh", False))
 
+    def locals_of_group(self) -> list[Any]:
+        """The local tensors of all parameters that are gathered with this one, in the order of their gathers."""
+        return [param.sharded_param._local_tensor for param in self.group().fsdp_params]  # type: ignore[union-attr]
+
     @property
     def gathers_for_backward(self) -> bool:
         """True while the group gathers for backward."""

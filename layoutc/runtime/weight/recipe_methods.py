@@ -17,6 +17,7 @@ from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, launch
 
 if TYPE_CHECKING:
+    from layoutc.runtime.kernels.prepared_batch import PreparedBatch
     from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 Tensors = Sequence[Tensor]
@@ -74,6 +75,12 @@ class RecipeMethods:
             return False
         kernels.quantize_batch(xs, amaxes, tuple(orientations), outs)
         return True
+
+    @classmethod
+    def _batch_of(cls, xs: Tensors, orientations: Sequence[str]) -> PreparedBatch | None:
+        """A launch that quantizes all of xs again and again, where they are; None if no one launch can."""
+        kernels = cls._kernels(xs[0])
+        return None if kernels is None else kernels.batch_of(xs, tuple(orientations))
 
     @classmethod
     def _quantize_buffers(

@@ -1,0 +1,173 @@
+"""A batch that is quantized again and again, with planes that are allocated anew each time, together.
+
+The matrices stay where they are, so everything about the launch is worked out once: sizes, and where each plane begins
+in its allocation. What is left is one allocation for each plane, and the launch. A gather quantizes its weights so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from operator import is_not
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.facts import Layout
+from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels.batches import Table
+from layoutc.runtime.kernels.direct import Bound
+
+_MOST = 16  # places that planes were allocated at, whose tables are kept
+Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
+
+
+class Column(NamedTuple):
+    """A plane of several matrices, in one allocation: bytes, in rows that are equally long; or single fp32 values."""
+
+    members: tuple[int, ...]  # the matrices
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[int, ...]  # of each matrix, and those that fill it up to a multiple of 16 bytes
+    own: tuple[int, ...]  # of each matrix alone; () if that is the same
+    starts: tuple[int, ...]  # where the plane of each matrix begins, in bytes
+
+
+class PreparedBatch:
+    """Quantizes matrices of one recipe, dtype and device, which fit into tables, into planes that it allocates."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        names: Sequence[str],
+        xs: Sequence[Tensor],
+        orientations: tuple[str, ...],
+        step: tuple[int, int],
+        bind: Callable[[Table, Tensor | None], Bound],
+    ) -> None:
+        """names: the planes that the kernel takes, in its order. step: rows and columns of a program. bind: prepares
+        the launch for a table, with the first amax."""
+        self._device, self._step, self._bind = xs[0].device, step, bind
+        self._shapes = [(x.shape[0], x.shape[1]) for x in xs]
+        self._addresses = tuple(map(Tensor.data_ptr, xs))
+        self._facts = facts = [launch.plane_facts(layout, m, k, orientations) for m, k in self._shapes]
+        self._names = [name if name in facts[0] else None for name in names]
+        self.names = tuple(filter(None, self._names))
+        self._columns = [_columns([(one[name].shape, one[name].dtype) for one in facts]) for name in self.names]
+        self._wide = [len(facts[0][name].shape) > 1 if name is not None else False for name in self._names]
+        self._orders = [_order(columns) for columns in self._columns]
+        self._amaxes: Sequence[Tensor] | None = None
+        self._offsets: tuple[int, ...] = (0,) * len(xs)
+        self._launches: dict[tuple[int, ...], Launches] = {}
+
+    def __call__(self, amaxes: Sequence[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
+        """New planes for each matrix, in the order of `names`: as bytes of (rows, bytes of a row), or (1,) fp32.
+
+        amaxes: of each matrix, fp32, if the recipe shares one; a tensor never moves. None: nothing is done, as a CUDA
+        graph is captured, which could outlive the tables.
+        """
+        stream = 0
+        if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        made: list[Sequence[Tensor]] = []
+        places = [stream]
+        for columns, order in zip(self._columns, self._orders, strict=True):
+            parts: list[Tensor] = []
+            for column in columns:
+                whole = torch.empty(column.shape, dtype=column.dtype, device=self._device)
+                places.append(whole.data_ptr())
+                pieces: Sequence[Tensor] = torch.split_with_sizes(whole, column.rows)
+                if column.own:
+                    pieces = [piece[:rows] for piece, rows in zip(pieces, column.own, strict=True)]
+                parts.extend(pieces)
+            made.append(parts if order is None else [parts[index] for index in order])
+        if amaxes is not None and (self._amaxes is None or any(map(is_not, amaxes, self._amaxes))):
+            self._place(amaxes)
+        key = tuple(places)
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self._prepare(key, amaxes)
+        for bound, entries in launches:
+            bound(entries) if amaxes is None else bound(entries, amaxes[0])
+        return list(zip(*made, strict=True))
+
+    def stored(self, index: int, planes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The planes of one matrix by name, in their own dtypes and shapes."""
+        facts = self._facts[index]
+        return {
+            name: plane.view(facts[name].dtype).view(facts[name].shape)
+            for name, plane in zip(self.names, planes, strict=True)
+        }
+
+    def _place(self, amaxes: Sequence[Tensor]) -> None:
+        """Works out where amaxes lie from the first one, in values."""
+        first, *_ = addresses = tuple(map(Tensor.data_ptr, amaxes))
+        offsets = tuple([(address - first) // 4 for address in addresses])
+        if offsets != self._offsets:
+            self._offsets = offsets
+            self._launches.clear()
+        self._amaxes = amaxes
+
+    def _prepare(self, key: tuple[int, ...], amaxes: Sequence[Tensor] | None) -> Launches:
+        """The launches for planes that have been allocated in these places."""
+        bases = iter(key[1:])
+        placed = iter([self._addresses_of(columns, bases) for columns in self._columns])
+        none = (0,) * len(self._shapes)
+        planes = [none if name is None else next(placed) for name in self._names]
+        ms, ks = zip(*self._shapes, strict=True)
+        fields = [ms, ks, self._offsets, self._addresses, *planes]
+        wide = [False, True, False, True, *self._wide]
+        tables, alone = batches.tables_of(self._device, self._shapes, fields, wide, self._step, self._step)
+        assert not alone
+        if len(self._launches) >= _MOST:
+            self._launches.clear()
+        launches = tuple(
+            (self._bind(table, amaxes[0] if amaxes else None), table.entries)
+            for table in tables
+            if table.entries is not None
+        )
+        self._launches[key] = launches
+        return launches
+
+    def _addresses_of(self, columns: Sequence[Column], bases: Iterator[int]) -> tuple[int, ...]:
+        """Of a plane of each matrix."""
+        addresses = [0] * len(self._shapes)
+        for column in columns:
+            base = next(bases)
+            for member, start in zip(column.members, column.starts, strict=True):
+                addresses[member] = base + start
+        return tuple(addresses)
+
+
+def _columns(facts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Column, ...]:
+    """How a plane of each matrix is allocated: those with rows of equally many bytes together."""
+    kinds: dict[int | None, list[int]] = defaultdict(list)
+    for index, (shape, dtype) in enumerate(facts):
+        kinds[prod(shape[1:]) * dtype.itemsize if len(shape) > 1 else None].append(index)
+    columns = []
+    for width, members in kinds.items():
+        own = tuple(facts[index][0][0] for index in members)
+        if width is None:  # single values, for which nothing must be aligned
+            dtype = facts[members[0]][1]
+            starts = tuple(accumulate(own, initial=0))[:-1]
+            columns.append(
+                Column(tuple(members), (sum(own),), dtype, own, (), tuple(start * dtype.itemsize for start in starts))
+            )
+            continue
+        rows = tuple(next(n for n in range(size, size + 16) if n * width % 16 == 0) for size in own)
+        starts = tuple(start * width for start in accumulate(rows, initial=0))[:-1]
+        shape = sum(rows), width
+        columns.append(Column(tuple(members), shape, torch.uint8, rows, () if rows == own else own, starts))
+    return tuple(columns)
+
+
+def _order(columns: Sequence[Column]) -> tuple[int, ...] | None:
+    """Where the piece of each matrix is among those of all columns; None if they are in order."""
+    members = [member for column in columns for member in column.members]
+    order = tuple(sorted(range(len(members)), key=members.__getitem__))
+    return None if order == tuple(range(len(order))) else order

@@ -1,0 +1,464 @@
+"""Weights that are cast on gather in one FSDP group: one launch for all of them, and never bytes of other values."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, mesh_of
+from models import (
+    assert_same_tensors,
+    counted,
+    make_uneven,
+    my_share,
+    raw,
+    recipe_module,
+    shard,
+)
+from test_cast_on_gather import OPTIMIZERS, OneProcess, assert_same_values, build_cast, step_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import layoutc
+from layoutc.runtime.cast import gather_group
+from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.sharding import registry
+
+SOME = ("fp8_block", "mxfp8", "nvfp4", "fp8_current", "fp8_delayed", "int8_rowwise", "fp8_block_1d")
+BATCHED = ("mxfp8", "nvfp4", "fp8_current", "fp8_delayed")
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[list[Any]]:
+    """Kernels take the place of the reference, in Triton's interpreter; yields those that quantize, as launched."""
+    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    from layoutc.runtime.kernels import direct, recipe_kernels
+
+    launched: list[Any] = []
+    original = direct.run
+
+    def run(kernel: Any, *args: Any) -> None:
+        if kernel is recipe_kernels.quantize_kernel:
+            launched.append(kernel)
+        original(kernel, *args)
+
+    usable = lambda x, dtype=None: type(x) is Tensor and x.numel() > 0  # noqa: E731
+    with (
+        mock.patch.object(launch, "usable", usable),
+        mock.patch.object(direct, "run", run),
+        mock.patch.object(recipe_kernels, "run", run),
+    ):
+        yield launched
+
+
+def in_one_group(recipe: str, dtype: torch.dtype = torch.float32, count: int = 4, **options: Any) -> Any:
+    """Layers, the same on every rank, whose blocks have scales of their own; cast on gather, sharded together."""
+    torch.manual_seed(0)
+    rows = dist.get_world_size() * max(recipe_module(recipe).LAYOUT.block_rows, 8)
+    shapes = (rows, 32), (rows, 64), (rows, 32), (rows, 32)
+    model = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=dtype) for m, k in shapes[:count]])
+    make_uneven(model)
+    layoutc.cast_on_gather_(model, recipe)
+    return fully_shard(model, **options)
+
+
+def local(layer: Any) -> CastOnGather:
+    """The shard of a layer's weight."""
+    held = layer.weight._local_tensor
+    assert isinstance(held, CastOnGather)
+    return held
+
+
+def whole_values(model: Any) -> list[Tensor]:
+    """Of all weights, gathered as plain values."""
+    return [torch.cat(list(parts)) for parts in zip(*_everywhere(model), strict=True)]
+
+
+def _everywhere(model: Any) -> list[list[Tensor]]:
+    mine = [local(layer).plain.detach().clone() for layer in model]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return everywhere
+
+
+def assert_gathers(model: Any, recipe: str, values: list[Tensor] | None = None) -> None:
+    """What is gathered equals quantizing the whole weights, byte for byte. values: default: those of now."""
+    values = whole_values(model) if values is None else values
+    model.unshard()
+    for layer, value in zip(model, values, strict=True):
+        expected = recipe_module(recipe).quantize(value)
+        assert_same_tensors(without_amax(layer.weight), expected.planes())
+    model.reshard()
+
+
+def without_amax(weight: Any) -> dict[str, Tensor]:
+    """The planes of a gathered weight that depend on nothing but its values: not an amax, which may be a history."""
+    held = {name: plane for name, plane in weight.planes().items() if name != "amax"}
+    assert held
+    return held
+
+
+def group_of(model: Any) -> gather_group.GatherGroup:
+    """The group that the first layer's weight is in."""
+    hook = local(model[0])._hook
+    assert hook is not None
+    return hook.group
+
+
+# ---------------------------------------------------------------------------------------------------------- launches
+def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: bool) -> None:
+    """Two gathers, with an optimizer's writes in between."""
+    model = in_one_group(recipe, dtype, 3, reshard_after_forward=not keeps)
+    shares = recipe_module(recipe).LAYOUT.shares_amax
+    with kernels_on_cpu() as launched:
+        for gather in range(2):
+            values = whole_values(model)
+            if precomputed:
+                layoutc.precompute_amaxes(model)
+            launched.clear()
+            with counted("all_reduce", lambda tensor, *_, **__: tensor.dtype) as reduced:
+                model.unshard()
+            assert len(launched) == 1, gather
+            assert reduced.count(torch.int32) == (shares and not precomputed)
+            for layer, value in zip(model, values, strict=True):
+                with mock.patch.object(launch, "usable", return_value=False):
+                    whole = recipe_module(recipe).quantize(value)
+                if recipe != "fp8_delayed":  # a history has the amaxes of earlier gathers
+                    assert_same_tensors(without_amax(layer.weight), whole.planes())
+            model.reshard()
+            with torch.no_grad():
+                for layer in model:
+                    layer.weight.mul_(1.5)
+    assert all(one is not None for plan in group_of(model).plans.values() for one in plan.examples)
+
+
+@pytest.mark.parametrize("recipe", BATCHED)
+@pytest.mark.parametrize(("precomputed", "keeps"), [(False, True), (True, False)])
+def test_a_group_is_quantized_in_one_launch(two: Ranks, recipe: str, precomputed: bool, keeps: bool) -> None:
+    """And its amaxes are reduced in one collective, or were before."""
+    two.run(launches_once, recipe, torch.bfloat16, precomputed, keeps)
+
+
+def trains_in_one_group(
+    recipe: str,
+    keeps: bool,
+    meshed: bool,
+    sizes: tuple[int, int],
+    precomputed: bool,
+    accumulates: int,
+    with_kernels: bool,
+) -> None:
+    """Loss curve and values are those of one process, which knows nothing of gathers."""
+    options: dict[str, Any] = {"reshard_after_forward": not keeps}
+    if meshed:
+        options["mesh"] = mesh_of(2, dist.get_world_size() // 2, names=("copies", "slices"))
+    reference = OneProcess(recipe, "adamw", *sizes, torch.float32)
+    model = shard(build_cast(recipe, *sizes), nested=False, **options)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        expected = reference.step(step, sizes[0])
+        if precomputed:
+            layoutc.precompute_amaxes(model)
+        with kernels_on_cpu() if with_kernels else nullcontext():
+            for _ in range(accumulates - 1):  # the gradients of these count nothing
+                (model(torch.ones(1, sizes[0])).sum() * 0).backward()
+            assert step_of(model, optimizer, step, sizes[0], my_share()) == expected, step
+    assert_same_values(model, reference.model)
+
+
+# Every pair of recipe, keeps, sizes, precomputed, accumulates and kernels.
+@pytest.mark.parametrize(
+    ("recipe", "keeps", "units", "precomputed", "accumulates", "with_kernels"),
+    [
+        ("fp8_delayed", False, (2, 2), False, 1, False),
+        ("fp8_delayed", True, (3, 1), True, 1, False),
+        ("fp8_current", True, (2, 2), True, 2, True),
+        ("fp8_current", False, (3, 1), False, 3, False),
+        ("mxfp8", False, (2, 2), True, 3, False),
+        ("mxfp8", True, (3, 1), False, 1, False),
+        ("nvfp4", True, (3, 1), False, 3, False),
+        ("nvfp4", False, (2, 2), True, 1, True),
+        ("fp8_block_1d", False, (2, 2), False, 3, False),
+        ("int8_rowwise", True, (2, 2), False, 1, False),
+    ],
+)
+def test_a_group_trains_as_one_process(
+    two: Ranks,
+    recipe: str,
+    keeps: bool,
+    units: tuple[int, int],
+    precomputed: bool,
+    accumulates: int,
+    with_kernels: bool,
+) -> None:
+    """Whole and short shards, cuts inside of blocks, several gathers of the same values."""
+    unit = max(recipe_module(recipe).LAYOUT.block_rows, 5 if units == (3, 1) else 16)
+    sizes = (units[0] * unit, units[1] * unit)
+    two.run(trains_in_one_group, recipe, keeps, False, sizes, precomputed, accumulates, with_kernels)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_copies_of_a_group_train_as_one_process(four: Ranks, recipe: str) -> None:
+    """HSDP."""
+    four.run(trains_in_one_group, recipe, False, True, (64, 64), False, 1, False)
+
+
+# ----------------------------------------------------------------------------------------------- values that change
+def write_in_place(tensor: CastOnGather) -> None:
+    with torch.no_grad():
+        tensor.mul_(3)
+
+
+def write_a_view(tensor: CastOnGather) -> None:
+    with torch.no_grad():
+        tensor[1:3].add_(5)
+
+
+def write_plain(tensor: CastOnGather) -> None:
+    tensor.plain.mul_(-2)
+
+
+def assign(tensor: CastOnGather) -> None:
+    tensor.data = tensor.plain * 7
+
+
+def assign_a_wrapped_one(tensor: CastOnGather) -> None:
+    tensor.data = copy.deepcopy(tensor).mul_(7)
+
+
+WRITES: dict[str, Callable[[CastOnGather], None]] = {
+    one.__name__: one for one in (write_in_place, write_a_view, write_plain, assign, assign_a_wrapped_one)
+}
+
+
+def written_between_hooks(recipe: str, write: str, at: int) -> None:
+    """One weight is written, on all ranks, right after the first one's hook; in the first gather and in a later one."""
+    model = in_one_group(recipe)
+    for gather in range(3):
+        first: Any = local(model[0])
+        changed: list[Tensor] = []
+
+        def hook(mesh: Any, then: Callable[..., Any] = first.fsdp_pre_all_gather, changed: Any = changed) -> Any:
+            sent = then(mesh)
+            WRITES[write](local(model[at]))
+            changed.append(local(model[at]).plain.detach().clone())
+            return sent
+
+        hook.__signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
+        values = _everywhere(model)
+        first.fsdp_pre_all_gather = hook
+        model.unshard()
+        del first.fsdp_pre_all_gather
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, changed[0])
+        for position, layer in enumerate(model):
+            new = everywhere if position == at and position else [mine[position] for mine in values]
+            expected = recipe_module(recipe).quantize(torch.cat(new))
+            assert_same_tensors(without_amax(layer.weight), expected.planes())
+        model.reshard()
+        assert_gathers(model, recipe)
+        if gather == 1 and recipe != "mxfp8":
+            layoutc.precompute_amaxes(model)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_weight_that_is_written_between_hooks_sends_its_new_values(two: Ranks, recipe: str, write: str) -> None:
+    """And the others send theirs."""
+    two.run(written_between_hooks, recipe, write, 2)
+
+
+@pytest.mark.parametrize("write", ["write_in_place", "assign"])
+def test_the_first_weight_sends_what_it_held(two: Ranks, write: str) -> None:
+    """It is written after it was sent."""
+    two.run(written_between_hooks, "mxfp8", write, 0)
+
+
+def written_between_gathers(recipe: str, write: str) -> None:
+    model = in_one_group(recipe)
+    for at in (0, 3, 1, 1):
+        assert_gathers(model, recipe)
+        WRITES[write](local(model[at]))
+        assert_gathers(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_that_are_written_between_gathers_send_new_values(two: Ranks, recipe: str, write: str) -> None:
+    """In place, and by new memory, which the launch that was prepared knows nothing of."""
+    two.run(written_between_gathers, recipe, write)
+
+
+def goes_on_after_an_exception(recipe: str) -> None:
+    """A gather ends after the first hooks; then values change, without a trace, and it begins again."""
+    model = in_one_group(recipe)
+    for _ in range(2):
+        third: Any = local(model[2])
+
+        def fails(mesh: Any) -> Any:
+            raise ValueError("on purpose")
+
+        third.fsdp_pre_all_gather = fails
+        with pytest.raises(ValueError, match="on purpose"):
+            model.unshard()
+        del third.fsdp_pre_all_gather
+        for layer in model:
+            local(layer).plain.data.mul_(2)  # no version counter of ours sees it
+        assert_gathers(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_what_a_failed_gather_has_left_is_not_sent(two: Ranks, recipe: str) -> None:
+    two.run(goes_on_after_an_exception, recipe)
+
+
+def out_of_turn(recipe: str) -> None:
+    """Hooks that are called by hand, in another order."""
+    model = in_one_group(recipe)
+    assert_gathers(model, recipe)
+    mesh, group = model[0].weight.device_mesh, group_of(model)
+    shared = [local(layer) for layer in model]
+    alone = [[raw(one).tolist() for one in gather_group.send_alone(one, mesh)[0]] for one in shared]
+    for order in ((2, 0, 1, 3), (0, 2, 1, 3), (0, 0, 1, 1), (3, 2, 1, 0)):
+        for at in order:
+            sent, _ = shared[at].fsdp_pre_all_gather(mesh)
+            assert [raw(one).tolist() for one in sent] == alone[at], order
+    assert_gathers(model, recipe)
+    assert not group.parts
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_hooks_out_of_turn_send_the_same(two: Ranks, recipe: str) -> None:
+    two.run(out_of_turn, recipe)
+
+
+# ------------------------------------------------------------------------------------------------------- membership
+class Mixed(nn.Module):
+    """Weights of several kinds, one of them tied, in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in "abcde":
+            setattr(self, name, nn.Linear(32, 64))
+        self.f, self.g = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+        make_uneven(self)
+        self.g.weight = self.f.weight
+
+    def cast(self) -> dict[str, str]:
+        """Layer -> the recipe that its weight is cast to."""
+        return {"a": "mxfp8", "b": "mxfp8", "c": "nvfp4", "d": "fp8_current", "f": "mxfp8"}
+
+
+def mixed_group(with_kernels: bool) -> None:
+    """Two recipes, a quantized weight, plain ones and biases; then one is frozen, and the first one leaves."""
+    model: Any = Mixed()
+    plain = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for layer, recipe in model.cast().items():
+        tied = {"f", "g"} if layer == "f" else {layer}
+        layoutc.cast_on_gather_(model, recipe, filter_fn=lambda _, name, tied=tied: name in tied)
+    layoutc.quantize_(model, "mxfp8", filter_fn=lambda _, name: name == "e")
+    assert model.g.weight is model.f.weight
+    fully_shard(model, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with kernels_on_cpu() if with_kernels else nullcontext([]) as launched:
+        for gather in range(4):
+            if with_kernels:
+                launched.clear()
+            model.unshard()
+            if with_kernels:
+                assert len(launched) == 3  # mxfp8, nvfp4, fp8_current
+            assert model.g.weight is model.f.weight
+            for layer, recipe in {**model.cast(), "e": "mxfp8"}.items():
+                if gather == 3 and layer == "b":
+                    continue
+                held = without_amax(getattr(model, layer).weight)
+                with mock.patch.object(launch, "usable", return_value=False):
+                    whole = recipe_module(recipe).quantize(plain[f"{layer}.weight"]).planes()
+                assert_same_tensors(held, whole)
+            model.reshard()
+            if gather == 1:
+                model.a.weight.requires_grad_(False)
+                model.c.weight.requires_grad_(False)
+            if gather == 2:
+                sharding = registry.find(model.b.weight._local_tensor)
+                assert sharding is not None
+                group: Any = sharding.group()
+                group.fsdp_params = [one for one in group.fsdp_params if one is not sharding.param()]
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_weights_of_several_recipes_in_one_group(two: Ranks, with_kernels: bool) -> None:
+    """One launch for each recipe and dtype; quantized and plain weights among them, and a tied one."""
+    two.run(mixed_group, with_kernels)
+
+
+def first_one_leaves(recipe: str) -> None:
+    """The others are still quantized together."""
+    model = in_one_group(recipe)
+    assert_gathers(model, recipe)
+    sharding = registry.find(local(model[0]))
+    assert sharding is not None
+    group: Any = sharding.group()
+    group.fsdp_params = group.fsdp_params[1:]
+    values = whole_values(model)[1:]
+    model.unshard()
+    for layer, value in zip(list(model)[1:], values, strict=True):
+        assert_same_tensors(without_amax(layer.weight), recipe_module(recipe).quantize(value).planes())
+    model.reshard()
+    hook = local(model[1])._hook
+    assert hook is not None
+    assert (hook.index, len(hook.group.hooks)) == (0, 3)
+
+
+def test_a_group_goes_on_without_its_first_weight(two: Ranks) -> None:
+    two.run(first_one_leaves, "mxfp8")
+
+
+def copies_have_no_group(recipe: str) -> None:
+    """Copies, aliases and views of a shard are no members; a copied weight trains on."""
+    model = in_one_group(recipe)
+    assert_gathers(model, recipe)
+    one = local(model[1])
+    others = [copy.deepcopy(one), one.detach(), one.data, one.view(-1), torch.empty_like(one), one.clone()]
+    assert one._hook is not None
+    assert all(other._hook is None for other in others if isinstance(other, CastOnGather))
+    others[0].mul_(2)
+    assert_gathers(model, recipe)
+    with torch.no_grad():
+        model[1].weight.copy_(
+            DTensor.from_local(others[0].plain, model[1].weight.device_mesh, [Shard(0)], run_check=False)
+        )
+    assert_gathers(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_copies_of_a_member_are_not_members(two: Ranks, recipe: str) -> None:
+    two.run(copies_have_no_group, recipe)
+
+
+def moves(recipe: str) -> None:
+    """Loads and module._apply give a group new tensors."""
+    model = in_one_group(recipe)
+    assert_gathers(model, recipe)
+    model._apply(torch.clone)
+    assert_gathers(model, recipe)
+    for by_assigning in (False, True):
+        state = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=by_assigning)
+        assert_gathers(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_a_group_follows_weights_that_move(two: Ranks, recipe: str) -> None:
+    two.run(moves, recipe)
