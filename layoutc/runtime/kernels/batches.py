@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate, compress
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,39 +133,41 @@ def raise_amaxes(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], b
     if the matrices and `packed` are on several devices.
     """
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import batch
+    from layoutc.runtime.triton.batch import amax_batch_kernel
+
+    launches, single = amax_launches(packed, offsets, xs, block_k)
+    for table, rest, warps in launches:
+        direct.run(amax_batch_kernel, (table.programs,), (table.entries, packed, *rest), warps)
+    for index in single:
+        amax = amaxes.matrix_amax(xs[index], block_k).view(torch.int32).reshape(-1)
+        packed[offsets[index] : offsets[index] + amax.numel()] = amax
+
+
+def amax_launches(
+    packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None
+) -> tuple[list[tuple[Table, tuple[Any, ...], int]], list[int]]:
+    """For each launch of `raise_amaxes`: a table, the kernel's arguments after `packed`, warps; and the matrices that
+    are in no table."""
+    from layoutc.runtime.triton.batch import DTYPES
 
     device_index = packed.get_device()
     if any(x.get_device() != device_index for x in xs):
         raise ValueError("matrices whose amaxes are computed together must be on one device")
-    kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
-    for offset, x in zip(offsets, xs, strict=True):
-        kinds[x.dtype].append((offset, x))
+    kinds: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, x in enumerate(xs):
+        kinds[x.dtype].append(index)
     tile_m, tile_k, warps = AMAX_TILE if block_k is None else amaxes.column_tile(block_k)
     block = tile_k if block_k is None else block_k
     cover = amaxes.covered(tile_k, block)
+    level, launches, alone = launch.hardware(packed.device), [], []
     for dtype, members in kinds.items():
-        starts, matrices = zip(*members, strict=True)
+        matrices, starts = [xs[index] for index in members], [offsets[index] for index in members]
         shapes = [(1, x.numel()) if block_k is None else x.shape for x in matrices]
         tables, single = _matrices(matrices, shapes, starts, [_addresses(matrices)], [True], (tile_m, cover))
-        for table in tables:
-            args = (
-                table.entries,
-                packed,
-                batch.DTYPES[dtype],
-                block,
-                tile_m,
-                tile_k,
-                block_k is None,
-                table.rows,
-                table.aligned,
-                table.even,
-                launch.hardware(packed.device),
-            )
-            direct.run(batch.amax_batch_kernel, (table.programs,), args, warps)
-        for index in single:
-            amax = amaxes.matrix_amax(matrices[index], block_k).view(torch.int32).reshape(-1)
-            packed[starts[index] : starts[index] + amax.numel()] = amax
+        fixed = DTYPES[dtype], block, tile_m, tile_k, block_k is None
+        launches += [(one, (*fixed, one.rows, one.aligned, one.even, level), warps) for one in tables]
+        alone += [members[index] for index in single]
+    return launches, alone
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

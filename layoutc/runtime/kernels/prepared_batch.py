@@ -7,7 +7,7 @@ in its allocation. What is left is one allocation for each plane, and the launch
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from operator import is_not
@@ -19,10 +19,24 @@ from torch import Tensor
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.batches import Table
-from layoutc.runtime.kernels.direct import Bound
+from layoutc.runtime.kernels.direct import Bound, Constants
 
 _MOST = 16  # places that planes were allocated at, whose tables are kept
 Launches = tuple[tuple[Bound, Tensor], ...]  # each with its table
+
+
+class Binding(NamedTuple):
+    """How a recipe's kernel is launched for the matrices of a table.
+
+    names: the planes that the kernel takes, in its order. step: rows and columns of a program. bind: prepares the
+    launch for a table, with the first amax.
+    """
+
+    layout: Layout
+    names: tuple[str, ...]
+    orientations: tuple[str, ...]
+    step: tuple[int, int]
+    bind: Callable[[Table, Tensor | None], Bound]
 
 
 class Column(NamedTuple):
@@ -39,18 +53,9 @@ class Column(NamedTuple):
 class PreparedBatch:
     """Quantizes matrices of one recipe, dtype and device, which fit into tables, into planes that it allocates."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        names: Sequence[str],
-        xs: Sequence[Tensor],
-        orientations: tuple[str, ...],
-        step: tuple[int, int],
-        bind: Callable[[Table, Tensor | None], Bound],
-    ) -> None:
-        """names: the planes that the kernel takes, in its order. step: rows and columns of a program. bind: prepares
-        the launch for a table, with the first amax."""
-        self._device, self._step, self._bind = xs[0].device, step, bind
+    def __init__(self, binding: Binding, xs: Sequence[Tensor]) -> None:
+        layout, names, orientations, self._step, self._bind = binding
+        self._device = xs[0].device
         self._shapes = [(x.shape[0], x.shape[1]) for x in xs]
         self._addresses = tuple(map(Tensor.data_ptr, xs))
         self._facts = facts = [launch.plane_facts(layout, m, k, orientations) for m, k in self._shapes]
@@ -126,11 +131,7 @@ class PreparedBatch:
         assert not alone
         if len(self._launches) >= _MOST:
             self._launches.clear()
-        launches = tuple(
-            (self._bind(table, amaxes[0] if amaxes else None), table.entries)
-            for table in tables
-            if table.entries is not None
-        )
+        launches = _bound([(self._bind(table, amaxes[0] if amaxes else None), table) for table in tables])
         self._launches[key] = launches
         return launches
 
@@ -142,6 +143,38 @@ class PreparedBatch:
             for member, start in zip(column.members, column.starts, strict=True):
                 addresses[member] = base + start
         return tuple(addresses)
+
+
+def launches_into(
+    binding: Binding, xs: Sequence[Tensor], amaxes: Sequence[Tensor] | None, outs: Sequence[Mapping[str, Tensor]]
+) -> Launches | None:
+    """Launches that quantize matrices into planes, both of which stay where they are; None if no table takes them all.
+
+    amaxes: an example: later ones lie as they do from the first one. Raises as batches.split.
+    """
+    tables, alone = batches.split(binding.layout, binding.names, xs, amaxes, binding.orientations, outs, binding.step)
+    if alone:
+        return None
+    return _bound([(binding.bind(table, amaxes[0] if amaxes else None), table) for table in tables])
+
+
+def amax_launches(packed: Tensor, offsets: Sequence[int], xs: Sequence[Tensor], block_k: int | None) -> Launches | None:
+    """Launches that do what batches.raise_amaxes does, with any `packed` of that size; None as launches_into."""
+    from layoutc.runtime.triton.batch import amax_batch_kernel
+
+    launches, alone = batches.amax_launches(packed, offsets, xs, block_k)
+    if alone:
+        return None
+    return _bound(
+        [
+            (Bound(amax_batch_kernel, (table.programs,), (table.entries, packed), warps, None, Constants(rest)), table)
+            for table, rest, warps in launches
+        ]
+    )
+
+
+def _bound(pairs: Sequence[tuple[Bound, Table]]) -> Launches:
+    return tuple([(bound, table.entries) for bound, table in pairs if table.entries is not None])
 
 
 def _columns(facts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Column, ...]:

@@ -16,7 +16,7 @@ from layoutc.runtime.kernels import amaxes, batches, buffers, launch
 from layoutc.runtime.kernels.choices import Choice, Covers, Tiles
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import PreparedLaunch
-from layoutc.runtime.kernels.prepared_batch import PreparedBatch
+from layoutc.runtime.kernels.prepared_batch import Binding
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
@@ -150,17 +150,14 @@ class Kernels:
         args = table.entries, *_NONE, amax, input_max, None, None, None, *_NONE, *_NONE
         return Arguments((table.programs,), args, warps, launch.registers(x.device, registers), constants)
 
-    def batch_of(self, xs: Sequence[Tensor], orientations: tuple[str, ...]) -> PreparedBatch | None:
-        """`quantize_batch` for matrices that stay where they are, into planes that it allocates; None if not in a
-        table."""
-        choice = self._choice(self.quantize_sizes, orientations, xs[0].dtype)
-        if not self.batched or not batches.fit(xs):
-            return None
+    def binding(self, x: Tensor, orientations: tuple[str, ...]) -> Binding:
+        """How to launch batches of matrices like x, of its dtype and on its device, again and again."""
+        choice = self._choice(self.quantize_sizes, orientations, x.dtype)
 
         def bind(table: batches.Table, amax: Tensor | None) -> Bound:
-            return Bound(quantize_kernel, *self._quantizing_batch(table, amax, choice, xs[0]))
+            return Bound(quantize_kernel, *self._quantizing_batch(table, amax, choice, x))
 
-        return PreparedBatch(self.layout, self._written, xs, orientations, choice.step, bind)
+        return Binding(self.layout, self._written, orientations, choice.step, bind)
 
     def _quantizing(
         self,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.quantize import weights
-from layoutc.runtime.sharding import meshes, registry, shards
-from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
+from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, stamp
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -47,6 +46,10 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     STEPS_MASTERS = True  # so `update_warnings` does not warn
+
+    _kept: Sequence[Entry] = ()  # from step to step; in no copy and no pickle
+    _gradients = Gradients()
+    _rewriting: WriteBack | None = None
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
         """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
@@ -93,17 +96,14 @@ class MasterWeights(torch.optim.Optimizer):
         self._check_parameters()
         self._refresh_masters()
         self._loaded = False
-        for param, master in self._masters.items():
-            if master is not param:
-                master.grad = None if param.grad is None else param.grad.to(torch.float32)
+        entries = self._entries()
+        self._gradients.give(entries)
         try:
             inner_optimizer.step(self.inner)
             self._collect_state()
             self._write_back()
         finally:
-            for param, master in self._masters.items():
-                if master is not param:
-                    master.grad = None
+            self._gradients.take(entries)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,30 +148,32 @@ class MasterWeights(torch.optim.Optimizer):
         """A copy on the copied parameters, as torch.optim makes it."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        for name, value in self.__dict__.items():
+        for name, value in self.__getstate__().items():
             other.__dict__[name] = copy.deepcopy(value, memo)
         other._loaded = True  # the copied weights have new marks, but were made of the copied masters
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
-        return {**self.__dict__, "_loaded": True}
+        self._forget_entries()
+        kept = ("_kept", "_gradients", "_rewriting")
+        return {name: value for name, value in self.__dict__.items() if name not in kept} | {"_loaded": True}
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters."""
         for param in params:
-            local = _local(param)
+            local = local_of(param)
             if isinstance(local, QuantizedTensor):
                 local.LAYOUT.check_weights(local._name or "")
                 self._recipes[param] = local._name or "a weight", local.LAYOUT.name
                 if not param.requires_grad:
                     initial_values.free(local)
             self._masters[param] = self._master(param)
-            self._written[param] = _stamp(param)
+            self._written[param] = stamp(param)
 
     def _master(self, param: Tensor) -> Tensor:
         """An fp32 copy of a parameter, sharded as it is; the parameter itself if it is fp32 or does not train."""
-        local = _local(param)
+        local = local_of(param)
         quantized = isinstance(local, QuantizedTensor)
         if not param.requires_grad or (not quantized and param.dtype in (torch.float32, torch.float64)):
             return param
@@ -187,17 +189,17 @@ class MasterWeights(torch.optim.Optimizer):
     def _take_values(self, param: Tensor, master: Tensor) -> None:
         """Copies a parameter's values into its master: those that it was quantized from, which are then freed, if
         any."""
-        local = _local(param)
+        local = local_of(param)
         self._coarse.pop(param, None)
         if not isinstance(local, QuantizedTensor):
-            _local(master).copy_(local)
+            local_of(master).copy_(local)
             return
         values = initial_values.values(local, torch.float32)
         initial_values.free(local)
         if values is None:
             values = local.dequantize(torch.float32)
             self._coarse.update({param: None} if local.numel() else {})
-        _local(master).copy_(values)
+        local_of(master).copy_(values)
 
     def _load_one(self, param: Tensor, saved: dict[str, Any]) -> None:
         master = self._masters[param]
@@ -216,7 +218,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
         made."""
         for param, (name, recipe) in self._recipes.items():
-            if not isinstance(_local(param), QuantizedTensor):
+            if not isinstance(local_of(param), QuantizedTensor):
                 raise LayoutError(
                     f"{name} of shape {tuple(param.shape)} was in {recipe} when its master was made, and is "
                     f"plain {param.dtype} now: a function given to module._apply has dequantized it; use "
@@ -230,53 +232,70 @@ class MasterWeights(torch.optim.Optimizer):
                         "new parameters: create it after fully_shard"
                     )
 
+    def _entries(self) -> Sequence[Entry]:
+        """All parameters with their masters, in the order of the groups."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) != len(self._kept) or not all(map(is_, params, [entry.param for entry in self._kept])):
+            self._forget_entries()
+            self._kept = [Entry(param, self._masters[param], self._written[param]) for param in params]
+        return self._kept
+
+    def _forget_entries(self) -> None:
+        """Drops what is kept from step to step, except the stamps of parameters."""
+        self._written.update({entry.param: entry.stamp for entry in self._kept if entry.param in self._masters})
+        self._kept, self._gradients, self._rewriting = (), Gradients(), None
+
     def _refresh_masters(self) -> None:
         """Makes masters for parameters that now train, and renews those of weights that something else has written."""
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for position, param in enumerate(outer["params"]):
-                master = self._masters[param]
-                if master is param:
+        entries = iter(self._entries())
+        for inner in self.inner.param_groups:
+            for position in range(len(inner["params"])):
+                entry = next(entries)
+                param, now = entry.param, stamp(entry.param)
+                if not entry.trains:
                     if not param.requires_grad or (made := self._master(param)) is param:
                         continue
-                    self._masters[param] = inner["params"][position] = made
-                elif self._written[param] == _stamp(param):
+                    entry.master = self._masters[param] = inner["params"][position] = made
+                elif entry.stamp == now:
                     continue
                 elif not self._loaded:
-                    self._take_values(param, master)
-                elif isinstance(local := _local(param), QuantizedTensor):
+                    self._take_values(param, entry.master)
+                elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local)  # the masters that were loaded win
-                self._written[param] = _stamp(param)
+                entry.stamp = stamp(param)
 
     def _collect_state(self) -> None:
-        for param, master in self._masters.items():
-            state = self.inner.state.get(master)
-            if state is None and master is param:
+        """Shows the inner optimizer's state, and masters, as the state of the parameters."""
+        for entry in self._entries():
+            state = self.inner.state.get(entry.master)
+            if state is None and not entry.trains:
                 continue
-            self.state[param] = dict(state or {}) if master is param else {**(state or {}), "master": master.detach()}
+            shown: Any = entry.shown
+            if shown is None or state is not entry.inner or self.state.get(entry.param) is not shown:
+                shown = {"master": entry.master.detach()} if entry.trains else {}
+                self.state[entry.param], entry.shown, entry.inner = shown, shown, state
+            if state is None:
+                continue
+            shown.update(state)
+            if len(shown) != len(state) + entry.trains:
+                for name in shown.keys() - state.keys() - {"master"}:
+                    del shown[name]
 
     def _write_back(self) -> None:
-        """Rewrites parameters from masters, with one amax reduction for all parameters of a process group."""
-        batches: dict[tuple[int, ...], list[tuple[QuantizedTensor, Tensor, RowSharding | None]]] = defaultdict(list)
-        groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        groups_that_move = [group["params"] for group in self.param_groups if bool(group.get("lr", 1))]
-        moved = [p for params in groups_that_move for p in params if p.grad is not None]
-        self._say_what_is_coarse(moved)
-        for param in moved:
-            master = self._masters[param]
-            if master is param:
-                continue
-            target, values = _local(param), _local(master)
-            if not isinstance(target, QuantizedTensor):
-                target.copy_(values)
-                continue
-            own_groups = meshes.amax_groups(target.LAYOUT, param)
-            key = tuple(id(group) for group in own_groups)
-            groups[key] = own_groups
-            batches[key].append((target, values, shards.row_sharding_of(param, target)))
-        for key, batch in batches.items():
-            *pairs, row_shardings = zip(*batch, strict=True)
-            weights.requantize_batch_(list(zip(*pairs, strict=True)), groups[key], row_shardings)
-        self._written = {param: _stamp(param) for param in self._masters}
+        """Rewrites the parameters that have a gradient, of groups that move, from their masters."""
+        entries, moved = iter(self._entries()), []
+        for group in self.param_groups:
+            moves = bool(group.get("lr", 1))
+            moved += [
+                entry for entry in islice(entries, len(group["params"])) if moves and entry.param.grad is not None
+            ]
+        self._say_what_is_coarse([entry.param for entry in moved] if self._coarse else ())
+        if self._rewriting is None or not self._rewriting.holds(moved):
+            self._rewriting = WriteBack(moved)
+        self._rewriting()
+        for entry in moved:
+            if entry.trains:
+                entry.stamp = stamp(entry.param)
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
         """Warns, once in a process, of masters that are stepped and were made from codes."""
@@ -292,15 +311,3 @@ class MasterWeights(torch.optim.Optimizer):
                 "that they quantize for the first MasterWeights of a model, unless keep_values=False",
             )
             self._coarse.clear()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _stamp(param: Tensor) -> Any:
-    """A value that changes whenever the parameter is written or gets other bytes."""
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    if isinstance(local, QuantizedTensor):
-        return initial_values.mark(local)
-    return id(local), local._version, param._version

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from layoutc.runtime import numerics
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, launch
+from layoutc.runtime.kernels import amaxes, batches, launch
 
 if TYPE_CHECKING:
-    from layoutc.runtime.kernels.prepared_batch import PreparedBatch
+    from layoutc.runtime.kernels.prepared_batch import Launches, PreparedBatch
     from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 Tensors = Sequence[Tensor]
@@ -80,7 +80,23 @@ class RecipeMethods:
     def _batch_of(cls, xs: Tensors, orientations: Sequence[str]) -> PreparedBatch | None:
         """A launch that quantizes all of xs again and again, where they are; None if no one launch can."""
         kernels = cls._kernels(xs[0])
-        return None if kernels is None else kernels.batch_of(xs, tuple(orientations))
+        if kernels is None or not kernels.batched or not batches.fit(xs):
+            return None
+        from layoutc.runtime.kernels.prepared_batch import PreparedBatch
+
+        return PreparedBatch(kernels.binding(xs[0], tuple(orientations)), xs)
+
+    @classmethod
+    def _launches_into(
+        cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
+    ) -> Launches | None:
+        """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None as _batch_of."""
+        kernels = cls._kernels(xs[0])
+        if kernels is None or not kernels.batched:
+            return None
+        from layoutc.runtime.kernels.prepared_batch import launches_into
+
+        return launches_into(kernels.binding(xs[0], tuple(orientations)), xs, amaxes, outs)
 
     @classmethod
     def _quantize_buffers(

@@ -1,0 +1,148 @@
+"""Requantizing the same weights again and again, as an optimizer does: what stays the same is worked out once."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from math import prod
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.quantize.amax import reduce_max
+from layoutc.runtime.quantize.block_edges import check_whole_blocks
+from layoutc.runtime.quantize.weights import as_matrix, check_out
+from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.torch_private import foreach_copy_
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+Pairs = Sequence[tuple[QuantizedTensor, Tensor]]
+Launches = Sequence[tuple[Any, Tensor]]  # what is called with a table, and perhaps an amax
+
+
+class Kind(NamedTuple):
+    """Targets of one recipe that hold the same planes. first: the position of their first amax, if they share any."""
+
+    launches: Launches
+    first: int | None
+
+
+class Requantization:
+    """`requantize_batch_` for the same targets and values, for as long as they stay where they are."""
+
+    def __init__(self, pairs: Pairs, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Use `prepared`, which says whether that is possible."""
+        self._groups = groups
+        self._targets = [weakref.ref(target) for target, _ in pairs]
+        self._places = _places(pairs)
+        self._stream = _stream(pairs[0][1].device)
+        self._device = pairs[0][1].device
+        self._amaxes: list[tuple[Launches, int]] = []
+        self._kinds: list[Kind] = []
+        self._sizes: list[int] = []
+        self._stored: list[int] = []  # positions of amaxes that are planes too
+        self._storing: list[int] = []  # the positions of their targets
+
+    def holds(self, pairs: Pairs) -> bool:
+        """True if these are the targets and values that were prepared, and are where they were."""
+        same = len(pairs) == len(self._targets) and all(
+            map(is_, [target for target, _ in pairs], [one() for one in self._targets])
+        )
+        return same and self._places == _places(pairs) and self._stream == _stream(self._device)
+
+    def __call__(self, pairs: Pairs) -> None:
+        """Requantizes. Collective over the groups if some targets share an amax."""
+        pieces: Sequence[Tensor] = ()
+        if self._sizes:
+            packed = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
+            for launches, _ in self._amaxes:
+                for bound, entries in launches:
+                    bound(entries, packed)
+            pieces = torch.split_with_sizes(reduce_max(packed.view(torch.float32), self._groups), self._sizes)
+        for launches, first in self._kinds:
+            for bound, entries in launches:
+                bound(entries) if first is None else bound(entries, pieces[first])
+        if self._stored:
+            planes = [pairs[at][0]._planes["amax"] for at in self._storing]
+            foreach_copy_(planes, [pieces[at] for at in self._stored])
+        written([target for target, _ in pairs])
+
+    def prepare(self, pairs: Pairs) -> bool:
+        """Works out all launches; false if some weight needs more than launches of batches."""
+        sharing = [at for at, (target, _) in enumerate(pairs) if target.LAYOUT.shares_amax]
+        matrices = [as_matrix(values, (target._rows, target._matrix[1])) for target, values in pairs]
+        shapes = [pairs[at][0].LAYOUT.amax_shape(matrices[at].shape[1]) for at in sharing]
+        self._sizes = [prod(shape) for shape in shapes]
+        offsets = list(accumulate(self._sizes, initial=0))
+        packed = torch.zeros(offsets.pop(), dtype=torch.int32, device=self._device)
+        by_columns: dict[int | None, list[int]] = defaultdict(list)
+        for number, at in enumerate(sharing):
+            by_columns[pairs[at][0].LAYOUT.amax_columns].append(number)
+        for block_k, numbers in by_columns.items():
+            from layoutc.runtime.kernels.prepared_batch import amax_launches
+
+            xs = [matrices[sharing[number]] for number in numbers]
+            found = amax_launches(packed, [offsets[number] for number in numbers], xs, block_k)
+            if found is None:
+                return False
+            self._amaxes.append((found, len(xs)))
+        examples = dict(zip(sharing, torch.split(packed.view(torch.float32), self._sizes), strict=True))
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for at, (target, _) in enumerate(pairs):
+            kinds[type(target), target._orientations, *target._planes].append(at)
+        for (cls, *_), members in kinds.items():
+            targets = [pairs[at][0] for at in members]
+            amaxes = [examples[at] for at in members] if cls.LAYOUT.shares_amax else None
+            xs, outs = [matrices[at] for at in members], [target._planes for target in targets]
+            launches = cls._launches_into(xs, amaxes, targets[0].orientations, outs)
+            if launches is None:
+                return False
+            self._kinds.append(Kind(launches, sharing.index(members[0]) if amaxes else None))
+            if amaxes and "amax" in cls.LAYOUT.stored:
+                self._stored += [sharing.index(at) for at in members]
+                self._storing += members
+        return True
+
+
+def prepared(
+    pairs: Pairs, groups: Sequence[dist.ProcessGroup], row_shardings: Sequence[RowSharding | None]
+) -> Requantization | None:
+    """A Requantization; None if that takes more than a few launches, or can't be prepared now. Raises as `quantize`."""
+    first, device = pairs[0][1], pairs[0][1].device
+    if _stream(device) is None:
+        return None
+    for (target, values), row_sharding in zip(pairs, row_shardings, strict=True):
+        layout = target.LAYOUT
+        layout.check_weights(target._name or "")
+        check_out(layout, values, target, None, alone=not layout.shares_amax)
+        check_whole_blocks(target, row_sharding)
+        splits = row_sharding is not None and row_sharding.splits_blocks(layout)
+        plain = type(values) is Tensor and values.dtype == first.dtype and values.device == device
+        if splits or layout.history or not plain or not launch.usable(values) or target._halo.rows:
+            return None
+    if not launch.all_writable([target._planes for target, _ in pairs], device):
+        return None
+    requantization = Requantization(pairs, groups)
+    return requantization if requantization.prepare(pairs) else None
+
+
+def _places(pairs: Pairs) -> tuple[int, ...]:
+    """The addresses of all values and planes."""
+    planes: Iterable[Tensor] = chain.from_iterable([target._planes.values() for target, _ in pairs])
+    return tuple(map(Tensor.data_ptr, chain([values for _, values in pairs], planes)))
+
+
+def _stream(device: torch.device) -> int | None:
+    """The current stream, on which tables were copied to the card; None while it is captured, for graphs outlive
+    tables."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(device).cuda_stream

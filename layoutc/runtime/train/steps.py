@@ -1,0 +1,205 @@
+"""What MasterWeights keeps from step to step: for each parameter, and for all that are requantized together.
+
+Looking a parameter up, asking how it is sharded, and converting gradients one by one takes the host more time than the
+optimizer's own step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from layoutc.runtime.quantize import prepared, weights
+from layoutc.runtime.quantize.prepared import Requantization
+from layoutc.runtime.sharding import meshes, shards
+from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.torch_private import foreach_copy_
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+_CHUNK = 1 << 24  # elements of gradients that are allocated together
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A parameter's shard, or all of it, below autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class Entry:
+    """A parameter with its master."""
+
+    __slots__ = ("_local", "inner", "master", "param", "shown", "spec", "stamp")
+
+    def __init__(self, param: Tensor, master: Tensor, stamp: Any) -> None:
+        self.param, self.master, self.stamp = param, master, stamp
+        self._local: Tensor | None = None  # of a parameter that is not a DTensor
+        self.spec: Any = None  # of gradients that are cut as the master
+        self.inner: dict[str, Any] | None = None  # the inner optimizer's state of the master
+        self.shown: dict[str, Any] | None = None  # the same as users see it, with the master
+
+    @property
+    def trains(self) -> bool:
+        """False for a parameter that is its own master."""
+        return self.master is not self.param
+
+    @property
+    def local(self) -> Tensor:
+        """The parameter's shard."""
+        param = self.param
+        if isinstance(param, DTensor):
+            return param._local_tensor
+        if not isinstance(param, QuantizedTensor):
+            return param.detach()
+        alias: Any = self._local
+        if alias is None or alias._planes is not param._planes or alias._writes is not param._writes:
+            alias = self._local = param.detach()
+        return alias  # type: ignore[no-any-return]
+
+
+def stamp(param: Tensor) -> Any:
+    """A value that changes whenever the parameter is written or gets other bytes."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if isinstance(local, QuantizedTensor):
+        planes = local._planes
+        if type(planes) is not dict or any(map(Tensor.is_inference, planes.values())):
+            return initial_values.mark(local)
+        return local._writes.content, tuple([plane._version for plane in planes.values()])
+    return id(local), local._version, param._version
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+class Gradients:
+    """The gradients of masters during a step: those of parameters, in fp32."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []  # those whose gradients are copied into `_views`
+        self._views: list[Tensor] = []
+        self._wrapped: list[DTensor] = []
+        self._storages: list[tuple[Any, int]] = []  # of the views, with the bytes that they have during a step
+
+    def give(self, entries: Iterable[Entry]) -> None:
+        """Gives masters their gradients."""
+        narrow: list[Entry] = []
+        values: list[Tensor] = []
+        for entry in entries:
+            if not entry.trains:
+                continue
+            grad: Any = entry.param.grad
+            if grad is None or grad.dtype == torch.float32:
+                entry.master.grad = grad
+            elif isinstance(grad, DTensor) and _is_cut_as_master(grad, entry):
+                narrow.append(entry)
+                values.append(grad._local_tensor)
+            else:
+                entry.master.grad = grad.to(torch.float32)
+        if not narrow:
+            return
+        if len(narrow) != len(self._entries) or not all(map(is_, narrow, self._entries)):
+            self._prepare(narrow, values)
+        for storage, nbytes in self._storages:
+            storage.resize_(nbytes)
+        foreach_copy_(self._views, values)
+        for entry, gradient in zip(narrow, self._wrapped, strict=True):
+            entry.master.grad = gradient
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Takes them back, and frees their memory."""
+        for entry in entries:
+            if entry.trains:
+                entry.master.grad = None
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def _prepare(self, entries: list[Entry], values: Sequence[Tensor]) -> None:
+        """Makes fp32 tensors without memory for the gradients of these; small ones share what is allocated later."""
+        chunks: dict[tuple[torch.device, int], list[int]] = defaultdict(list)
+        filled: dict[torch.device, int] = defaultdict(int)
+        for index, one in enumerate(values):
+            chunks[one.device, filled[one.device] // _CHUNK].append(index)
+            filled[one.device] += one.numel()
+        views: dict[int, Tensor] = {}
+        self._storages = []
+        for (device, _), members in chunks.items():
+            sizes = [-(-values[index].numel() // 4) * 4 for index in members]  # each begins at a multiple of 16 bytes
+            flat = torch.empty(sum(sizes), device=device)
+            storage = flat.untyped_storage()
+            self._storages.append((storage, storage.nbytes()))
+            for index, piece in zip(members, torch.split_with_sizes(flat, sizes), strict=True):
+                views[index] = piece[: values[index].numel()].view(values[index].shape)
+        self._entries, self._views = entries, [views[index] for index in range(len(values))]
+        self._wrapped = []
+        for entry, view in zip(entries, self._views, strict=True):
+            master: Any = entry.master
+            self._wrapped.append(DTensor(view, master._spec, requires_grad=False))  # type: ignore[no-untyped-call]
+
+
+def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
+    """True if a gradient's shard is a plain tensor that is cut as the master's."""
+    local, master = grad._local_tensor, entry.master
+    if grad._spec is not entry.spec:
+        ours: Any = master._spec  # type: ignore[attr-defined]
+        if grad._spec.placements != ours.placements or grad._spec.mesh is not ours.mesh:
+            return False
+        entry.spec = grad._spec
+    return type(local) is Tensor and local.is_contiguous() and local.shape == master._local_tensor.shape  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------- write back
+class Batch:
+    """Quantized parameters whose shards share amaxes over the same process groups."""
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self.entries: list[Entry] = []
+        self.row_shardings: list[RowSharding | None] = []
+        self.prepared: Requantization | None = None
+
+    def requantize(self) -> None:
+        """Requantizes all of them from their masters."""
+        pairs: list[Any] = [(entry.local, local_of(entry.master)) for entry in self.entries]
+        if self.prepared is None or not self.prepared.holds(pairs):
+            self.prepared = prepared.prepared(pairs, self.groups, self.row_shardings)
+        if self.prepared is None:
+            weights.requantize_batch_(pairs, self.groups, self.row_shardings)
+        else:
+            self.prepared(pairs)
+
+
+class WriteBack:
+    """How parameters that a step has moved are rewritten from their masters."""
+
+    def __init__(self, moved: list[Entry]) -> None:
+        self._moved = moved
+        self._rounded: list[Entry] = []
+        batches: dict[tuple[int, ...], Batch] = {}
+        for entry in moved:
+            local = entry.local
+            if not entry.trains:
+                continue
+            if not isinstance(local, QuantizedTensor):
+                self._rounded.append(entry)
+                continue
+            groups = meshes.amax_groups(local.LAYOUT, entry.param)
+            batch = batches.setdefault(tuple(map(id, groups)), Batch(groups))
+            batch.entries.append(entry)
+            batch.row_shardings.append(shards.row_sharding_of(entry.param, local))
+        self._batches = list(batches.values())
+
+    def holds(self, moved: list[Entry]) -> bool:
+        """True if it was made for these parameters, as they are now."""
+        same = len(moved) == len(self._moved) and all(map(is_, moved, self._moved))
+        return same and not any(isinstance(entry.local, QuantizedTensor) for entry in self._rounded)
+
+    def __call__(self) -> None:
+        """Rewrites all of them: rounded, or requantized with one amax reduction for all that share process groups."""
+        for entry in self._rounded:
+            entry.local.copy_(local_of(entry.master))
+        for batch in self._batches:
+            batch.requantize()
