@@ -86,7 +86,11 @@ class Agreed:
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor | None) -> None:
         """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1."""
-        layout, (last, before) = tensor.LAYOUT, self._on(current.device)
+        layout = tensor.LAYOUT
+        if not layout.history:
+            self.amax, self.plane, self.of = current, current if "amax" in layout.stored else None, self.count(tensor)
+            return
+        last, before = self._on(current.device)
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")
         if amax is not None and plane is not None and new is not None and before is not None:
@@ -145,7 +149,7 @@ def measured(weights: Sequence[tuple[CastOnGather, Tensor]]) -> list[Found]:
     batches: dict[tuple[tuple[int, ...], str], list[tuple[CastOnGather, Tensor]]] = defaultdict(list)
     groups: dict[tuple[int, ...], Sequence[dist.ProcessGroup]] = {}
     for tensor, matrix in weights:
-        own_groups, _ = shards.amax_groups(tensor)
+        own_groups = shards.process_groups(tensor)
         key = tuple(map(id, own_groups))
         groups[key] = own_groups
         batches[key, matrix.device.type].append((tensor, matrix))

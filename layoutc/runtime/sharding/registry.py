@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -119,11 +119,15 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup."""
+    """Where FSDP2 keeps a shard: weak references to the local tensor, its FSDPParam and FSDPParamGroup.
+
+    known: what others have worked out from that, by name, for as long as the shard lives.
+    """
 
     local: weakref.ref[Any]
     param: weakref.ref[Any]
     group: weakref.ref[Any]
+    known: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def is_gone(self) -> bool:

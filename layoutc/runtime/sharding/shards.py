@@ -15,7 +15,7 @@ from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.sharding import meshes
-from layoutc.runtime.sharding.registry import Shard, find, parameter_name
+from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,18 @@ class RowSharding:
 def amax_groups(shard: Shard) -> tuple[list[dist.ProcessGroup], int]:
     """The process groups whose shards share an amax with this one, of FSDP2 and of tensor parallelism; and its
     `tag`."""
-    if not shard.LAYOUT.shares_amax:
-        return [], 0
+    return (process_groups(shard), tag(shard)) if shard.LAYOUT.shares_amax else ([], 0)
+
+
+def process_groups(shard: Shard) -> list[dist.ProcessGroup]:
+    """Those of amax_groups, for a recipe that shares an amax."""
     sharding = find(shard)
     if sharding is None or sharding.is_gone:
-        return meshes.resolve(shard._peers or ()), tag(shard)
-    return meshes.amax_groups(shard.LAYOUT, sharding.parameter), tag(shard)
+        return meshes.resolve(shard._peers or ())
+    groups: list[dist.ProcessGroup] | None = sharding.known.get("process_groups")
+    if groups is None:
+        groups = sharding.known["process_groups"] = meshes.amax_groups(shard.LAYOUT, sharding.parameter)
+    return groups
 
 
 def tag(shard: Shard) -> int:
@@ -52,7 +58,16 @@ def tag(shard: Shard) -> int:
 def row_sharding(shard: Shard) -> RowSharding | None:
     """How FSDP2 shards the rows of this tensor's weight; None unless it is a shard, cut on dim 0."""
     sharding = find(shard)
-    if sharding is None or sharding.is_gone or sharding.dim != 0 or (group := sharding.process_group) is None:
+    if sharding is None or sharding.is_gone:
+        return None
+    if "rows" not in sharding.known:
+        sharding.known["rows"] = _row_sharding(sharding)
+    found: RowSharding | None = sharding.known["rows"]
+    return found
+
+
+def _row_sharding(sharding: Sharding) -> RowSharding | None:
+    if sharding.dim != 0 or (group := sharding.process_group) is None:
         return None
     cuts = Cuts(prod(sharding.shape[:-1]), prod(sharding.padded_shape[:-1]), group.size())
     return RowSharding(group, group.rank(), cuts)
