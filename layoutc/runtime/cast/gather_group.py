@@ -23,6 +23,7 @@ from torch import Tensor
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Layout, PassName
 from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.fsdp2.wire import Arrived
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
@@ -298,6 +299,8 @@ def _note(
     for one, plane in zip(everything, [planes[position] for position in positions], strict=True):
         if (one.data_ptr(), one.shape, one.dtype) != (plane.data_ptr(), plane.shape, plane.dtype):
             return
+    if route.world > 1 and all(leg.joined is None for leg in route.legs.values()):
+        gathering.before = Arrived()  # what arrives are views of FSDP2's outputs, the same in each gather
     shared = tuple([(name, names.index(name) if name in names else None) for name in gathering.shared])
     examples[at] = Example(gathering, positions, shared)
 
