@@ -462,3 +462,19 @@ def moves(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 def test_a_group_follows_weights_that_move(two: Ranks, recipe: str) -> None:
     two.run(moves, recipe)
+
+
+def follows_a_choice(recipe: str) -> None:
+    """Set, and taken back, when gathers are like those before them."""
+    model = in_one_group(recipe, count=2)
+    with kernels_on_cpu():
+        for mode in (None, None, None, "low", "low", "dequantize", None):
+            if mode != local(model[0])._products:
+                layoutc.set_products_(model, mode)
+            model.unshard()
+            assert [layer.weight._products for layer in model] == [mode] * 2
+            model.reshard()
+
+
+def test_gathered_weights_follow_the_choice_of_products(two: Ranks) -> None:
+    two.run(follows_a_choice, "fp8_current")
