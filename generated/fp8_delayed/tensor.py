@@ -59,7 +59,7 @@ class FP8DelayedTensor(QuantizedTensor):
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
         once; they are copied.
         """
-        if steady.arrived(out, metadata, all_gather_outputs):
+        if steady.arrived(self, out, metadata, all_gather_outputs):
             return None
         received = wire.receive(all_gather_outputs, metadata)
         gathered = {

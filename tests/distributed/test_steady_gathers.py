@@ -21,8 +21,9 @@ from models import (
     train_step,
     width_for,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import layoutc
 from layoutc.runtime.fsdp2 import wire
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -113,6 +114,28 @@ def keeps_its_scale(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
 def test_a_gathered_weight_keeps_its_scale(two: Ranks, recipe: str) -> None:
     two.run(keeps_its_scale, recipe)
+
+
+def follows_its_own_choice(recipe: str, cast: bool) -> None:
+    """A mode that is set between two gathers, of the shard alone, as it is while the weight is not gathered."""
+    width = width_for(recipe, dist.get_world_size())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False))
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
+    fully_shard(model)
+    for mode in ("low", "auto", None, "low", "dequantize"):
+        model.unshard()
+        model.reshard()
+        layoutc.set_products_(model, mode)
+        model.unshard()
+        gathered: Any = model[0].weight
+        assert gathered._products == mode
+        model.reshard()
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_choice_between_gathers_is_followed(two: Ranks, cast: bool) -> None:
+    two.run(follows_its_own_choice, "mxfp8", cast)
 
 
 def copies_start_anew(recipe: str) -> None:

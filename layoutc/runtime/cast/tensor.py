@@ -226,9 +226,6 @@ class CastOnGather(torch.Tensor):
         gathered: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
             self, all_gather_outputs, metadata, param_dtype, out=out
         )
-        if out is not None:
-            target: Any = getattr(out, "_local_tensor", out)
-            target._products = self._products  # may have been set since the last gather
         return gathered
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers

@@ -91,7 +91,7 @@ def _is_view(one: Tensor, plane: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == plane.untyped_storage()._cdata)
 
 
-def arrived(out: Tensor | None, gathering: Gathering, outputs: Sequence[Tensor]) -> bool:
+def arrived(shard: hooks.Gatherable, out: Tensor | None, gathering: Gathering, outputs: Sequence[Tensor]) -> bool:
     """Gives a gathered weight its planes, if they arrived where those of the gather before did; False otherwise.
 
     Views follow their storage when FSDP2 frees it and allocates it anew, so equal addresses mean the same storage.
@@ -105,6 +105,7 @@ def arrived(out: Tensor | None, gathering: Gathering, outputs: Sequence[Tensor])
         planes.clear()
         planes.update(before.planes)
         planes.update(gathering.shared)
+        target._products = shard._products  # may have been set since
         return True
     before.outputs = tuple(outputs)
     return False
