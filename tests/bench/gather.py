@@ -1,9 +1,11 @@
 """What a gather costs under FSDP2: in bf16, with planes as they are, and with each weight as one interleaved payload.
 
-    torchrun --nproc-per-node 4 tests/bench/gather.py [--json FILE]
+    torchrun --nproc-per-node 4 tests/bench/gather.py [--nccl-memory] [--json FILE]
 
 A transformer block's seven weights (4096 wide, 14336 in the feed-forward layer) are sharded as one group; timed are
-unshard, wait and reshard, forward's planes, on the card (median of runs, all ranks in step) and on the host alone. The
+unshard, wait and reshard, forward's planes, on the card (median of runs, all ranks in step) and on the host alone.
+--nccl-memory lets NCCL allocate what it sends from and receives into (FSDP2's
+set_allocate_memory_from_process_group_for_comm). The
 interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
 group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
 """
@@ -116,6 +118,7 @@ def main() -> None:
             print(f"{line} {figures['host_us']:9.1f} us host", flush=True)
 
     module: Any = block(None, device)
+    module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
     note("bf16", "plain", timed(module), 2.0)
     del module
     elements = sum(prod(size) for size in SIZES)
@@ -131,6 +134,7 @@ def main() -> None:
         for form in ("planes", "interleaved"):
             undo = interleaved(cls) if form == "interleaved" else lambda: None
             module = block(recipe, device)
+            module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
             correct(module, whole)
             note(recipe, form, timed(module), sent)
             undo()

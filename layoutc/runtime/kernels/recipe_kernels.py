@@ -1,4 +1,4 @@
-"""launch.Launches a recipe's kernels: for one weight or a batch, into planes or into the buffers that a GEMM reads."""
+"""Launches a recipe's kernels: for one weight or a batch, into planes or into the buffers that a GEMM reads."""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
 def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
     cls = recipe_of(recipe)
     named = dict(zip(cls.LAYOUT.sources[orientation], planes, strict=True))
-    return own(cls._matrix_values(named, m, k, orientation, dtype), *planes)
+    values = cls._matrix_values(named, m, k, orientation, dtype)
+    return values if cls._kernels(planes[0], dtype) is not None else own(values, *planes)  # a kernel's are new
 
 
 def _run_lay_out(
