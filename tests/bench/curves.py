@@ -1,6 +1,6 @@
 """Losses of trainings with products in low precision beside bf16: a byte-level transformer, from scratch, some seeds.
 
-    python tests/bench/curves.py [RECIPE...] [--steps 1000] [--seeds 3] [--json FILE] [--png FILE]
+    python tests/bench/curves.py [RECIPE...] [--steps 1000] [--seeds 3] [--jobs 1] [--json FILE] [--png FILE]
     python tests/bench/curves.py --read FILE... [--png FILE]    what other runs have written, together
 
 All runs of a seed start from the same weights and see the same batches. bf16 is autocast over fp32 weights; recipes are
@@ -8,7 +8,8 @@ quantized weights under MasterWeights, all three products of each linear layer i
 the card's kernel, else quantized values multiplied in fp32, which is slower and gives the same numbers up to the order
 of additions). Learning rate: linear warm-up, then a cosine to a tenth. Printed: the mean loss of the last twentieth of
 the steps, mean and range over the seeds, and its distance from bf16's. Exits with 1 where the distance is above the
-limit: 1%, and 3% for elements of 4 bits. --png needs matplotlib.
+limit: 1%, and 3% for elements of 4 bits. --jobs trains so many at once, each in a process of its own: they are small,
+and a card is mostly idle with one. --png needs matplotlib.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import json
 import math
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
@@ -107,6 +111,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="losses by --json; nothing is trained")
     parser.add_argument("--png", type=Path)
@@ -127,9 +132,17 @@ def trained(asked: argparse.Namespace) -> dict[str, list[list[float]]]:
     sizes = {name: getattr(asked, name) for name in ("dim", "layers", "heads", "context", "batch", "lr")}
     config = Config((), asked.steps, **sizes)
     curves: dict[str, list[list[float]]] = {}
-    for name in (BF16, *asked.recipes):
+    names, seeds = (BF16, *asked.recipes), range(asked.seeds)
+    pool = ProcessPoolExecutor(asked.jobs, get_context("spawn")) if asked.jobs > 1 else None
+    waiting = {
+        name: [pool.submit(losses_of, name, seed, config, device).result for seed in seeds]
+        if pool
+        else [partial(losses_of, name, seed, config, device) for seed in seeds]
+        for name in names
+    }
+    for name in names:
         began = time.perf_counter()
-        curves[name] = [losses_of(name, seed, config, device) for seed in range(asked.seeds)]
+        curves[name] = [losses() for losses in waiting[name]]
         ends = [at_the_end(losses) for losses in curves[name]]
         print(
             f"{name:16} {fmean(ends):8.4f}  {min(ends):8.4f} to {max(ends):8.4f}  {time.perf_counter() - began:6.1f} s",
@@ -137,6 +150,8 @@ def trained(asked: argparse.Namespace) -> dict[str, list[list[float]]]:
         )
         if asked.json is not None:
             asked.json.write_text(json.dumps(curves), encoding="utf-8")
+    if pool:
+        pool.shutdown()
     return curves
 
 
