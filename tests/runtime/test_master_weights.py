@@ -297,3 +297,50 @@ def test_masters_of_plain_parameters() -> None:
         assert master.dtype == torch.float32
         assert torch.equal(master, param.float())
         assert (master.data_ptr() == param.data_ptr()) == (param.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_an_empty_state_that_is_loaded_changes_nothing(recipe: str) -> None:
+    """accelerate does so as it takes an optimizer: torch's checkpoints still initialize the state, and weights that are
+    written later still become masters."""
+    model, other = model_of(recipe), model_of(recipe)
+    optimizer, untouched = (layoutc.MasterWeights(torch.optim.AdamW, m.parameters(), lr=1e-2) for m in (model, other))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.state
+    for one in (model, other):
+        with torch.no_grad():
+            for seed, param in enumerate(one.parameters()):
+                param.copy_(values_of(seed + 7))
+    steps(model, optimizer)
+    steps(other, untouched)
+    for a, b in zip(optimizer.masters().values(), untouched.masters().values(), strict=True):
+        assert torch.equal(a, b)
+    fresh = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    fresh.load_state_dict(fresh.state_dict())
+    state = get_optimizer_state_dict(model, fresh)["state"]
+    assert all({"exp_avg", "exp_avg_sq", "master"} <= set(entry) for entry in state.values())
+
+
+def test_a_state_dict_is_that_of_the_parameters_in_the_groups() -> None:
+    """accelerate puts others there."""
+    model = model_of("mxfp8")
+    optimizer = layoutc.MasterWeights(torch.optim.SGD, model.parameters(), lr=1e-2)
+    replaced = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    optimizer.param_groups[0]["params"] = list(replaced)
+    assert optimizer.state_dict()["param_groups"][0]["params"] == [0, 1]
+    assert list(optimizer.masters()) == replaced
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_masters_stay_as_fine_as_they_are_where_a_module_is_moved(recipe: str) -> None:
+    """accelerate and Lightning move a model after its optimizer was made; nothing is written by that."""
+    model, other = model_of(recipe), model_of(recipe)
+    optimizer, untouched = (layoutc.MasterWeights(torch.optim.AdamW, m.parameters(), lr=1e-5) for m in (model, other))
+    before = states_of(optimizer)
+    model.to("cpu")
+    for param in model.parameters():
+        param.data = param.data
+    assert all(torch.equal(a, b) for a, b in zip(before, states_of(optimizer), strict=True))
+    assert not warned(lambda: steps(model, optimizer))
+    steps(other, untouched)
+    assert all(torch.equal(a, b) for a, b in zip(states_of(untouched), states_of(optimizer), strict=True))

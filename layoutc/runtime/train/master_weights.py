@@ -16,7 +16,7 @@ from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.train import inner_optimizer, replaced_parameters
-from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, local_of, stamp
+from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -106,6 +106,11 @@ class MasterWeights(torch.optim.Optimizer):
             self._gradients.take(entries)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As Optimizer.state_dict, of the parameters that the groups hold now."""
+        replaced_parameters.follow(self)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the masters and the inner optimizer's state, in fp32 as they were saved.
 
@@ -129,8 +134,10 @@ class MasterWeights(torch.optim.Optimizer):
         for param, state in states:
             self._load_one(param, state)
         inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
-        self._collect_state()
-        self._loaded = True
+        # Without a state there is nothing to collect: torch's checkpoints initialize what is empty, and only that.
+        self._loaded = any(state for _, state in states)
+        if self._loaded:
+            self._collect_state()
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
@@ -256,7 +263,7 @@ class MasterWeights(torch.optim.Optimizer):
                     if not param.requires_grad or (made := self._master(param)) is param:
                         continue
                     entry.master = self._masters[param] = inner["params"][position] = made
-                elif entry.stamp == now:
+                elif entry.stamp == now or is_moved(entry.stamp, now):
                     continue
                 elif not self._loaded:
                     self._take_values(param, entry.master)

@@ -41,7 +41,7 @@ def follow(optimizer: MasterWeights) -> None:
                     + "; create a new optimizer with the parameters that it is to train"
                 )
             was_coarse = old in optimizer._coarse
-            for record in (masters, optimizer._written, optimizer._recipes, optimizer._coarse):
+            for record in (masters, optimizer._written, optimizer._recipes, optimizer._coarse, optimizer.state):
                 record.pop(old, None)
             optimizer._adopt([param])
             made = inner["params"][position] = masters[param]

@@ -74,6 +74,12 @@ def stamp(param: Tensor) -> Any:
     return id(local), local._version, param._version
 
 
+def is_moved(before: Any, now: Any) -> bool:
+    """Whether a quantized parameter has the bytes of an earlier stamp in another tensor, as module.to sets it by .data:
+    its version counters start at 0, and what this package writes changes the rest of the stamp as well."""
+    return type(now[1]) is tuple and before[0] is now[0] and not any(now[1])
+
+
 # ----------------------------------------------------------------------------------------------------------- gradients
 class Gradients:
     """The gradients of masters during a step: those of parameters, in fp32."""
