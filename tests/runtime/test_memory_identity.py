@@ -132,6 +132,18 @@ def test_a_kernel_that_would_take_codes_for_values_is_refused(recipe: str) -> No
     assert torch.equal(out, 2 * cast(recipe).plain.view(-1)[:64])
 
 
+def test_safetensors_writes_no_codes_as_values(recipe: str, tmp_path: Path) -> None:
+    """transformers' save_pretrained writes so."""
+    library = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    for made in (weight(recipe), nn.Parameter(weight(recipe)), weight(recipe)[128:]):
+        with pytest.raises(UnsupportedOperator, match="export_safetensors") as error:
+            library.save_file({"w": made}, tmp_path / "w.safetensors")
+        assert f"can't write a weight of shape {tuple(made.shape)}" in str(error.value)
+        assert not (tmp_path / "w.safetensors").exists()
+    library.save_file({"w": cast(recipe)}, tmp_path / "w.safetensors")
+    assert torch.equal(library.load_file(tmp_path / "w.safetensors")["w"], cast(recipe).plain)
+
+
 def test_is_set_to(recipe: str) -> None:
     w = weight(recipe)
     with layoutc.strict():

@@ -14,6 +14,7 @@ _TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._in
 # Stagers would copy numel() elements from an address; an address of 0 tells them that there is no such memory.
 _STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._state_dict_stager")
 _KERNELS = ("triton.",)  # a kernel would read numel() elements of the outer dtype at the address
+_WRITERS = ("safetensors.",)  # so would a writer of files: codes, and whatever lies behind them
 
 
 def untyped_storage(tensor: Shard) -> torch.UntypedStorage:
@@ -35,10 +36,17 @@ def data_ptr(tensor: Shard) -> int:
     own first row. 0 on meta and while FSDP2 has freed it.
 
     Aliases have the same address, and no two weights do. Use it as an identity only: a quantized weight has codes
-    there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, which would read
-    them as such.
+    there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, or safetensors,
+    which would read them as such.
     """
-    plain = _addressed(tensor, callers.asking(), (*_TRACING, *_STAGERS))
+    caller = callers.asking()
+    if caller.startswith(_WRITERS) and getattr(tensor, "_plain", None) is None:
+        raise UnsupportedOperator(
+            f"safetensors can't write {tensor._label()} as a tensor of its dtype: it holds codes; "
+            "layoutc.checkpoint.export_safetensors(model, folder) writes its planes, or with dtype=torch.bfloat16 "
+            "plain values; layoutc.integrations.transformers makes save_pretrained do so"
+        )
+    plain = _addressed(tensor, caller, (*_TRACING, *_STAGERS))
     if plain is None or plain.is_meta or not plain.untyped_storage().nbytes():
         return 0
     return plain.data_ptr()
