@@ -75,6 +75,7 @@ ABOVE = {
         "checkpoint.safetensors",
         "torch",
     ),
+    "integrations": ("layoutc runtime.weight checkpoint", "torch accelerate lightning torchtitan transformers"),
     "bench": (
         "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
         "torch triton rich",

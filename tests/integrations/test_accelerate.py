@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import forget, use_fsdp2
 from harness import Ranks
-from models import adam, batch, build, my_share
+from models import Model, adam, batch, build, make_uneven, my_share
 from test_cast_on_gather import build_cast
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+import layoutc
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'layoutc[integrations]'")
 
@@ -96,3 +99,56 @@ def upcasts(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_mixed_precision_changes_no_byte(two: Ranks, recipe: str) -> None:
     two.run(upcasts, recipe)
+
+
+def resumes(recipe: str, use: str, folder: str) -> None:
+    """`prepare` trains as one process does; saved after two steps, another model goes on from there; and exports."""
+    from layoutc.checkpoint import load_safetensors
+    from layoutc.integrations.accelerate import export, prepare
+
+    alone, optimizer = built(recipe, use)
+    expected = [one_step(alone, optimizer, step) for step in range(4)]
+    options: dict[str, Any] = {"recipe": recipe, "use": use, "lr": 1e-2, "weight_decay": 0.1}
+    losses: list[float] = []
+    for part in (range(2), range(2, 4)):
+        engine = accelerator(True)
+        torch.manual_seed(part.start)
+        plain = Model(WIDTH)
+        if part.start == 0:
+            torch.manual_seed(0)
+            plain = Model(WIDTH)
+            make_uneven(plain)
+        model, other = prepare(engine, plain, torch.optim.AdamW, **options)
+        use_fsdp2(engine, "Linear")  # on a CPU, prepare forgets it
+        if part.start:
+            engine.load_state(f"{folder}/state")
+        losses += [one_step(model, other, step, engine) for step in part]
+        if part.start == 0:
+            engine.save_state(f"{folder}/state")
+    assert losses == expected, (losses, expected)
+    names = export(engine, model, f"{folder}/out")
+    assert names == ["model.safetensors"]
+    again = Model(WIDTH)
+    if use == "quantized":
+        layoutc.quantize_(again, recipe)
+    load_safetensors(again, f"{folder}/out")
+    x, _ = batch(9, WIDTH)
+    assert torch.equal(again(x), alone(x) if use == "quantized" else again(x))
+
+
+def one_step(model: Any, optimizer: Any, step: int, engine: Any = None) -> float:
+    """The loss before it."""
+    x, y = batch(step, WIDTH)
+    loss = (model(x) - y).square().mean()
+    if engine is None:
+        loss.backward()
+    else:
+        engine.backward(loss * my_share())
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_current", "cast_on_gather")])
+def test_what_accelerate_saves_it_resumes(two: Ranks, tmp_path: Path, recipe: str, use: str) -> None:
+    two.run(resumes, recipe, use, str(tmp_path))

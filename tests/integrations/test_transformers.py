@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def trainer(model: Any, use: str, sharded: bool, folder: str) -> Any:
-    """Two texts a step: one on each of two ranks, or one after the other."""
+def trainer(model: Any, use: str, sharded: bool, folder: str, steps: int = 0, callback: Any = None) -> Any:
+    """Two texts a step: one on each of two ranks, or one after the other. steps: with a checkpoint after two."""
     from transformers import Trainer, TrainingArguments
 
     forget()
@@ -58,17 +59,21 @@ def trainer(model: Any, use: str, sharded: bool, folder: str) -> Any:
         output_dir=folder,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1 if dist.is_initialized() else 2,
-        max_steps=STEPS,
+        max_steps=steps or STEPS,
         learning_rate=1e-2,
         max_grad_norm=0.0,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if steps else "no",
+        save_steps=2,
+        lr_scheduler_type="constant",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         seed=7,
     )
     options: dict[str, Any] = {}
+    if callback is not None:
+        options["callbacks"] = [callback(model)]
     if use == "quantized":
         options["optimizers"] = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2), None
     made = Trainer(model=model, args=arguments, train_dataset=Texts(), **options)
@@ -159,3 +164,40 @@ def test_experts_of_transformers_multiply_in_low_precision(kind: str) -> None:
         f"fp8_block {product}": 4 for product in ("forward", "grad_input", "grad_weight")
     }
     assert all(model.get_parameter(name).grad is not None for name in names)
+
+
+def saves(recipe: str, use: str, folder: str, part: int) -> tuple[list[float], list[float]]:
+    """Losses of two steps, then of two more by a trainer of its own; and what a saved model generates from."""
+    from transformers import LlamaForCausalLM
+
+    from layoutc.integrations.transformers import LayoutcCallback
+
+    model = llama(recipe, use)
+    made = trainer(model, use, dist.is_initialized(), f"{folder}/run", steps=2 * (part + 1), callback=LayoutcCallback)
+    made.train(resume_from_checkpoint=f"{folder}/run/checkpoint-2" if part else None)
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    model.save_pretrained(f"{folder}/model-{part}")
+    if dist.is_initialized():
+        dist.barrier()
+    loaded, told = LlamaForCausalLM.from_pretrained(f"{folder}/model-{part}", output_loading_info=True)
+    assert not any(told.values()), told
+    found = loaded.generate(torch.arange(8).view(1, -1), max_new_tokens=4, do_sample=False)
+    assert found.shape == (1, 12)
+    whole = [values(param) for param in model.parameters()]
+    for held, param in zip(whole, loaded.parameters(), strict=True):
+        assert torch.equal(held, param.detach())
+    return losses, [float(param.sum()) for param in whole]
+
+
+@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_current", "cast")])
+def test_a_trainer_saves_resumes_and_exports(two: Ranks, tmp_path: Path, recipe: str, use: str) -> None:
+    """On two ranks as on one."""
+    curves = []
+    for part in range(2):
+        alone, sums = saves(recipe, use, str(tmp_path / "one"), part)
+        for losses, found in two.run(saves, recipe, use, str(tmp_path / "two"), part):
+            assert losses == alone
+            assert found == sums
+        curves.append(alone)
+    assert curves[1][:2] == curves[0]
+    assert len(curves[1]) == 4

@@ -1,0 +1,119 @@
+"""torchtitan: its own trainer, with a section `layoutc` in its config and on its command line.
+
+    torchrun ... -m torchtitan.train --module layoutc.integrations.torchtitan --config llama3.llama3_8b \\
+        --layoutc.recipe nvfp4 --layoutc.use quantized
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+import layoutc
+from layoutc.integrations.packages import needs
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+with needs("torchtitan", "torchtitan"):
+    from torchtitan import trainer as titan
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import derive
+    from torchtitan.models.common.attention import FusedQKVLinear
+    from torchtitan.protocols.model import ModelConfigConverter
+
+
+class Converter(ModelConfigConverter):
+    """Quantizes a model when it is built, before it is sharded. For configs in Python, among their converters."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """What of a model is quantized, and when. Texts below are those of --help."""
+
+        recipe: str = ""
+        """A recipe's name, such as nvfp4. None: the trainer is torchtitan's own."""
+        use: Literal["quantized", "cast_on_gather"] = "quantized"
+        """Weights that are stored quantized, under fp32 masters; or plain weights that are quantized when gathered."""
+        param_filter: list[str] = field(default_factory=list)
+        """Patterns of parameters' names, such as layers.*.weight,*.w?_*. None: weights of all linear layers."""
+        products: Literal["auto", "low", "dequantize"] = "dequantize"
+        """How the chosen weights are multiplied."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """Makes the config build a converted model; returns it."""
+        base, own = type(model_config), self.config
+
+        class Converted(base):  # type: ignore[misc, valid-type]
+            __slots__ = ()
+
+            def build(self, **options: Any) -> nn.Module:
+                model: nn.Module = base.build(self, **options)
+                convert = layoutc.quantize_ if own.use == "quantized" else layoutc.cast_on_gather_
+                convert(model, own.recipe, param_filter=own.param_filter or None)
+                if own.products != "dequantize":
+                    layoutc.set_products_(model, own.products)
+                for module in model.modules():
+                    if isinstance(module, FusedQKVLinear) and isinstance(module.wqkv.weight.data, QuantizedTensor):
+                        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+                            hooks.clear()  # they cut the weight between heads, which may be inside of blocks
+                return model
+
+        model_config.__class__ = Converted  # it stays the object that torchtitan holds
+        return model_config
+
+
+class Optimizers(OptimizersContainer):
+    """torchtitan's optimizers on fp32 masters. After each step it finds the amaxes of weights that are cast."""
+
+    STEPS_MASTERS = True  # or none, where weights are cast: nothing to warn of
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        masters: bool = True
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        self._masters = config.masters
+        if config.masters and config.implementation == "fused_opt_states_bf16":
+            raise ValueError("MasterWeights has no --optimizer.implementation fused_opt_states_bf16: use fused")
+        super().__init__(config, **options)
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
+        factory: Any = OptimizersContainer._resolve_optimizer_factory(name)
+        return partial(layoutc.MasterWeights, factory) if self._masters else factory
+
+    def step(self, closure: Any = None) -> None:
+        """All of them; and one all-reduce for the amaxes that the next gathers need."""
+        super().step(closure)
+        for part in self.model_parts:
+            layoutc.precompute_amaxes(part)
+
+
+class Trainer(titan.Trainer):
+    """torchtitan's trainer; the section `layoutc` of its config chooses the recipe."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Trainer.Config):
+        layoutc: Converter.Config = field(default_factory=Converter.Config)
+
+    def __init__(self, config: Config) -> None:
+        if config.layoutc.recipe:
+            Converter(config.layoutc).convert(config.model_spec.model)
+            config.optimizer = derive(config.optimizer, Optimizers.Config, masters=config.layoutc.use == "quantized")
+        super().__init__(config)
+
+
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+    """The config `llama3.llama3_8b`: torchtitan's llama3_8b of its module llama3, with the section `layoutc`."""
+    module, _, config = name.rpartition(".")
+    if not module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; a config is MODULE.CONFIG")
+    loaded, _ = ConfigManager()._load_config(["--module", module, "--config", config])
+    if type(loaded) is not titan.Trainer.Config:
+        raise TypeError(f"{name} has a trainer of its own, {type(loaded).__qualname__}: name Converter and Optimizers")
+    return partial(derive, loaded, Trainer.Config)

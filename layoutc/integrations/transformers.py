@@ -1,0 +1,70 @@
+"""transformers: a callback for Trainer, after which `save_pretrained` writes plain values that anything can load.
+
+model = AutoModelForCausalLM.from_pretrained(name)
+layoutc.quantize_(model, "nvfp4", param_filter=["model.layers.*.weight"])
+trainer = Trainer(
+    model=model,
+    optimizer_cls_and_kwargs=(masters(torch.optim.AdamW), {"lr": 1e-5}),
+    callbacks=[LayoutcCallback(model)],
+)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import layoutc
+from layoutc.integrations.packages import needs
+from layoutc.integrations.plain_values import plain
+
+with needs("transformers"):
+    from transformers import PreTrainedModel, TrainerCallback
+
+
+def masters(optimizer_class: type[torch.optim.Optimizer]) -> type[layoutc.MasterWeights]:
+    """A class for `optimizer_cls_and_kwargs`, which calls a function in another way: it steps fp32 masters."""
+
+    class Masters(layoutc.MasterWeights):
+        def __init__(self, params: Iterable[Any], **options: Any) -> None:
+            super().__init__(optimizer_class, params, **options)
+
+    return Masters
+
+
+class LayoutcCallback(TrainerCallback):
+    """Compares ranks before the first step, and finds amaxes of weights that are cast on gather after each.
+
+    Also makes the model's `save_pretrained`, and so Trainer's `save_model`, write dequantized weights under their usual
+    names, which `from_pretrained` loads. Quantized files are `layoutc.checkpoint.export_safetensors`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        make_saveable(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ranks that hold different weights would train apart."""
+        layoutc.check_ranks(self._model)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One all-reduce for all weights, which gathers would do one by one."""
+        layoutc.precompute_amaxes(self._model)
+
+
+def make_saveable(model: PreTrainedModel) -> None:
+    """Makes `save_pretrained` of this model write plain values. Where the model is sharded, every rank calls it."""
+    if not isinstance(model.save_pretrained, partial):
+        model.save_pretrained = partial(_save_plain, model)
+
+
+def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, **options: Any) -> None:
+    """As PreTrainedModel.save_pretrained; the first rank writes. Trainer passes state_dict on the rank that writes."""
+    if state_dict is None and dist.is_initialized():
+        options.setdefault("is_main_process", dist.get_rank() == 0)
+    whole = plain(model.state_dict() if state_dict is None else state_dict)
+    type(model).save_pretrained(model, folder, state_dict=whole, **options)
