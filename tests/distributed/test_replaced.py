@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import Ranks
-from models import adam, batch, build, my_share, shard
+from models import adam, batch, build, my_share, shard, train_step
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from layoutc.runtime.errors import LayoutError
 
@@ -18,6 +19,36 @@ def put(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     params = list(model.parameters())
     for group in optimizer.param_groups:
         group["params"] = [params.pop(0) for _ in group["params"]]
+
+
+def made_before(recipe: str) -> list[float]:
+    """An optimizer from before fully_shard, against one process; gradients are zeroed through it, and it is saved."""
+    alone = build(recipe, WIDTH)
+    optimizer = adam(alone)
+    expected = [train_step(alone, optimizer, step, WIDTH) for step in range(4)]
+    model = build(recipe, WIDTH)
+    other = adam(model)
+    shard(model)
+    entries = get_optimizer_state_dict(model, other)["state"]  # torch initializes it, by a step
+    assert all({"exp_avg", "exp_avg_sq", "step"} <= set(entry) for entry in entries.values())
+    model = build(recipe, WIDTH)
+    other = adam(model)
+    shard(model)
+    losses = [train_step(model, other, step, WIDTH, my_share()) for step in range(2)]
+    state = get_optimizer_state_dict(model, other)
+    assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+    losses += [train_step(model, other, step, WIDTH, my_share()) for step in range(2, 4)]
+    assert losses == expected, (losses, expected)
+    assert {id(p) for group in other.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    return losses
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_an_optimizer_from_before_fully_shard_trains_what_it_made(two: Ranks, recipe: str) -> None:
+    """To the bit; nothing has put the new parameters into its groups."""
+    found = two.run(made_before, recipe)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
 
 
 def follows(recipe: str, same: bool) -> str:

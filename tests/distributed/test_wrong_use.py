@@ -5,6 +5,7 @@ Each case returns what was said. It is the same on all ranks, and the process gr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,10 +100,10 @@ def cast_after_fully_shard() -> None:
     layoutc.cast_on_gather_(shard(Model(WIDTH)), "nvfp4")
 
 
-def masters_made_before_fully_shard() -> None:
+def masters_of_a_model_that_is_not_trained() -> None:
     model = build("mxfp8", WIDTH)
     optimizer = adam(model)
-    train_step(shard(model), optimizer, 0, WIDTH)
+    train_step(shard(copy.deepcopy(model)), optimizer, 0, WIDTH)
 
 
 def tied_to_a_weight_that_is_not_chosen() -> None:
@@ -269,7 +270,7 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (quantize_after_fully_shard, ["layers.0.weight is already sharded: call quantize_ before fully_shard"]),
     (cast_after_fully_shard, ["layers.0.weight is already sharded: call cast_on_gather_ before fully_shard"]),
     (
-        masters_made_before_fully_shard,
+        masters_of_a_model_that_is_not_trained,
         ["MasterWeights has layers.0.weight", "create it after fully_shard"],
     ),
     (tied_to_a_weight_that_is_not_chosen, ["head.weight is tied to layers.0.weight", "leave out head.weight"]),

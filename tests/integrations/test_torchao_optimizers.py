@@ -1,18 +1,20 @@
-"""torchao's low-bit optimizers on weights that are cast on gather: as on plain parameters, and as in one process."""
+"""torchao's low-bit optimizers on weights that are cast on gather, and on masters, train as in one process."""
 
 from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from harness import Ranks
-from models import batch, my_share, shard
+from models import batch, build, my_share, shard, train_step
 from test_cast_on_gather import build_cast
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import layoutc
 
@@ -78,3 +80,45 @@ def trains(recipe: str, name: str) -> list[float]:
 def test_shards_train_as_one_process(two: Ranks, recipe: str, name: str) -> None:
     """Shards of whole blocks of states."""
     two.run(trains, recipe, name)
+
+
+def masters_train(recipe: str, name: str, folder: str) -> list[float]:
+    """Masters of quantized weights, stepped by a low-bit optimizer made before fully_shard, against one process; saved
+    after two steps, and resumed by another model and optimizer."""
+    from layoutc import checkpoint
+
+    losses: list[list[float]] = [[], []]
+    with compiling(None):
+        alone = build(recipe, WIDTH)
+        stepper = layoutc.MasterWeights(low_bit(name), alone.parameters(), lr=1e-2, weight_decay=0.1)
+        losses[0] += [train_step(alone, stepper, step, WIDTH) for step in range(4)]
+        for part in (range(2), range(2, 4)):
+            model = build(recipe, WIDTH, seed=part.start)
+            stepper = layoutc.MasterWeights(low_bit(name), model.parameters(), lr=1e-2, weight_decay=0.1)
+            shard(model)
+            if part.start:
+                weights, moments = get_state_dict(model, stepper)
+                state = {"model": weights, "optimizer": moments}
+                checkpoint.load(state, folder)
+                set_state_dict(model, stepper, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            losses[1] += [train_step(model, stepper, step, WIDTH, my_share()) for step in part]
+            if not part.start:
+                weights, moments = get_state_dict(model, stepper)
+                checkpoint.save({"model": weights, "optimizer": moments}, folder)
+    assert losses[0] == losses[1], losses
+    return losses[0]
+
+
+def low_bit(name: str) -> Any:
+    """The class."""
+    return getattr(import_module("torchao.optim"), name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("nvfp4", "AdamW8bit"), ("mxfp8", "AdamW4bit"), ("fp8_current", "AdamWFp8")]
+)
+def test_masters_in_shards_are_stepped_and_resumed(two: Ranks, tmp_path: Path, recipe: str, name: str) -> None:
+    """As in one process, to the bit."""
+    found = two.run(masters_train, recipe, name, str(tmp_path / "saved"))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4

@@ -38,11 +38,11 @@ class MasterWeights(torch.optim.Optimizer):
     torch.distributed.checkpoint.state_dict work. A parameter's state is the inner optimizer's, and its master under
     "master".
 
-    If parameters in `param_groups` are replaced by others, as accelerate does when it shards the model, the new ones
-    are trained from then on and take over the masters.
+    If parameters are replaced by others before the first step, by fully_shard, or in `param_groups`, as accelerate
+    does when it shards the model, the new ones are trained from then on and take over the masters.
 
-    A step raises LayoutError if it would train nothing or the wrong thing: if the optimizer was made before
-    fully_shard, which makes new parameters, or if a quantized weight has been made plain since.
+    A step raises LayoutError if it would train nothing or the wrong thing: if its parameters are no model's any more,
+    or if a quantized weight has been made plain since.
     """
 
     STEPS_MASTERS = True  # so `update_warnings` does not warn
@@ -52,7 +52,7 @@ class MasterWeights(torch.optim.Optimizer):
     _rewriting: WriteBack | None = None
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
-        """`params` and `options` are those of `optimizer_class`. Create it after fully_shard, as any optimizer."""
+        """`params` and `options` are those of `optimizer_class`. After fully_shard masters are as small as shards."""
         params = list(params)
         groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for group in groups:
@@ -65,6 +65,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._coarse: dict[Tensor, None] = {}  # parameters whose masters were made from codes
         self._loaded = False
         self._adopt([param for group in groups for param in group["params"]])
+        self._places = replaced_parameters.places(self._masters)
         inner_groups = [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **options)
         inner_optimizer.own_options(self.inner.param_groups)
@@ -76,6 +77,7 @@ class MasterWeights(torch.optim.Optimizer):
         added = self.param_groups[-1]
         if len(self.inner.param_groups) < len(self.param_groups):
             self._adopt(added["params"])
+            self._places |= replaced_parameters.places(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
             inner_optimizer.own_options(self.inner.param_groups[-1:])
 
@@ -102,6 +104,7 @@ class MasterWeights(torch.optim.Optimizer):
             inner_optimizer.step(self.inner)
             self._collect_state()
             self._write_back()
+            self._places.clear()
         finally:
             self._gradients.take(entries)
         return loss
@@ -164,7 +167,8 @@ class MasterWeights(torch.optim.Optimizer):
         """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
         self._forget_entries()
         kept = ("_kept", "_gradients", "_rewriting")
-        return {name: value for name, value in self.__dict__.items() if name not in kept} | {"_loaded": True}
+        state = {name: value for name, value in self.__dict__.items() if name not in kept}
+        return state | {"_loaded": True, "_places": {}}
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters."""

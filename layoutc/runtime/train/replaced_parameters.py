@@ -1,15 +1,17 @@
-"""Replaced parameters: ones that were put into an optimizer's groups in the place of others.
+"""Replaced parameters: ones that took the place of others in an optimizer's groups, or in the modules that have them.
 
-accelerate does so when it shards a model after the optimizer was made. The new parameter takes over the old one's
-master, cut as it is itself, since a master is finer than what the parameter dequantizes to.
+accelerate does the first when it shards a model after the optimizer was made, fully_shard the second. The new parameter
+takes over the old one's master, cut as it is itself, since a master is finer than what the parameter dequantizes to.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layoutc.runtime.errors import LayoutError
@@ -19,9 +21,39 @@ if TYPE_CHECKING:
     from layoutc.runtime.train.master_weights import MasterWeights
 
 
+Places = dict[Tensor, tuple[dict[str, Any], str]]
+
+
+def places(params: Iterable[Tensor]) -> Places:
+    """Where modules have parameters that are not sharded yet: the module's own dict of parameters, and the name there.
+
+    An optimizer is given parameters alone. Python's collector knows what refers to them.
+    """
+    wanted = {id(param): param for param in params if not isinstance(param, DTensor)}
+    dicts = [one for one in gc.get_referrers(*wanted.values()) if type(one) is dict] if wanted else []
+    owners = gc.get_referrers(*dicts) if dicts else []
+    of_modules = {id(one._parameters) for one in owners if isinstance(one, nn.Module)}
+    of_modules |= {id(one["_parameters"]) for one in owners if type(one) is dict and "_parameters" in one}
+    return {
+        wanted[id(value)]: (one, name)
+        for one in dicts
+        if id(one) in of_modules
+        for name, value in one.items()
+        if id(value) in wanted
+    }
+
+
+def _sharded_since(found: Places, param: Tensor) -> Tensor | None:
+    """What fully_shard has put into the module in place of a parameter, if it has."""
+    parameters, name = found.get(param, ({}, ""))
+    now = parameters.get(name)
+    is_shard = isinstance(now, DTensor) and not isinstance(param, DTensor) and now.shape == param.shape
+    return now if is_shard else None
+
+
 @torch.no_grad()
 def follow(optimizer: MasterWeights) -> None:
-    """Makes `optimizer` train the parameters that its groups hold now.
+    """Makes `optimizer` train the parameters that its groups hold now, and those that fully_shard made of its own.
 
     Raises LayoutError for a parameter of another shape, and if the optimizer has stepped already, since its state
     belongs to the old shards.
@@ -31,7 +63,10 @@ def follow(optimizer: MasterWeights) -> None:
     for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
         for position, (param, master) in enumerate(zip(outer["params"], inner["params"], strict=True)):
             if param in masters:
-                continue
+                if (now := _sharded_since(optimizer._places, param)) is None:
+                    continue
+                _hand_gradient_over(param, now)
+                outer["params"][position] = param = now
             old = owners[id(master)]
             if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(master):
                 raise LayoutError(
@@ -49,11 +84,21 @@ def follow(optimizer: MasterWeights) -> None:
                 optimizer._coarse.pop(param, None)
 
 
+def _hand_gradient_over(old: Tensor, new: Tensor) -> None:
+    """Gives the new parameter the old one's gradient: to initialize a state, torch's checkpoints set gradients of what
+    is in the groups, and step once."""
+    if old.grad is not None and new.grad is None and isinstance(new, DTensor):
+        new.grad = distribute_tensor(old.grad, new.device_mesh, new.placements, src_data_rank=None)
+    old.grad = None
+
+
 def _hand_over(param: Tensor, made: Tensor, old: Tensor, master: Tensor) -> bool:
     """Copies a master's values to the one that replaces it, if both parameters have the same values; else false.
 
     They differ on a rank whose model had other weights, and has been sent those of the first rank since.
     """
+    if old.is_meta:  # there were no values yet
+        return False
     values = [
         _cut(one.dequantize(torch.float32) if isinstance(one, QuantizedTensor) else one, param) for one in (old, master)
     ]
