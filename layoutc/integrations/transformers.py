@@ -21,6 +21,7 @@ import torch.distributed as dist
 import layoutc
 from layoutc.integrations.packages import needs
 from layoutc.integrations.plain_values import plain
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 with needs("transformers"):
     from transformers import PreTrainedModel, TrainerCallback
@@ -47,8 +48,15 @@ class LayoutcCallback(TrainerCallback):
         self._model = model
         make_saveable(model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ranks that hold different weights would train apart."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Ranks that hold different weights would train apart. A run that resumes quantizes its masters again, since
+        Trainer's checkpoints of a model that is not sharded are plain values, which quantize to other codes."""
+        ours = getattr(optimizer, "optimizer", optimizer)
+        if state.global_step and isinstance(ours, layoutc.MasterWeights):
+            with torch.no_grad():
+                for param, master in ours.masters().items():
+                    if isinstance(param.data, QuantizedTensor):
+                        param.copy_(master)
         layoutc.check_ranks(self._model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from engines import forget, use_fsdp2
 from harness import Ranks
+from models import make_uneven
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,13 +27,15 @@ pytestmark = [  # looked for, not imported, which takes seconds of every run
 STEPS = 3
 
 
-def llama(recipe: str, use: str) -> Any:
+def llama(recipe: str, use: str, uneven: bool = False) -> Any:
     """Two layers and 64 columns, nothing downloaded; linear layers but the head in the recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, use_cache=False, **sizes))
+    if uneven:
+        make_uneven(model)
     convert = layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_
     chosen = convert(model, recipe, filter_fn=lambda m, name: isinstance(m, torch.nn.Linear) and "layers" in name)
     assert len(chosen) == 14
@@ -201,3 +204,18 @@ def test_a_trainer_saves_resumes_and_exports(two: Ranks, tmp_path: Path, recipe:
         curves.append(alone)
     assert curves[1][:2] == curves[0]
     assert len(curves[1]) == 4
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_rowwise"])
+def test_a_run_that_resumes_in_one_process_goes_on_to_the_bit(tmp_path: Path, recipe: str) -> None:
+    """From a checkpoint of plain values, and of masters."""
+    from layoutc.integrations.transformers import LayoutcCallback
+
+    curves = []
+    for steps, folder, start in ((4, "straight", None), (2, "parts", None), (4, "parts", "parts/checkpoint-2")):
+        model = llama(recipe, "quantized", uneven=True)
+        made = trainer(model, "quantized", False, str(tmp_path / folder), steps, LayoutcCallback)
+        made.train(resume_from_checkpoint=start and str(tmp_path / start))
+        curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert curves[2] == curves[0]
+    assert len(curves[0]) == 4
