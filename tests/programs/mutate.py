@@ -62,7 +62,12 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
-    ("layoutc/*", ("spec/*", "layout/*", "plan/*", "emit/*", "report/*", "build/*", "cli/*", "runtime/test_[fmn]*")),
+    ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py")),
+    ("layoutc/bench/*", ("bench/*", "cli/*")),
+    (
+        "layoutc/*",
+        ("spec/*", "layout/*", "plan/*", "emit/*", "report/*", "build/*", "cli/*", "estimate/*", "runtime/test_[fmn]*"),
+    ),
     ("*", ("*",)),
 )
 SLOW = (
@@ -99,7 +104,7 @@ def recorded(workers: Workers, files: Iterable[str]) -> Record:
                 file=sys.stderr,
                 flush=True,
             )
-            if result is not None:
+            if result:  # or it is asked again: what stopped all of its tests may have passed by
                 place.write_text(json.dumps(result), encoding="utf-8")
 
         return Run([file], lambda copy, path: Recorder(str(copy), path), done, 1200.0, stops=False)

@@ -13,6 +13,7 @@ from mutate import area_of
 from mutation.choosing import choose
 from mutation.fault import is_fault
 from mutation.finding import faults_in
+from mutation.workers import Workers
 from places import ROOT
 
 
@@ -111,6 +112,16 @@ def test_every_module_has_tests_that_are_asked() -> None:
     for folder in ("layoutc", "generated"):
         for path in (ROOT / folder).rglob("*.py"):
             assert area_of(path.relative_to(ROOT).as_posix(), ROOT), path
+
+
+def test_copies_have_all_of_a_checkout_but_what_builds_leave_at_its_root(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    kept = {"layoutc/build/files.py", "tests/build/test_files.py", "generated/nvfp4/tensor.py"}
+    for name in (*kept, "build/lib/files.py", "dist/layoutc.whl", "layoutc/__pycache__/a.pyc", ".venv/bin/python"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name, encoding="utf-8")
+    (copy,) = Workers(root, tmp_path / "copies", 1).copies
+    assert {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()} == kept
 
 
 # -------------------------------------------------------------------------------------------------------- a toy project

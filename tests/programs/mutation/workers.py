@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 from mutation.fault import Fault
 
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "build", "dist")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
+MADE = {"build", "dist"}  # what builds leave at the root; further down, `build` is a room
 MEMORY = 8 << 30  # bytes that one process may take: a fault can ask for any amount
 PACKAGES = {"layoutc/recipes": "generated", "layoutc/specs": "specs"}  # where an import finds what lies elsewhere
 PRELOADED = (
@@ -60,10 +61,13 @@ class Workers:
     def __init__(self, root: Path, folder: Path, count: int) -> None:
         self.root, self.copies, self.turn = root, [folder / str(i) for i in range(count)], 0
         for copy in self.copies:
-            shutil.copytree(root, copy, ignore=NOT_COPIED, symlinks=True)
+            shutil.copytree(root, copy, ignore=self._ignored, symlinks=True)
             for name, target in PACKAGES.items():
                 if (copy / target).is_dir() and not (copy / name).exists():
                     (copy / name).symlink_to(copy / target)
+
+    def _ignored(self, folder: str, names: list[str]) -> set[str]:
+        return NOT_COPIED(folder, names) | (MADE if Path(folder) == self.root else set())
 
     def run(self, runs: Iterable[Run]) -> None:
         """All runs, and those that follow them."""
