@@ -160,6 +160,16 @@ def test_helper():
     assert helper(1)
 """
 
+ELSEWHERE = """
+
+def test_last():
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        assert repr(pool.submit(least, [1.0, 1]).result()) == "1.0"
+"""  # in a process that is started as ranks are
+
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program on the toy, as a user runs it."""
@@ -215,7 +225,7 @@ def test_one_fault_again_and_exit_codes(toy: Path) -> None:
     key = next(line for line in listed.stdout.splitlines() if "toy.py:7  comparison" in line).split("  ")[0]
     assert run(toy, "toy.py", "--only", key).returncode == 1
     with (toy / "tests" / "test_toy.py").open("a", encoding="utf-8") as file:
-        file.write("\n\ndef test_last():\n    a = 1.0\n    assert least([a, 1]) is a\n")
+        file.write(ELSEWHERE)
     done = run(toy, "toy.py", "--only", key)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "noticed by tests/test_toy.py::test_last" in done.stdout

@@ -148,7 +148,7 @@ def _child(run: Run, copy: Path, result: Path, scratch: Path) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(copy)
-        sys.path[:1] = [str(copy), str(copy / "tests")]
+        sys.path[:0] = [str(copy), str(copy / "tests")]  # before that of this program, which ranks look for, too
         os.environ |= {"PYTHONPATH": str(copy), "TMPDIR": str(scratch)}
         tempfile.tempdir = None
         import pytest
