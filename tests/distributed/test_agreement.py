@@ -40,7 +40,7 @@ def agrees(recipe: str, meshed: str | None) -> None:
     shard(cast, **options)
     trained: tuple[tuple[Model, Any], ...] = (
         (quantized, adam(quantized)),
-        (cast, torch.optim.AdamW(cast.parameters(), lr=1e-2)),
+        (cast, torch.optim.AdamW(cast.parameters(), lr=1e-2, fused=True)),
     )
     for model, optimizer in trained:
         for step in range(3):

@@ -134,7 +134,7 @@ def planned_bytes(recipe: str, model: Model, world: int, keeps: bool) -> int:
 
 def trains(
     recipe: str,
-    optimizer: str = "adamw",
+    optimizer: str = "fused",
     keeps: bool = False,
     meshed: str | None = None,
     sizes: tuple[int, int] | None = None,
@@ -212,7 +212,7 @@ def assert_gathers(recipe: str, model: Model, reference: OneProcess) -> None:
 def test_two_ranks_train_as_one_process(two: Ranks, recipe: str, keeps: bool, precomputed: bool) -> None:
     """Values and losses; bytes gathered as planned; amaxes reduced at gathers, or once before them."""
     steps = STEPS if recipe == "fp8_delayed" and not keeps else FEW
-    two.run(trains, recipe, "adamw", keeps, None, None, precomputed, None, steps)
+    two.run(trains, recipe, "adamw" if keeps else "fused", keeps, None, None, precomputed, None, steps)
 
 
 @pytest.mark.parametrize("recipe", SHARED)
@@ -221,7 +221,7 @@ def test_amaxes_are_reduced_at_gathers_or_ahead_of_them(
     two: Ranks, recipe: str, keeps: bool, precomputed: bool
 ) -> None:
     """The other combinations."""
-    two.run(trains, recipe, "adamw", keeps, None, None, precomputed)
+    two.run(trains, recipe, "fused", keeps, None, None, precomputed)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
@@ -235,14 +235,14 @@ def test_any_optimizer_trains_as_in_one_process(two: Ranks, recipe: str, optimiz
 @pytest.mark.parametrize("meshed", [None, "hybrid"])
 def test_four_ranks_train_as_one_process(four: Ranks, recipe: str, meshed: str | None) -> None:
     """Sharded over 4, and over 2 in 2 copies."""
-    four.run(trains, recipe, "adamw", False, meshed)
+    four.run(trains, recipe, "fused", False, meshed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("meshed", ["one", "trivial"])
 def test_a_group_of_one_rank_trains_as_one_process(two: Ranks, recipe: str, meshed: str) -> None:
     """Nothing is gathered, and the weight is quantized all the same."""
-    two.run(trains, recipe, "adamw", False, meshed)
+    two.run(trains, recipe, "fused", False, meshed)
 
 
 # Every pair of recipe, sizes and precomputed.
@@ -262,21 +262,21 @@ def test_uneven_rows_train_as_one_process(
 ) -> None:
     """Short shards, and ranks without rows."""
     for ranks in (two, four):
-        ranks.run(trains, recipe, "adamw", False, None, sizes, precomputed)
+        ranks.run(trains, recipe, "fused", False, None, sizes, precomputed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("feature", ["offload", "policy", "checkpoint"])
 def test_features_of_fsdp2_change_nothing(two: Ranks, recipe: str, feature: str) -> None:
     """CPU offload, gathers for bf16 products, recomputed activations."""
-    two.run(trains, recipe, "adamw", False, None, None, False, feature)
+    two.run(trains, recipe, "fused", False, None, None, False, feature)
 
 
 def checkpoints(recipe: str, folder: str) -> None:
     """Saved as plain values: an ordinary model loads them, sharded or not, and what that saves loads back."""
     width = width_for(recipe, dist.get_world_size())
     model = shard(build_cast(recipe, width))
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = OPTIMIZERS["fused"](model.parameters())
     layoutc.precompute_amaxes(model)
     step_of(model, optimizer, 0, width, my_share())
     state = model.state_dict()
@@ -293,7 +293,7 @@ def checkpoints(recipe: str, folder: str) -> None:
     assert_same_values(model, plain)
     assert_same_values(sharded, plain)
 
-    other = OPTIMIZERS["adamw"](sharded.parameters())
+    other = OPTIMIZERS["fused"](sharded.parameters())
     step_of(sharded, other, 1, width, my_share())
     dcp.save(sharded.state_dict(), checkpoint_id=f"{folder}/plain")
     expected = build_cast(recipe, width)
@@ -328,16 +328,16 @@ def test_checkpoints_hold_plain_values(two: Ranks, recipe: str) -> None:
 
 def loads_in_between(recipe: str, sizes: tuple[int, int], precomputed: bool) -> None:
     """FSDP2 moves short shards, and no others, when they are loaded: ranks go on agreeing."""
-    reference = OneProcess(recipe, "adamw", *sizes, torch.float32)
+    reference = OneProcess(recipe, "fused", *sizes, torch.float32)
     model = shard(build_cast(recipe, *sizes))
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = OPTIMIZERS["fused"](model.parameters())
     for step in range(5):
         if step in (2, 3):
             model.load_state_dict(model.state_dict(), assign=step == 3)
             reference.weights.clear()  # a history starts anew
             if step == 3:
-                optimizer = OPTIMIZERS["adamw"](model.parameters())
-                reference.optimizer = OPTIMIZERS["adamw"](reference.model.parameters())
+                optimizer = OPTIMIZERS["fused"](model.parameters())
+                reference.optimizer = OPTIMIZERS["fused"](reference.model.parameters())
         expected = reference.step(step, sizes[0])
         if precomputed:
             layoutc.precompute_amaxes(model)
@@ -367,14 +367,14 @@ def test_ranks_agree_on_uneven_rows_that_are_loaded_while_training(
 def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, recipe: str) -> None:
     """Each gather tells the ranks on both sides of a cut what decides a block's scale."""
     unit = recipe_module(recipe).LAYOUT.block_rows
-    two.run(trains, recipe, "adamw", False, None, (3 * unit, unit))
-    four.run(trains, recipe, "adamw", False, None, (3 * unit, unit))
+    two.run(trains, recipe, "fused", False, None, (3 * unit, unit))
+    four.run(trains, recipe, "fused", False, None, (3 * unit, unit))
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 def test_columns_shard_where_the_layout_allows(two: Ranks, recipe: str) -> None:
     """Shard(1) of matrices."""
-    two.run(trains, recipe, "adamw", False, None, None, False, "columns")
+    two.run(trains, recipe, "fused", False, None, None, False, "columns")
 
 
 def refuses(recipe: str) -> str:
@@ -424,7 +424,7 @@ def counts_flops(recipe: str) -> None:
     curves = []
     for watched in (False, True):
         model = shard(build_cast(recipe, width := width_for(recipe, dist.get_world_size())))
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = OPTIMIZERS["fused"](model.parameters())
         with FlopCounterMode(display=False) if watched else nullcontext():
             curves.append([step_of(model, optimizer, step, width, my_share()) for step in range(4)])
     assert curves[0] == curves[1]

@@ -85,7 +85,7 @@ def train(
     for module in compiled if not compile_first else ():
         module.compile(**options)
     model = partial(checkpoint, blocks, use_reentrant=False) if mode == "outside" else blocks
-    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2) if cast else adam(blocks)
+    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2, fused=True) if cast else adam(blocks)
     curve, counts = [], []
     for step in range(STEPS):
         for part in range(2):

@@ -16,8 +16,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import layoutc
 from layoutc.runtime.product_mode import Mode
 
-EXPERTS, WIDTH, INNER = 4, 256, 512
+EXPERTS = 4
 SIZES = ((24, 0, 1, 39), (7, 32, 25, 0), (16, 16, 16, 16))
+
+
+def sizes(recipe: str) -> tuple[int, int]:
+    """Width and inner width: two ranks have whole blocks of the rows of each."""
+    width = max(64, 2 * recipe_module(recipe).LAYOUT.block_rows)
+    return width, 2 * width
 
 
 class Matrices(nn.Module):
@@ -37,9 +43,10 @@ class Matrices(nn.Module):
 class Experts(nn.Module):
     """Two weights of experts; each matrix sees the tokens of its group."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up, self.down = Matrices(INNER, WIDTH), Matrices(WIDTH, INNER)
+        self.width = width
+        self.up, self.down = Matrices(inner, width), Matrices(width, inner)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """(tokens, width) -> (tokens, width)."""
@@ -50,7 +57,7 @@ class Experts(nn.Module):
 def build(recipe: str, use: str, mesh: Any = None) -> Experts:
     """The same model on every rank, or this rank's experts of it."""
     torch.manual_seed(0)
-    model = Experts()
+    model = Experts(*sizes(recipe))
     for one in (model.up, model.down) if mesh is not None else ():
         one.weight = nn.Parameter(distribute_tensor(one.weight.detach(), mesh, [Shard(0)]))
     names = getattr(layoutc, use)(model, recipe, filter_fn=lambda module, _: isinstance(module, Matrices))
@@ -58,17 +65,17 @@ def build(recipe: str, use: str, mesh: Any = None) -> Experts:
     return model
 
 
-def batch(step: int) -> tuple[Tensor, Tensor, list[int]]:
+def batch(step: int, width: int) -> tuple[Tensor, Tensor, list[int]]:
     """Tokens, what they should become, and where the groups end."""
     generator = torch.Generator().manual_seed(step)
     ends = torch.tensor(SIZES[step]).cumsum(0)
-    x, y = (torch.randn(int(ends[-1]), WIDTH, generator=generator) for _ in range(2))
+    x, y = (torch.randn(int(ends[-1]), width, generator=generator) for _ in range(2))
     return x, y, ends.tolist()
 
 
 def train_step(model: Experts, optimizer: Any, step: int, share: float, first: int = 0, last: int = EXPERTS) -> Tensor:
     """One step of some experts, on their tokens; what the tokens became before it."""
-    x, y, ends = batch(step)
+    x, y, ends = batch(step, model.width)
     start, end = [0, *ends][first], ends[last - 1]
     offs = torch.tensor(ends[first:last], dtype=torch.int32) - start
     torch.manual_seed(step)
@@ -81,14 +88,14 @@ def train_step(model: Experts, optimizer: Any, step: int, share: float, first: i
 
 def multiplied(model: Experts) -> Tensor:
     """What the first step's tokens become."""
-    x, _, ends = batch(0)
+    x, _, ends = batch(0, model.width)
     with torch.no_grad():
         out: Tensor = model(x, torch.tensor(ends, dtype=torch.int32))
     return out
 
 
 def optimizer_of(model: nn.Module, use: str) -> Any:
-    return adam(model) if use == "quantize_" else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return adam(model) if use == "quantize_" else torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def trains(recipe: str, use: str, mode: Mode, keeps: bool, compiled: bool) -> None:
@@ -136,7 +143,8 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
     fully_shard(model, mesh=mesh["fsdp"], shard_placement_fn=lambda _: Shard(dim))
     held = local(model.up.weight)
     assert type(held) is recipe_module(recipe).Tensor
-    assert held.shape == ((1, INNER, WIDTH), (2, INNER // 2, WIDTH))[dim]
+    width, inner = sizes(recipe)
+    assert held.shape == ((1, inner, width), (2, inner // 2, width))[dim]
     first = mesh["experts"].get_local_rank() * 2
     share = 2.0 if mesh["fsdp"].get_local_rank() == 0 else 0.0
     optimizers = [optimizer_of(one, use) for one in (reference, model)]
@@ -144,7 +152,7 @@ def trains_in_parallel(recipe: str, mode: Mode, dim: int, compiled: bool) -> Non
     with layoutc.products(mode):
         assert torch.equal(multiplied(reference), dequantized) == (mode == "auto")  # CPUs have no kernel
         for step in range(len(SIZES)):
-            _, _, ends = batch(step)
+            _, _, ends = batch(step, model.width)
             expected = train_step(reference, optimizers[0], step, 1.0)
             found = train_step(model, optimizers[1], step, share, first, first + 2)
             assert torch.equal(found, expected[[0, *ends][first] : ends[first + 1]]), f"step {step}"

@@ -57,7 +57,7 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
             block.compile(fullgraph=True, backend="aot_eager")
         fully_shard(block)
     fully_shard(model)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, model)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, fused=True) for one in (reference, model)]
     share = float(dist.get_world_size()) if dist.get_rank() == 0 else 0.0
     with layoutc.products("low"):
         for step in range(3):

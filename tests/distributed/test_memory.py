@@ -33,7 +33,7 @@ def built(recipe: str, form: str, width: int) -> tuple[Model, torch.optim.Optimi
         model = build(recipe, width)
     for layer in (*model.layers, model.head, model):
         fully_shard(layer, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2) if form == "cast" else adam(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) if form == "cast" else adam(model)
 
 
 def frees_what_it_gathers(recipe: str, form: str, width: int) -> None:

@@ -47,7 +47,7 @@ def made(use: str, recipe: str) -> Model:
 
 
 def optimizer_of(model: nn.Module, use: str) -> Any:
-    return adam(model) if use == "quantize_" else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return adam(model) if use == "quantize_" else torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def train_step(model: nn.Module, optimizer: Any, step: int, width: int, share: float = 1.0) -> float:

@@ -51,7 +51,8 @@ def trains(kind: str, recipe: str, use: str, dim: int, compiled: bool) -> None:
     cls = recipe_module(recipe).Tensor if use == "quantize_" else recipe_module(recipe).CastTensor
     assert type(held._local_tensor) is cls
     optimizers = [
-        adam(one) if use == "quantize_" else torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, model)
+        adam(one) if use == "quantize_" else torch.optim.AdamW(one.parameters(), lr=1e-2, fused=True)
+        for one in (reference, model)
     ]
     seen = set()
     for number in range(3):

@@ -48,7 +48,9 @@ def replicates(recipe: str, use: str, differ: bool) -> None:
     assert state_of(model) == expected
     losses, optimizers = [], []
     for one, share in ((alone, 1.0), (replicas, my_share())):
-        optimizer: Any = torch.optim.AdamW(one.parameters(), lr=1e-2, weight_decay=0.1) if use == "cast" else adam(one)
+        optimizer: Any = (
+            torch.optim.AdamW(one.parameters(), lr=1e-2, weight_decay=0.1, fused=True) if use == "cast" else adam(one)
+        )
         optimizers.append(optimizer)
         losses.append([])
         for step in range(STEPS):
