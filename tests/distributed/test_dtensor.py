@@ -39,6 +39,12 @@ ODD = ("fp8_rowwise", "mxfp6_e2m3")  # scales of whole rows and whole columns; e
 _functional = torch.ops._c10d_functional
 
 
+def side(recipe: str) -> int:
+    """Of a matrix whose rows, and whose columns, four ranks cut between blocks."""
+    layout = recipe_module(recipe).LAYOUT
+    return 4 * max(32, layout.block_rows, layout.column_multiple)
+
+
 def weight(recipe: str, *shape: int, seed: int = 0) -> QuantizedTensor:
     """The same on every rank."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -57,13 +63,13 @@ def assert_same(a: Any, b: QuantizedTensor) -> None:
 def redistributes(recipe: str) -> None:
     """From every placement to every other, and whole again; with rank 0 as the source of values, and without."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = mesh_of(world)
-    whole = weight(recipe, 512, 512)
+    mesh, size = mesh_of(world), side(recipe)
+    whole = weight(recipe, size, size)
     placements = (Shard(0), Shard(1), Replicate())
     with layoutc.strict():
         for first in placements:
             for source in (0, None):
-                given = whole if rank == 0 or source is None else weight(recipe, 512, 512, seed=rank)
+                given = whole if rank == 0 or source is None else weight(recipe, size, size, seed=rank)
                 made = distribute_tensor(given, mesh, [first], src_data_rank=source)
                 assert type(made.to_local()) is type(whole)
                 assert_same(made.full_tensor(), whole)
@@ -83,15 +89,15 @@ def test_redistributing_moves_bytes(two: Ranks, four: Ranks, recipe: str) -> Non
 
 def stays_in_flight(recipe: str) -> None:
     """Nothing waits between the all-gather and the use: what comes back is still in flight; one call for all planes."""
-    mesh = mesh_of(dist.get_world_size())
-    whole = weight(recipe, 512, 512)
+    mesh, size = mesh_of(dist.get_world_size()), side(recipe)
+    whole = weight(recipe, size, size)
     made = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     with layoutc.strict(), Calls() as calls:
         moved = made.redistribute(placements=[Replicate()], async_op=True).to_local()
         assert isinstance(moved, AsyncCollectiveTensor)
         assert "wait_tensor" not in calls.names
         assert calls.names.count("all_gather_into_tensor_coalesced") == 1
-        x = torch.randn(4, 512)
+        x = torch.randn(4, size)
         assert torch.equal(F.linear(x, moved), F.linear(x, whole.dequantize()))
         assert_same(moved.wait(), whole)
 
@@ -139,8 +145,8 @@ def test_ranks_without_rows_take_part(four: Ranks, recipe: str) -> None:
 
 def sends_each_byte_once(recipe: str) -> None:
     """The all-to-all of cards, by name: gloo's DTensor gathers instead."""
-    mesh = mesh_of(dist.get_world_size())
-    whole, group = weight(recipe, 512, 512), mesh.get_group().group_name
+    mesh, size = mesh_of(dist.get_world_size()), side(recipe)
+    whole, group = weight(recipe, size, size), mesh.get_group().group_name
     rows, columns = (distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None).to_local() for dim in (0, 1))
     alltoall = torch.ops._dtensor.shard_dim_alltoall
     with layoutc.strict():
@@ -164,11 +170,11 @@ def goes_round(whole: Any, mesh: Any, dim: int, source: int | None) -> Tensor:
 def refuses(recipe: str) -> list[str]:
     """Cuts of columns inside blocks; pieces that were quantized apart; plain values for a shard on its own."""
     world = dist.get_world_size()
-    mesh = mesh_of(world)
+    mesh, size = mesh_of(world), side(recipe)
     layout = recipe_module(recipe).LAYOUT
     messages = []
     for dim, unit in ((0, layout.shard_rows), (1, layout.column_multiple)):
-        shape = [512, 512]
+        shape = [size, size]
         shape[dim] = world * unit // 2 * 3
         for source in (0, None) if unit > 1 else ():
             if dim == 0:
@@ -178,18 +184,18 @@ def refuses(recipe: str) -> list[str]:
                 goes_round(weight(recipe, *shape), mesh, dim, source)
             messages.append(str(caught.value))
     if layout.block_rows > layout.multiple_m:
-        apart = weight(recipe, layout.block_rows + layout.multiple_m, 512)
+        apart = weight(recipe, layout.block_rows + layout.multiple_m, size)
         with pytest.raises(LayoutError) as caught:
             DTensor.from_local(apart, mesh, [Shard(0)], run_check=False).full_tensor().dequantize()
         messages.append(str(caught.value))
     if layout.shares_amax:
-        made = distribute_tensor(weight(recipe, 512, 512), mesh, [Shard(0)], src_data_rank=None)
-        plain = distribute_tensor(torch.ones(512, 512), mesh, [Shard(0)], src_data_rank=None)
+        made = distribute_tensor(weight(recipe, size, size), mesh, [Shard(0)], src_data_rank=None)
+        plain = distribute_tensor(torch.ones(size, size), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(LayoutError) as caught:
             made.copy_(plain)
         messages.append(str(caught.value))
-        made.copy_(distribute_tensor(weight(recipe, 512, 512, seed=1), mesh, [Shard(0)], src_data_rank=None))
-        assert_same(made.full_tensor(), weight(recipe, 512, 512, seed=1))
+        made.copy_(distribute_tensor(weight(recipe, size, size, seed=1), mesh, [Shard(0)], src_data_rank=None))
+        assert_same(made.full_tensor(), weight(recipe, size, size, seed=1))
     dist.barrier()
     return messages
 
@@ -241,7 +247,7 @@ def trains_in_two_dims(recipe: str, order: str, sharded: bool) -> None:
     """Tensor parallelism alone, or under fully_shard: bytes and losses are those of one process that adds alike."""
     world = dist.get_world_size()
     mesh = mesh_of(world // 2, 2, names=("dp", "tp"))
-    width = 512
+    width = side(recipe)
     before = layoutc.implicit_dequantizes()
     reference, model = pair(recipe, width, None), pair(recipe, width, mesh["tp"], order)
     assert_whole(model, reference)
@@ -287,12 +293,13 @@ def test_tensor_parallel_training_under_fsdp2_equals_one_process(four: Ranks, re
 def takes_plain_values_in_two_dims(recipe: str, sharded: bool) -> None:
     """Plain values written to shards: an amax that covers the whole weight is shared over both mesh dims."""
     mesh = mesh_of(dist.get_world_size() // 2, 2, names=("dp", "tp"))
-    model = pair(recipe, 512, mesh["tp"])
+    size = side(recipe)
+    model = pair(recipe, size, mesh["tp"])
     if sharded:
         fully_shard(model, mesh=mesh["dp"])
     for param in model.parameters():
-        values = torch.randn(512, 512, generator=torch.Generator().manual_seed(5))
-        values *= torch.linspace(0.1, 10, 512) * torch.linspace(10, 0.1, 512).unsqueeze(1)
+        values = torch.randn(size, size, generator=torch.Generator().manual_seed(5))
+        values *= torch.linspace(0.1, 10, size) * torch.linspace(10, 0.1, size).unsqueeze(1)
         plain = distribute_tensor(values, mesh["tp"], [Replicate()], src_data_rank=None)
         assert isinstance(param, DTensor)
         with torch.no_grad():
