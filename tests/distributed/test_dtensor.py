@@ -260,7 +260,7 @@ def trains_in_two_dims(recipe: str, order: str, sharded: bool) -> None:
     dp = mesh["dp"]
     share = (float(dp.size()) if dp.get_local_rank() == 0 else 0.0) if sharded else 1.0
     with layoutc.strict():
-        for step in range(3):
+        for step in range(2):
             expected = train_step(reference, expected_optimizer, step, width)
             loss = train_step(model, optimizer, step, width, share)
             assert loss == expected, f"step {step}: {loss} is not {expected}"
@@ -421,7 +421,7 @@ def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     before = layoutc.implicit_dequantizes()
     with layoutc.strict():
-        for step in range(3 if compiled else 4):
+        for step in range(3 if compiled else 2):  # compiled again in the third, if at all
             expected = train_step(reference, expected_optimizer, step, width)
             if compiled or step:
                 loss = train_step(run, optimizer, step, width, share)
