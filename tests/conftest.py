@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: their tensors are small
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # here, not in processes that would import torch again
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder

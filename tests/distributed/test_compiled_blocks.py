@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from functools import partial
 from typing import Any
@@ -169,7 +168,6 @@ def test_blocks_with_casts_compile(two: Ranks, recipe: str) -> None:
 
 
 def inductor_agrees(recipe: str) -> None:
-    importlib.import_module("torch._inductor.config").compile_threads = 1  # here, not in processes that import torch
     expected, _ = train(recipe, Block, sharded=False)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
 
+import numpy as np
+
 
 def quicken() -> None:
     """Patches what of it this Triton has; the rest stays slow."""
@@ -33,6 +35,7 @@ def quicken() -> None:
     keep_dtypes(interpreter, core)
     quick_calls(interpreter)
     keep_results(semantic.TritonSemantic, core)
+    keep_operands(semantic.TritonSemantic, core)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -227,3 +230,48 @@ def keep_results(meanings: Any, core: Any) -> None:
 
     replace(meanings, "computation_type_impl", make_type)
     replace(meanings, "broadcast_impl_value", make_broadcast)
+
+
+def keep_operands(meanings: Any, core: Any) -> None:
+    """Which operands an operation takes as they are, by their types; and what a number becomes beside such a block.
+
+    A number becomes a block of one entry that is read everywhere, and that nothing can write to.
+    """
+    as_they_are: set[tuple[Any, ...]] = set()
+    known: dict[tuple[Any, ...], Any] = {}
+    numbers = {int, float}
+
+    def kind_of(value: Any) -> int:
+        """What all blocks of one element and shape have, and no others; 0 of anything else."""
+        held = value.type.__dict__.get("of_tensors") if type(value) is core.tensor else None
+        return 0 if held is None else id(held)
+
+    def constant(made: Any) -> Any:
+        entries = made.handle.data
+        made.handle.data = np.broadcast_to(entries.flat[0], entries.shape)
+        return made
+
+    def make(original: Any) -> Any:
+        def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+            kinds = kind_of(lhs), kind_of(rhs)
+            if type(lhs) in numbers or type(rhs) in numbers:
+                number, is_left = (lhs, True) if type(lhs) in numbers else (rhs, False)
+                key = (*kinds, type(number), number, *flags, *named.items())
+                if key not in known:
+                    left, right = original(self, lhs, rhs, *flags, **named)
+                    taken, made = (right, left) if is_left else (left, right)
+                    if not any(kinds) or taken is not (rhs if is_left else lhs) or not made.type.is_block():
+                        return left, right
+                    known[key] = constant(made)
+                return (known[key], rhs) if is_left else (lhs, known[key])
+            key = (*kinds, *flags, *named.items())
+            if key in as_they_are:
+                return lhs, rhs
+            left, right = original(self, lhs, rhs, *flags, **named)
+            if all(kinds) and left is lhs and right is rhs:
+                as_they_are.add(key)
+            return left, right
+
+        return operands
+
+    replace(meanings, "binary_op_type_checking_impl", make)

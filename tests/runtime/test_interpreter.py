@@ -91,3 +91,37 @@ def test_what_is_unwrapped() -> None:
     for value in (1, 1.5, "a", True, None, core.int8, two, [1, two], (two, 3)):
         assert core._unwrap_if_constexpr(value) == original(core, "_unwrap_if_constexpr")(value)
     assert type(core._unwrap_if_constexpr(two)) is int
+
+
+NUMBERS = (0, 1, -1, 7, 300, 2**31, 0.0, -0.0, 1.5, float("inf"), float("nan"), True)
+FLAGS = ((), (True, True), (False, False, False), (False, False, True, True))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_operands() -> None:
+    """Of two blocks, and of a block and a number on either side; asked for once, and again."""
+    name = "binary_op_type_checking_impl"
+    found, plain = getattr(TritonSemantic, name), original(TritonSemantic, name)
+
+    def block(element: Any, shape: list[int]) -> Any:
+        handle = interpreter.TensorHandle(np.ones(shape, interpreter._get_np_dtype(element)), element)
+        return core.tensor(handle, core.block_type(element, shape))
+
+    def told(operands: Any) -> Any:
+        if not isinstance(operands[0], core.tensor):
+            return operands
+        return [
+            (one.type, one.handle.dtype, one.handle.data.shape, one.handle.data.tobytes(), one.handle.data.dtype)
+            for one in operands
+        ]
+
+    elements = [core.int8, core.uint8, core.int32, core.int64, core.float16, core.float32, core.float8e4nv]
+    for left, shape, flags in product(elements, [[4, 4], [4, 1]], FLAGS):
+        one = block(left, shape)
+        others = [*NUMBERS, *(block(right, [4, 4]) for right in elements)]
+        for other, turned in product(others, (False, True)):
+            args = (MEANING, *((other, one) if turned else (one, other)), *flags)
+            expected = told(answer(plain, *args))
+            assert told(answer(found, *args)) == told(answer(found, *args)) == expected
+    with pytest.raises(ValueError, match="read-only"):
+        found(MEANING, block(core.int32, [4, 4]), 7)[1].handle.data[0, 0] = 8
