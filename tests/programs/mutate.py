@@ -41,6 +41,7 @@ from mutation.workers import Run, Workers, preload
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layoutc-mutation"
+KERNELS = tuple(f"runtime/test_{name}*" for name in ("kernels", "b", "d", "con", "four", "q"))
 # Modules and their tests; the first pattern that fits.
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -55,10 +56,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("distributed/test_safetensors*", "distributed/test_state.py"),
         ),
     ),
-    (
-        "layoutc/runtime/[kt]*/*",  # kernels, triton
-        ("runtime/test_kernels.py", "runtime/test_[bd]*", "runtime/test_con*", "runtime/test_four*", "runtime/test_q*"),
-    ),
+    *((f"layoutc/runtime/{room}/*", KERNELS) for room in ("kernels", "triton")),
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
