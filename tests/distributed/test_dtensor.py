@@ -413,9 +413,7 @@ def trains_as_simple_fsdp(recipe: str, compiled: bool) -> None:
     simple_fsdp(model, mesh)
     weights = [p for p in sharded_parameters(model) if p.dim() == 2]
     planned = sum(p._local_tensor.LAYOUT.gather(*p.shape, world, "both").bytes_per_rank for p in weights)
-    optimizer = layoutc.MasterWeights(
-        torch.optim.AdamW, sharded_parameters(model), lr=1e-2, weight_decay=0.1, fused=True
-    )
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, sharded_parameters(model), lr=1e-2, weight_decay=0.1)
     expected_optimizer = adam(reference)
     share = float(world) if dist.get_rank() == 0 else 0.0
     run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
