@@ -135,6 +135,20 @@ def test_every_job_of_a_recipe_runs(name: str) -> None:
     assert all(job.nbytes > 0 for job in jobs.values())
 
 
+def test_each_hook_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is a tuple; a weight that is gathered into another is no result."""
+    monkeypatch.setattr(clocks, "host", lambda call: 1.0 if isinstance(call(), tuple) else 2.0)
+    rows = list(measure.hooks("mxfp8", recipe_class("mxfp8"), (64, 64), 2, CPU))
+    assert [(row.pre_us, row.post_us) for row in rows] == [(1.0, 2.0)] * 3
+
+
+def test_help_names_the_recipes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        measure.main()
+    assert f"default: {', '.join(measure.RECIPES)}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_jobs_of_others_run() -> None:
     said: list[str] = []
     jobs = list(peers.other_jobs((64, 64), CPU, said.append))

@@ -492,3 +492,9 @@ def test_states_that_no_tensor_has(tmp_path: Path, saved: Any) -> None:
         header(state | {"shape": (1, 1)})
     with pytest.raises(DamagedError, match="without a state"):
         header([state])
+
+
+def test_what_a_persistent_id_becomes_nests_no_tuple() -> None:
+    """A tuple of two numbers becomes a value, which a tuple of one holds: two tuples, neither inside of the other."""
+    assert unpickling._tuples(b"\x80\x02(K\x01K\x02tQ\x85.") == 2
+    assert unpickling._tuples(b"\x80\x02(K\x01K\x02t\x85.") == 3  # read within the other as well

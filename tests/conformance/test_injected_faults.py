@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from injected_faults import IN_PROCESSES, MUTANTS, PATCHES, edit
 from places import ROOT
 
 from layoutc.conformance.checks.codecs import search_disagrees
+from layoutc.conformance.checks.state import kinds
 from layoutc.conformance.material import expect, expect_same
 from layoutc.conformance.registry import Check, all_checks
 from layoutc.conformance.report import explanation
 from layoutc.conformance.runner import Outcome, run_check
 from layoutc.conformance.subject import Subject, compile_subject
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CHECKS = {check.name: check for check in all_checks()}
 torch.set_num_threads(1)
@@ -48,6 +51,45 @@ def test_a_fault_outside_of_generated_code_is_caught(name: str, monkeypatch: pyt
         search_disagrees.cache_clear()
         subject.close()
     assert [outcome.status for outcome in found] == ["fail"] * len(catching), name
+
+
+def test_dequantize_has_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the right values and shape, in another one."""
+    dequantize = QuantizedTensor.dequantize
+    subject = compile_subject(ROOT / "specs" / "mxfp8.yaml")
+    monkeypatch.setattr(QuantizedTensor, "dequantize", lambda self: dequantize(self).double())
+    try:
+        outcome = run_check(subject, CHECKS["dequantize"])
+    finally:
+        subject.close()
+    assert (outcome.status, outcome.message[:23]) == ("fail", "dequantize gives Tensor")
+    assert outcome.message.endswith("torch.float64")
+
+
+def test_what_a_check_raises_is_told_with_its_traceback() -> None:
+    def raises(subject: Subject) -> None:
+        raise KeyError("on purpose")
+
+    subject = compile_subject(ROOT / "specs" / "mxfp8.yaml", seed=7)
+    try:
+        outcome = run_check(subject, replace(CHECKS["decode"], run=raises))
+    finally:
+        subject.close()
+    assert (outcome.status, outcome.message, outcome.details["seed"]) == ("fail", "KeyError: 'on purpose'", 7)
+    assert "in raises" in str(outcome.details["traceback"])
+
+
+def test_kinds_of_tensors_that_are_saved_have_the_shapes_of_their_names() -> None:
+    subject = compile_subject(ROOT / "specs" / "mxfp8.yaml")
+    try:
+        found: dict[str, Any] = dict(kinds(subject))
+    finally:
+        subject.close()
+    m, k = found["whole"].shape
+    assert found["rows"].shape == (m - subject.plan.shard_rows, k)
+    assert found["columns"].shape == (m, k - subject.plan.column_multiple)
+    assert found["without rows"].shape == (0, k)
+    assert (found["transposed"].shape, found["flat"].shape) == ((k, m), (m * k,))
 
 
 def test_each_check_catches_a_fault_that_is_put_there_for_it() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.train import check_ranks
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -164,3 +165,15 @@ def test_shards_in_two_dims_agree(four: Ranks, recipe: str) -> None:
 
 def test_one_process_agrees_with_itself() -> None:
     assert layoutc.check_ranks(build("mxfp8", 64)) == 0
+
+
+def reduces_a_copy() -> None:
+    mine = torch.tensor([1.0 + dist.get_rank(), 3.0 - dist.get_rank()])
+    given = mine.clone()
+    found = reduce_max(given, dist.group.WORLD)
+    assert found.tolist() == [2.0, 3.0]
+    assert torch.equal(given, mine)
+
+
+def test_what_is_reduced_keeps_what_this_rank_found(two: Ranks) -> None:
+    two.run(reduces_a_copy)

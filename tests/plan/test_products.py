@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from numpy_models import recipe_layout, variant
 
+from layoutc.emit.products_text import products_lines
 from layoutc.layout.layout import Layout
 from layoutc.plan import products as of_plan
-from layoutc.plan.plan import derive, layout_id
-from layoutc.plan.products import OPERANDS, SCALINGS, Cards, Grouped, Operand, operand, products_of
+from layoutc.plan.plan import Plan, derive, layout_id
+from layoutc.plan.products import OPERANDS, SCALINGS, Cards, Grouped, Operand, Product, operand, products_of
+from layoutc.report.products import product_tables
 
 
 def products(weight: Layout, **others: Layout) -> dict[str, Cards | str]:
@@ -268,3 +270,26 @@ def test_the_runtime_has_the_same_operands() -> None:
     from layoutc.runtime.products import choice
 
     assert choice.OPERANDS == OPERANDS
+
+
+def with_products(change: Callable[[Product], Product]) -> Plan:
+    """The plan of mxfp8, whose linear layers have a kernel for each product, with others."""
+    layout = recipe_layout("mxfp8")
+    plan = derive(layout, {"mxfp8": layout})
+    assert plan.products is not None
+    assert all(one.cards and one.grouped for one in plan.products.products)
+    return replace(plan, products=replace(plan.products, products=tuple(map(change, plan.products.products))))
+
+
+def test_kernels_of_experts_by_columns_are_told_where_one_differs() -> None:
+    same = with_products(lambda one: replace(one, by_columns=one.grouped))
+    differ = with_products(lambda one: replace(one, by_columns="no" if one.name == "forward" else one.grouped))
+    assert not any("by_columns" in line for line in products_lines(same))
+    assert sum("by_columns" in line for line in products_lines(differ)) == 1
+
+
+def test_why_experts_have_no_kernel_is_what_a_linear_layer_is_told() -> None:
+    plan = with_products(lambda one: Product(one.name, None, "not today" if one.name == "forward" else ""))
+    told = dict(product_tables(plan)[1].rows)
+    assert told["forward"] == "dequantized: not today"
+    assert told["grad_input"] == "dequantized: gemm.dequantize says so"

@@ -304,3 +304,18 @@ def test_specs_with_errors_are_left_out_of_the_explanation() -> None:
     result = CliRunner().invoke(main, ["check", "--explain", str(bad), str(SPECS / "mxfp8.yaml")])
     assert result.exit_code == 1
     assert "octal" not in result.stdout
+
+
+def test_every_entry_of_a_buffer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that holds another block's value is found, also where it is the last."""
+    plan = recipe("mxfp8")
+    buffer = next(buffer for buffer in plan.layout.buffers if buffer.plane.per_k == 32)
+    shape, value_at = (8, 128), Chain.value_at
+    assert proofs._not_its_block(buffer, *shape, True) == ""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Chain, "value_at", lambda self, *at: asked.append(at) or value_at(self, *at))
+    proofs._not_its_block(buffer, *shape, True)
+    assert len(set(asked)) == 8 * 128 // 32
+    last = asked[-1]
+    monkeypatch.setattr(Chain, "value_at", lambda self, *at: (-1, -1) if at == last else value_at(self, *at))
+    assert "holds the value of block (-1, -1)" in proofs._not_its_block(buffer, *shape, True)

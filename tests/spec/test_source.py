@@ -94,6 +94,13 @@ def test_traps(text: str, reading: str) -> None:
     assert trap[0] == reading
 
 
+@pytest.mark.parametrize(("text", "number"), [("010", "10"), ("00", "0"), ("-08", "8"), ("0_0", "0")])
+def test_numbers_without_their_leading_zeros(text: str, number: str) -> None:
+    _, trap = plain_value(text)
+    assert trap is not None
+    assert trap[2] == f"write `{number}` without the leading zero"
+
+
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_what_is_read_quickly_is_read_alike(path: Path) -> None:
     """A spec as it is, and damaged: texts that libyaml takes without findings are the same to PyYAML."""
