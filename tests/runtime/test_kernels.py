@@ -83,6 +83,9 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
         if layout.swizzled:
             moved = kernels(name).lay_out(planes, m, k, orientations, True)
             at_once = kernels(name).quantize_buffers(x, amax, orientations, True, **seed) if fused else moved
+            for found in (moved, at_once):
+                for buffer in (name for name in laid_out if name.endswith("_data")):
+                    assert torch.equal(bits(laid_out[buffer]), bits(found[buffer])), buffer
             for orientation in orientations:
                 expected_scale = reference(name).gemm_scale(laid_out, orientation)
                 for found in (moved, at_once):
