@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,24 @@ def test_each_hook_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "host", lambda call: 1.0 if isinstance(call(), tuple) else 2.0)
     rows = list(measure.hooks("mxfp8", recipe_class("mxfp8"), (64, 64), 2, CPU))
     assert [(row.pre_us, row.post_us) for row in rows] == [(1.0, 2.0)] * 3
+
+
+def test_works_that_take_turns_are_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times as much, and two at least; made before anything runs on the card."""
+
+    class Enough(Exception): ...
+
+    def stream() -> None:
+        raise Enough
+
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(L2_cache_size=1000))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    for nbytes, count in ((100, 30), (999, 4), (10_000, 2)):
+        made.clear()
+        with pytest.raises(Enough):
+            clocks.rotated(lambda: made.append(1) or (lambda: None), nbytes)  # type: ignore[func-returns-value]
+        assert len(made) == count
 
 
 def test_help_names_the_recipes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
