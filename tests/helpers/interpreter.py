@@ -35,7 +35,7 @@ def quicken() -> None:
     keep_dtypes(interpreter, core)
     quick_calls(interpreter)
     keep_results(semantic.TritonSemantic, core)
-    keep_operands(semantic.TritonSemantic, core)
+    keep_operands(interpreter, semantic.TritonSemantic, core)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -232,7 +232,7 @@ def keep_results(meanings: Any, core: Any) -> None:
     replace(meanings, "broadcast_impl_value", make_broadcast)
 
 
-def keep_operands(meanings: Any, core: Any) -> None:
+def keep_operands(interpreter: Any, meanings: Any, core: Any) -> None:
     """Which operands an operation takes as they are, by their types; and what a number becomes beside such a block.
 
     A number becomes a block of one entry that is read everywhere, and that nothing can write to.
@@ -246,10 +246,8 @@ def keep_operands(meanings: Any, core: Any) -> None:
         held = value.type.__dict__.get("of_tensors") if type(value) is core.tensor else None
         return 0 if held is None else id(held)
 
-    def constant(made: Any) -> Any:
-        entries = made.handle.data
-        made.handle.data = np.broadcast_to(entries.flat[0], entries.shape)
-        return made
+    def fresh(self: Any, data: Any, element: Any, type_: Any) -> Any:
+        return self.tensor(interpreter.TensorHandle(data, element), type_)
 
     def make(original: Any) -> Any:
         def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
@@ -262,8 +260,10 @@ def keep_operands(meanings: Any, core: Any) -> None:
                     taken, made = (right, left) if is_left else (left, right)
                     if not any(kinds) or taken is not (rhs if is_left else lhs) or not made.type.is_block():
                         return left, right
-                    known[key] = constant(made)
-                return (known[key], rhs) if is_left else (lhs, known[key])
+                    entries = made.handle.data
+                    known[key] = np.broadcast_to(entries.flat[0], entries.shape), made.handle.dtype, made.type
+                beside = fresh(self, *known[key])
+                return (beside, rhs) if is_left else (lhs, beside)
             key = (*kinds, *flags, *named.items())
             if key in as_they_are:
                 return lhs, rhs
