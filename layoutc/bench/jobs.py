@@ -24,7 +24,8 @@ Shape = tuple[int, int]
 
 
 class Job(NamedTuple):
-    """A job to be timed. `make` makes the work on new inputs and outputs."""
+    """A job to be timed. `make` makes the work on new inputs and outputs. differs: the share of a peer's bytes that are
+    not those of our kernels."""
 
     recipe: str
     work: str
@@ -32,6 +33,7 @@ class Job(NamedTuple):
     nbytes: int
     make: Make
     in_graph: bool = True
+    differs: float | None = None
 
 
 def part(cls: type[QuantizedTensor], name: str) -> ModuleType:

@@ -4,7 +4,10 @@ there.
 A kernel's share is the fewest bytes that its work can move (x in, planes out) over its time, relative to a bf16 copy of
 the same shape, measured in the same run and in the same way. `us`: over sets of inputs and outputs that L2 can't hold,
 in a CUDA graph. `flushed_us`: one call after L2 was flushed, host included. Batches can't be in a graph. Outputs of
-quantize are allocated beforehand.
+quantize are allocated beforehand; peers allocate theirs.
+
+Peers: the recipe as its users would write it in plain torch, under torch.compile, and torchao's quantizers, with the
+share of their bytes that differ from ours.
 
 Hooks: the host time of fsdp_pre_all_gather and fsdp_post_all_gather for the shard of one rank, without the collective
 in between, and the bytes that a rank contributes in each pass.
@@ -52,6 +55,7 @@ class Timed(NamedTuple):
     share: float | None
     flushed_us: float
     flushed_share: float
+    differs: float | None = None  # the share of a peer's bytes that are not those of our kernels
 
 
 class Hooked(NamedTuple):
@@ -95,13 +99,23 @@ def has_card() -> bool:
 # ------------------------------------------------------------------------------------------------------------- kernels
 def timed(job: Job, shape: Shape, copied: tuple[float, float]) -> Timed:
     """Both times of a job, and their shares of a copy's bandwidth."""
-    us = clocks.rotated(job.make, job.nbytes) if job.in_graph else None
+    us = _in_a_graph(job) if job.in_graph else None
     share = None if us is None else job.nbytes / us / copied[0]
     flushed = clocks.flushed(job.make())
     torch.cuda.empty_cache()
-    return Timed(
-        job.recipe, job.work, job.dtype, shape, job.nbytes, us, share, flushed, job.nbytes / flushed / copied[1]
-    )
+    flushed_share = job.nbytes / flushed / copied[1]
+    return Timed(job.recipe, job.work, job.dtype, shape, job.nbytes, us, share, flushed, flushed_share, job.differs)
+
+
+def _in_a_graph(job: Job) -> float | None:
+    """The time of a job in a CUDA graph. A peer that can't be captured has none."""
+    try:
+        return clocks.rotated(job.make, job.nbytes)
+    except RuntimeError:
+        if job.differs is None:
+            raise
+        torch.cuda.synchronize()
+        return None
 
 
 # --------------------------------------------------------------------------------------------------------------- hooks
@@ -143,6 +157,7 @@ def run(
     card = has_card()
     device = torch.device("cuda" if card else "cpu")
     results: dict[str, Any] = {
+        "kind": "kernels",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "device": torch.cuda.get_device_name() if card else "cpu",
@@ -195,7 +210,7 @@ def _time_kernels(
         for dtype in DTYPES:
             for job in kernel_jobs(name, cls, shape, dtype, device):
                 _note(timed(job, shape, copied), say, results["kernels"])
-        for job in others.compiled_jobs(name, cls, shape, device) if peers else ():
+        for job in others.compiled_jobs(name, cls, shape, device, say) if peers else ():
             _note(timed(job, shape, copied), say, results["peers"])
     for job in others.other_jobs(shape, device, say) if peers else ():
         _note(timed(job, shape, copied), say, results["peers"])
@@ -205,7 +220,8 @@ def _note(row: Timed, say: Callable[[str], object], rows: list[dict[str, Any]]) 
     rows.append(row._asdict())
     label = " ".join(filter(None, (row.recipe, row.work, row.dtype)))
     graph = f"{row.us:9.1f} us {row.share:6.3f}" if row.us is not None else " " * 19
-    say(f"  {label:74} {graph} {row.flushed_us:9.1f} us {row.flushed_share:6.3f}")
+    other = f"   other bytes: {row.differs:.4%}" if row.differs is not None else ""
+    say(f"  {label:74} {graph} {row.flushed_us:9.1f} us {row.flushed_share:6.3f}{other}")
 
 
 def _version(package: str) -> str | None:
@@ -229,7 +245,7 @@ def main() -> int:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(RECIPES)}")
     parser.add_argument("--shape", action="append", default=[], metavar="MxK", help="can be repeated; 8192x8192")
     parser.add_argument("--world", type=int, default=WORLD, metavar="N", help="ranks that the hooks are for")
-    parser.add_argument("--peers", action="store_true", help="torch.compile and torchao beside the kernels")
+    parser.add_argument("--peers", action="store_true", help="plain torch, compiled, and torchao beside the kernels")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
     try:

@@ -26,7 +26,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     help="A weight: rows x columns; can be repeated.  [default: 8192x8192]",
 )
 @click.option("--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks that the hooks are for.")
-@click.option("--peers", is_flag=True, help="Also torch.compile of the references, torch's operators, and torchao.")
+@click.option("--peers", is_flag=True, help="Also the recipes in plain torch, compiled; torch's operators; torchao.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
 def bench(recipes: tuple[str, ...], shapes: list[Shape], world: int, peers: bool, as_json: bool) -> None:
     """Time kernels against the bandwidth of this machine's card, and the all-gather hooks.
