@@ -143,9 +143,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if dist.get_rank() == 0 and "--json" in sys.argv:
         with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
-            json.dump(
-                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1
-            )
+            ran = {"kind": "gather", "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+            json.dump({**ran, "world": world, "rows": rows}, file, indent=1)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -276,7 +276,8 @@ def main() -> None:
         print(f"\n{card}, {ranks}, {args.weights} weights of {args.size}²")
         print("\n".join(table(runs)), flush=True)
         if args.json is not None:
-            found = {"device": card, "torch": torch.__version__, "world": dist.get_world_size(), "runs": runs}
+            ran = {"kind": "host", "device": card, "torch": torch.__version__, "world": dist.get_world_size()}
+            found = {**ran, "runs": runs}
             args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

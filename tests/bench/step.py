@@ -96,6 +96,7 @@ class Run:
     peak_bytes: int
     loss: float
     parts_ms: dict[str, float]
+    fastest_ms: float
 
 
 def build(variant: str, sizes: Sizes, device: torch.device, eager: bool) -> tuple[nn.Module, Any, Callable[[], None]]:
@@ -175,12 +176,12 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
         parts = _parts(step) if options.profile and device.type == "cuda" else {}
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     slowest = torch.tensor(
-        [statistics.median(times), max(times) - min(times), peak], dtype=torch.float64, device=device
+        [statistics.median(times), max(times) - min(times), peak, -min(times)], dtype=torch.float64, device=device
     )
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    median, spread, most = slowest.tolist()
+    median, spread, most, fastest = slowest.tolist()
     gc.unfreeze()
-    return Run(variant, batch, median, spread, int(most), float(loss.detach()), parts)
+    return Run(variant, batch, median, spread, int(most), float(loss.detach()), parts, -fastest)
 
 
 def _wait(device: torch.device) -> None:
@@ -246,7 +247,10 @@ def main() -> None:
         _print(runs)
         if options.json:
             with open(options.json, "w", encoding="utf-8") as file:
-                json.dump([asdict(run) for run in runs], file)
+                ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
+                ran |= {"torch": torch.__version__, "world": dist.get_world_size()}
+                ran |= {"eager": options.eager, "saves": options.saves}
+                json.dump({**ran, "rows": [asdict(run) for run in runs]}, file)
     dist.destroy_process_group()
 
 
