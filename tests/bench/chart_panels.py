@@ -181,33 +181,47 @@ def draw_host(found: Found, look: Look, axes: Any) -> None:
 def draw_gathers(found: Found, look: Look, axes: Any) -> None:
     """Bars of gathers on the card."""
     groups: Groups = {}
+    runs: dict[tuple[int, str], list[float]] = {}
     for row in found.gathers:
         if row["form"] in ("plain", "planes"):
-            us = [row["card_us"]]
-            groups.setdefault(f"{row['world']} ranks", {})[row["recipe"]] = us[0], us[0], us[0], us
+            runs.setdefault((row["world"], row["recipe"]), []).append(row["card_us"])
+    for (world, recipe), us in runs.items():
+        groups.setdefault(f"{world} ranks", {})[recipe] = median(us), min(us), max(us), us
     _bars(axes, look, groups)
     axes.set_ylabel("µs")
 
 
-def kernel_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
-    """(recipe, what is quantized) -> maker -> share, of the shape with most rows. Compiled references are left out."""
+def kernel_rows(rows: list[dict[str, Any]]) -> tuple[str, dict[tuple[str, str], dict[str, float]]]:
+    """The clock that all rows have, and (recipe, what is quantized) -> maker -> share, of the shape with most rows.
+
+    Compiled references, which old files have as peers, are left out; so is what no peer does of a recipe with peers,
+    except buffers.
+    """
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     shape = _shape(rows)
-    found: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
-        work, share = row["work"], row["share"] if row["share"] is not None else row["flushed_share"]
-        if tuple(row["shape"]) != shape or not work.startswith("quantize") or " weights of " in work:
+        work, recipe = row["work"], row["recipe"]
+        if tuple(row["shape"]) != shape or not recipe or not work.startswith("quantize") or " weights of " in work:
             continue
         maker = next((peer for peer in PEERS if peer in work), "kernel")
-        if not row["recipe"] or (maker == "torch.compile" and not work.endswith(maker)):
+        if maker == "torch.compile" and not work.endswith(maker):
             continue
         if maker != "kernel":
             turned = "x and x.t()" in work
             work = "quantize to buffers" if turned else work.partition(",")[0]
             if maker == "torchao" and not turned:
                 work = "quantize rowwise"
-        what = work.removeprefix("quantize ")
-        found.setdefault((row["recipe"], what.replace("rowwise+columnwise", "both")), {})[maker] = share
-    return {key: shares for key, shares in found.items() if "kernel" in shares}
+        what = work.removeprefix("quantize ").replace("rowwise+columnwise", "both")
+        found.setdefault((recipe, what), {})[maker] = row
+    beside = {recipe for (recipe, _), makers in found.items() if makers.keys() - {"kernel"}}
+    kept = {
+        key: makers
+        for key, makers in found.items()
+        if "kernel" in makers and (len(makers) > 1 or key[0] not in beside or key[1] == "to buffers")
+    }
+    in_graphs = all(row["share"] is not None for makers in kept.values() for row in makers.values())
+    clock = "share" if in_graphs else "flushed_share"
+    return clock, {key: {maker: row[clock] for maker, row in makers.items()} for key, makers in kept.items()}
 
 
 def _shape(rows: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -218,7 +232,7 @@ def _shape(rows: list[dict[str, Any]]) -> tuple[int, ...]:
 
 def draw_kernels(found: Found, look: Look, axes: Any) -> None:
     """A mark for the kernel and one for each peer."""
-    rows = kernel_rows(found.kernels)
+    clock, rows = kernel_rows(found.kernels)
     axes.axvline(1, color="#808080", linewidth=0.8, linestyle=":")
     for at, ((recipe, _), shares) in enumerate(rows.items()):
         axes.plot([min(shares.values()), max(shares.values())], [at, at], color="#d0d0d0", linewidth=1, zorder=1)
@@ -236,7 +250,9 @@ def draw_kernels(found: Found, look: Look, axes: Any) -> None:
     below = axes.transAxes + ScaledTranslation(0, -16 / 72, axes.figure.dpi_scale_trans)  # under the numbers
     where = {"loc": "upper center", "bbox_to_anchor": (0.4, 0), "bbox_transform": below, "borderaxespad": 0}
     axes.legend(handles=marks, ncols=3, **where, frameon=False, columnspacing=1)
-    axes.set_xlabel(f"share of a copy's bandwidth, {' x '.join(map(str, _shape(found.kernels)))}", labelpad=16)
+    how = "on the card" if clock == "share" else "with the host"
+    shape = " x ".join(map(str, _shape(found.kernels)))
+    axes.set_xlabel(f"share of a copy's bandwidth, {shape}, {how}", labelpad=16)
 
 
 def _smooth(losses: list[float], width: int) -> tuple[list[int], list[float]]:

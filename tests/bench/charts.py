@@ -67,7 +67,7 @@ def panels(found: Found) -> list[Panel]:
         made.append(Panel("host", "A gather, on the host", charts.draw_host, 2 if len(found.host) > 4 else 1, 2.0))
     if found.gathers:
         made.append(Panel("gathers", "A gather of one block, on the card", charts.draw_gathers))
-    if found.kernels and (rows := len(charts.kernel_rows(found.kernels))):
+    if found.kernels and (rows := len(charts.kernel_rows(found.kernels)[1])):
         made.append(
             Panel("kernels", "Quantizing bf16: kernels and peers", charts.draw_kernels, 1, max(1.8, 0.8 + 0.16 * rows))
         )

@@ -61,12 +61,13 @@ KERNELS = {
         timed("mxfp8", "quantize rowwise", 0.97),
         timed("mxfp8", "quantize rowwise", 0.99, dtype="float32"),
         timed("mxfp8", "quantize rowwise", 0.5, shape=[8, 8]),
+        timed("mxfp8", "quantize rowwise+columnwise", 0.95),
         timed("mxfp8", "quantize to buffers", 0.9),
         timed("mxfp8", "quantize 16 weights of 4x64, one launch", None),
         timed("mxfp8", "dequantize rowwise", 0.9),
     ],
     "peers": [
-        timed("mxfp8", "quantize rowwise, torch.compile", None),
+        timed("mxfp8", "quantize rowwise, torch.compile", 0.7),
         timed("mxfp8", "quantize rowwise, torch.compile max-autotune", 0.1),  # a reference, as old files have it
         timed("mxfp8", "quantize x and x.t(), torch.compile", 0.4),
         timed("mxfp8", "quantize 1x32, torchao to_mx compiled", 0.6),
@@ -124,13 +125,20 @@ def test_runs_of_one_thing_come_together(files: Files) -> None:
 
 
 def test_peers_stand_beside_the_kernel_that_does_their_work() -> None:
-    rows = chart_panels.kernel_rows(
-        [row for row in KERNELS["kernels"] + KERNELS["peers"] if row["dtype"] == "bfloat16"]
+    """By one clock: the one with the host, where a peer has no other."""
+    rows = [row for row in KERNELS["kernels"] + KERNELS["peers"] if row["dtype"] == "bfloat16"]
+    assert chart_panels.kernel_rows(rows) == (
+        "share",
+        {
+            ("mxfp8", "rowwise"): {"kernel": 0.97, "torch.compile": 0.7, "torchao": 0.6},
+            ("mxfp8", "to buffers"): {"kernel": 0.9, "torch.compile": 0.4},
+        },
     )
-    assert rows == {
-        ("mxfp8", "rowwise"): {"kernel": 0.97, "torch.compile": 0.25, "torchao": 0.6},
-        ("mxfp8", "to buffers"): {"kernel": 0.9, "torch.compile": 0.4},
-    }
+    clock, found = chart_panels.kernel_rows([*rows, timed("mxfp8", "quantize x and x.t(), torch.compile", None)])
+    assert clock == "flushed_share"
+    assert {share for makers in found.values() for share in makers.values()} == {0.25}
+    alone = chart_panels.kernel_rows([row for row in rows if "," not in row["work"]])[1]
+    assert [what for _, what in alone] == ["rowwise", "both", "to buffers"]
 
 
 def test_a_recipe_has_one_colour() -> None:
