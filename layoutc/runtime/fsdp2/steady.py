@@ -107,7 +107,7 @@ def arrived(shard: hooks.Gatherable, out: Tensor | None, gathering: Gathering, o
         planes.update(gathering.shared)
         target._products = shard._products  # may have been set since
         return True
-    before.outputs = tuple(outputs)
+    before.outputs, before.planes = tuple(outputs), {}  # `finish` has the planes, if it gets that far
     return False
 
 
