@@ -62,6 +62,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
     ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py")),
     ("layoutc/bench/*", ("bench/*", "cli/*")),
+    ("layoutc/integrations/*", ("integrations/*",)),
     (
         "layoutc/*",
         ("spec/*", "layout/*", "plan/*", "emit/*", "report/*", "build/*", "cli/*", "estimate/*", "runtime/test_[fmn]*"),
