@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from kernels_on_cpu import use_kernels
 
 from layoutc.bench import clocks, measure, peers
 from layoutc.bench import jobs as bench_jobs
 from layoutc.cli.app import main
-from layoutc.runtime.kernels import launch
 from layoutc.runtime.train.convert import recipe_class
 
 CPU = torch.device("cpu")
@@ -104,10 +104,7 @@ def test_the_module_runs_without_the_command_line() -> None:
 
 @pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is torch.Tensor and x.numel() > 0)
+    use_kernels(monkeypatch)
     monkeypatch.setattr(bench_jobs, "GROUPED", 2)
 
 

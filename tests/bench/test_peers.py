@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import use_kernels
 from torch import Tensor
 
 from layoutc.bench import clocks, measure, peers
 from layoutc.bench import jobs as bench_jobs
 from layoutc.bench.plain import NoPlain, Plain, plain
 from layoutc.runtime import numerics
-from layoutc.runtime.kernels import launch
 from layoutc.runtime.train.convert import recipe_class
 
 RECIPES = tuple(importlib.import_module("layoutc.recipes").RECIPES)
@@ -112,10 +112,7 @@ def test_what_torchao_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels in the interpreter; peers traced as one graph each, and not compiled further."""
-    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is torch.Tensor and x.numel() > 0)
+    use_kernels(monkeypatch)
 
     def traced(function: Callable[..., Any]) -> Any:
         torch._dynamo.reset()

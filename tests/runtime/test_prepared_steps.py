@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from kernels_on_cpu import use_kernels
 from torch import Tensor, nn
 
 import layoutc
-from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import prepared, weights
 from layoutc.runtime.train import steps
 
@@ -62,10 +62,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr(launch, "usable", lambda x, dtype=None: type(x) is Tensor and x.numel() > 0)
+    use_kernels(monkeypatch)
 
 
 def nothing(model: Any, optimizer: Any) -> None:

@@ -14,7 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import Parameter, Signature
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -43,7 +42,7 @@ class Hook:
     """The pre-all-gather hook of a shard whose group is known."""
 
     __slots__ = ("group", "index", "shard")
-    __signature__ = Signature([Parameter("mesh", Parameter.POSITIONAL_OR_KEYWORD)])  # FSDP2 asks before each gather
+    __signature__ = registry.HOOK_SIGNATURE  # FSDP2 asks before each gather
 
     def __init__(self, group: GatherGroup, index: int, shard: CastOnGather) -> None:
         self.group, self.index, self.shard = group, index, weakref.ref(shard)

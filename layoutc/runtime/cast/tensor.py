@@ -223,10 +223,7 @@ class CastOnGather(torch.Tensor):
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole quantized weight, made as by the recipe's tensor."""
         recipe: Any = self.QUANTIZED
-        gathered: tuple[QuantizedTensor, tuple[Tensor, ...]] | None = recipe.fsdp_post_all_gather(
-            self, all_gather_outputs, metadata, param_dtype, out=out
-        )
-        return gathered
+        return recipe.fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, out=out)  # type: ignore[no-any-return]
 
     # -------------------------------------------------------------------------------------- what torch asks of wrappers
     @property

@@ -315,6 +315,10 @@ def sharded_parameters() -> dict[int, Tensor]:
     return sharded
 
 
+#: Of every pre-all-gather hook.
+HOOK_SIGNATURE = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+
 class PreHook:
     """fsdp_pre_all_gather, as a class attribute. FSDP2 asks for its signature before each gather of each weight.
 
@@ -335,7 +339,7 @@ class _HookOfShard:
     """fsdp_pre_all_gather of a shard."""
 
     __slots__ = ("hook", "shard")
-    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    __signature__ = HOOK_SIGNATURE
 
     def __init__(self, hook: Callable[[Any, Any], Any], shard: Any) -> None:
         self.hook, self.shard = hook, shard
