@@ -98,9 +98,17 @@ def shared_amax(subject: Subject, x: Tensor) -> dict[str, Tensor]:
 
 
 def array(tensor: Tensor) -> Array:
-    """A plain tensor as numpy, in memory order of its dims."""
-    values: Array = tensor.detach().contiguous().cpu().numpy()
+    """A plain tensor as numpy, in memory order of its dims; values of 16 bits as their bits, as the model has them."""
+    plain = tensor.detach().contiguous().cpu()
+    halves = plain.dtype in (torch.float16, torch.bfloat16)
+    values: Array = plain.view(torch.uint16).numpy() if halves else plain.numpy()
     return values
+
+
+def as_planes(subject: Subject, values: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Copies of the model's planes as tensors of their dtypes."""
+    dtypes = {plane.name: getattr(torch, plane.dtype) for plane in subject.layout.planes}
+    return {name: torch.from_numpy(plane.copy()).view(dtypes[name]) for name, plane in values.items()}
 
 
 def _canonical(values: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 
-from layoutc.plan.conversions import Constant, Conversion, Dtype, NanCode
+from layoutc.plan.conversions import Constant, Conversion, Dtype, NanCode, Table
 
 Lines = tuple[str, ...]
 
@@ -25,6 +25,8 @@ def converted(conversion: Conversion, value: str, prefix: str) -> str:
                 return f"tl.{constant.name}"
             case NanCode():
                 return f"{prefix}_NAN"
+            case Table():
+                return f"{prefix}_{constant.name}"
             case str():
                 return f'"{constant}"'
             case _:

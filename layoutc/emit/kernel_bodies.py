@@ -12,6 +12,7 @@ from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Plane, Source, Transform, stream_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import Move, ScaleMove
+from layoutc.spec.formats import Format
 
 _TILE = ("TILE_M", "TILE_K")
 AXES = ("m", "k")
@@ -160,7 +161,7 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
 
 
 def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
-    """Lines that compute `scale`, `multiplier` and the `scaled` tile.
+    """Lines that compute `scale`, `multiplier` or `divisor`, and the `scaled` tile.
 
     even: an expression that is true if a tile's blocks are inside the matrix. sized: block_error takes a block's size.
     """
@@ -170,7 +171,8 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     extra = [rule_text.grown(name, q).strip("()") if name == "tensor_amax" else name for name in extra]
     if source.amax_from == "tensor":
         rule = call(f"scales{suffix}", "lt.to_float(tl.load(amax))", *extra, "HARDWARE")
-        return (f"{results} = {rule}", "scaled = lt.to_float(tile) * multiplier")
+        scaled = rule_text.scaled("lt.to_float(tile)", q, in_blocks=False, dialect=rule_text.TRITON)
+        return (f"{results} = {rule}", f"scaled = {scaled}")
     units = source.units
     cut = f"  # units: {' x '.join(map(str, units.counts))} of them make up a block" if units else ""
     tile = _tile(source)
@@ -186,8 +188,8 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     if units is not None and source.nibbles is not None and source.nibbles.in_blocks:
         lines.append(f"block_amax = {_to_units('block_amax', source)}")
     if units is not None:
-        lines.append(f"multiplier = {_to_units('multiplier', source)}")
-    scaled = "blocks * multiplier[:, None, :, None]"
+        lines.append(f"{rule_text.factor(q)} = {_to_units(rule_text.factor(q), source)}")
+    scaled = rule_text.scaled("blocks", q, dialect=rule_text.TRITON)
     if q.zero is not None and units is not None:
         lines.append(f"shift = {_to_units(f'decode_zero{suffix}(zero, HARDWARE)', source)}")
         scaled += " + shift[:, None, :, None]"
@@ -279,13 +281,14 @@ def _dequantize_source(source: SourceKernel) -> Lines:
     variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
     factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
     lines = [_read_elements(source)]
-    coded = "" if q.scale.is_f32 else ".to(tl.int32)"
     if source.amax_from == "tensor":
-        return (*lines, f"scale = tl.load({source.source.scale.name}){coded}", f"values = element * ({factor})")
+        scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale)
+        return (*lines, f"scale = {scale}", f"values = element * ({factor})")
     at, sizes = ("at", *_TILE, "EVEN"), _blocks_of(source)
     unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
     sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
-    lines.append(f"scale = {call('lt.load_blocks', source.source.scale.name, *at, **sizes)}{coded}")
+    scale = _as_codes(call("lt.load_blocks", source.source.scale.name, *at, **sizes), q.scale)
+    lines.append(f"scale = {scale}")
     lines += [
         f"factor = {factor}",
         f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
@@ -297,6 +300,13 @@ def _dequantize_source(source: SourceKernel) -> Lines:
     if q.transform:
         lines.append(f"values = {_transformed('lt.unhadamard', 'values', q.transform)}")
     return tuple(lines)
+
+
+def _as_codes(loaded: str, fmt: Format) -> str:
+    """Entries of a plane as functions of kernels take them: fp32 values, or int32 codes."""
+    if fmt.is_f32:
+        return loaded
+    return f"lt.bits_of_half({loaded})" if fmt.is_wide else f"{loaded}.to(tl.int32)"
 
 
 def _read_elements(source: SourceKernel) -> str:

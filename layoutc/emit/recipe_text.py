@@ -102,6 +102,7 @@ class RecipeText:
     amax_columns: int | None
     slots_differ: bool
     extremes: bool
+    zeros: dict[str, tuple[int, ...]]
     stochastic: bool
     not_weights: str
     noun: str
@@ -159,6 +160,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         amax_columns=plan.amax_columns,
         slots_differ=plan.slots_differ,
         extremes=plan.extremes,
+        zeros=plan.zeros,
         stochastic=layout.stochastic,
         not_weights=plan.not_weights,
         noun=plan.noun,

@@ -175,11 +175,12 @@ def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
 
 def _rule(quantization: Quantization, suffix: str) -> RuleText:
     rule, zero = quantization.definition, quantization.zero
-    made = "(scale as stored, zero point as stored, multiplier of the elements)"
+    made = ["scale as stored", *(["zero point as stored"] if zero else [])]
+    made.append(f"{rule_text.factor(quantization)} of the elements")
     return RuleText(
         returns=", ".join(["Tensor"] * (3 if zero else 2)),
         results=rule_text.results(quantization),
-        made=made if zero else "(scale as stored, multiplier of the elements)",
+        made=f"({', '.join(made)})",
         measured="range" if inputs_of(quantization).block_range else "amax",
         arguments=", ".join(one.typed for one in rule_text.scale_arguments(quantization)),
         summary=rule.summary[0].upper() + rule.summary[1:],
@@ -208,9 +209,16 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
     if fmt.is_f32:
         return text
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
-    if fmt.integer:
-        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN)"
-        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction})"
+    offset = "" if fmt.offset is None else f", offset={fmt.offset}"
+    if fmt.values:
+        encode = f"num.to_codebook(x, {prefix}_STEPS, {prefix}_CODES, {prefix}_NAN)"
+        decode = f"num.from_codes(codes, {prefix}_VALUES)"
+    elif fmt.is_wide:
+        encode = f"num.to_half(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
+        decode = "codes.float()"
+    elif fmt.integer:
+        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN{offset})"
+        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction}{offset})"
     elif fmt.torch and rounding == "nearest":
         encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
         decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
@@ -220,15 +228,10 @@ def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
     if rounding == "stochastic":
         decode = f"num.cast_from_codes(codes, torch.{fmt.torch})" if fmt.torch and not fmt.integer else decode
         form = f"{prefix}_MAGNITUDES, {sign_bit}" if not fmt.integer else f"{fmt.integer}, {fmt.lowest}, {fmt.fraction}"
-        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN)"
+        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN{offset})"
         text = replace(text, bits=", bits: Tensor")
     # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
-    return replace(text, nan_text=f"0x{nan_code(fmt):02x}", encode=encode, decode=decode)
-
-
-def nan_code(fmt: Format) -> int:
-    """The code of NaN: the format's first NaN, or its largest magnitude if it has none."""
-    return fmt.nan[0] if fmt.nan else len(fmt.magnitudes) - 1
+    return replace(text, nan_text=f"0x{fmt.nan_code:02x}", encode=encode, decode=decode)
 
 
 def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
@@ -249,8 +252,14 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
         by_chance = rounding == "stochastic"
         if native or f"{kind}_MAX" in used:
             add(f"{kind}_MAX", repr(fmt.max))
-        doc = "" if fmt.nan else "the format has no NaN: the largest magnitude"
-        add(f"{kind}_NAN", f"0x{nan_code(fmt):02X}", doc)
+        if fmt.values:
+            add(f"{kind}_STEPS", table_text.codebook_steps(fmt), "thresholds: from here on, x gets the next value")
+            add(f"{kind}_CODES", table_text.codebook_codes(fmt), "by ascending value")
+            add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
+        doc = "" if fmt.nan or fmt.is_wide else "the format has no NaN: the largest magnitude"
+        add(f"{kind}_NAN", f"0x{fmt.nan_code:02X}", doc)
+        if fmt.values:
+            continue
         if by_chance and not fmt.integer:
             add(f"{kind}_MAGNITUDES", table_text.magnitudes(fmt), "without a sign, ascending")
             if not fmt.torch:
@@ -274,13 +283,13 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     extra = (f", amax{grown}" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
-    values = "blocks * multiplier[:, None, :, None]"
+    values = rule_text.scaled("blocks", source.quantization)
     values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
     bits = ", bits" if source.quantization.stochastic else ""
     codes = f"encode{suffix}(num.from_blocks({values}, m, k){bits})"
     if source.scale.is_scalar:
-        lines = [f"scale, multiplier = scales{suffix}(amax{extra})"]
-        codes = f"encode{suffix}(x * multiplier{bits})"
+        lines = [f"{results} = scales{suffix}(amax{extra})"]
+        codes = f"encode{suffix}({rule_text.scaled('x', source.quantization, in_blocks=False)}{bits})"
     else:
         amax = "amax" if source.scale.per_m is None else "num.block_amax(blocks)"
         amax = "*num.block_range(blocks)" if inputs.block_range else amax

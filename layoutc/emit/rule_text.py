@@ -34,6 +34,7 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
         "bounded_range",
         "inverse_bounded_range",
         "inverse_element_span",
+        "element_half_range",
         "element_max",
         "inverse_element_max",
         "inverse_element_power",
@@ -46,6 +47,8 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
         spelled["overflow"] = "input_max" if parameters["overflow"] == "input-max" else "F32_MAX"
     if "epsilon" in parameters:
         spelled["epsilon"] = f"{prefix}EPSILON"
+    if "of-zeros" in parameters:
+        spelled["of_zeros"] = f"{prefix}OF_ZEROS"
     return spelled
 
 
@@ -79,7 +82,18 @@ def scale_arguments(quantization: Quantization) -> tuple[Argument, ...]:
 
 def results(quantization: Quantization) -> str:
     """What the function `scales` returns: names, in order."""
-    return "scale, zero, multiplier" if quantization.zero else "scale, multiplier"
+    return f"scale, zero, {factor(quantization)}" if quantization.zero else f"scale, {factor(quantization)}"
+
+
+def factor(quantization: Quantization) -> str:
+    """The name of what values are multiplied or divided by."""
+    return "divisor" if quantization.divides else "multiplier"
+
+
+def scaled(values: str, quantization: Quantization, *, in_blocks: bool = True, dialect: Dialect | None = None) -> str:
+    """Values times the multiplier, or over the divisor, of their blocks; or of the whole matrix."""
+    by = factor(quantization) + ("[:, None, :, None]" if in_blocks else "")
+    return (dialect or TORCH).divide.format(values, by) if quantization.divides else f"{values} * {by}"
 
 
 def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:

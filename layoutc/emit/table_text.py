@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from layoutc.spec.formats import Format, thresholds
+from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, thresholds
 
 
 @cache
@@ -28,17 +28,34 @@ def steps(fmt: Format, rounding: str) -> str:
     return _table(thresholds(fmt, rounding))
 
 
+@cache
+def codebook_steps(fmt: Format) -> str:
+    """The thresholds between a codebook's values."""
+    return _table(codebook_thresholds(fmt))
+
+
+@cache
+def codebook_codes(fmt: Format) -> str:
+    """The codes of a codebook's numbers, by ascending value."""
+    return _lines(", ".join(map(str, codebook_order(fmt))) + ",")
+
+
 def _table(values: Iterable[float]) -> str:
     """A tuple of fp32 values as code: a formula if one gives exactly these values, else the values themselves."""
     items = list(values)
-    if len(items) > 32:
+    if len(items) > 32 and items[1] > 0:
         for formula in _formulas(items):
             if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
                 return formula
     special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
     text = ", ".join(special.get(repr(value), repr(value)) for value in items) + ","
+    return _lines(text)
+
+
+def _lines(text: str) -> str:
+    """Entries, each with a comma after it, as a tuple."""
     if len(text) <= 80:
-        return f"({text[:-1] if len(items) > 1 else text})"
+        return f"({text[:-1] if text.count(',') > 1 else text})"
     lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)
     return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
 

@@ -19,6 +19,7 @@ from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
 
 if TYPE_CHECKING:
     from layoutc.spec import schema
+    from layoutc.spec.formats import Format
 
 Kind = Literal["data", "scale", "zero"]
 ORIENTATIONS = ("rowwise", "columnwise")
@@ -38,11 +39,17 @@ class Plane:
     per_m: int | None
     per_k: int | None
     bits: int
+    half: str = ""  # the torch dtype of values of 16 bits
 
     @property
     def dtype(self) -> str:
-        """The torch dtype that holds it: uint8 for codes, float32 for fp32 scales."""
-        return "float32" if self.bits == 32 else "uint8"
+        """The torch dtype that holds it: uint8 for codes of up to 8 bits, that of the values for wider ones."""
+        return "float32" if self.bits == 32 else self.half or "uint8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an entry of its dtype."""
+        return max(1, self.bits // 8)
 
     @property
     def is_scalar(self) -> bool:
@@ -59,7 +66,7 @@ class Plane:
 
     def nbytes(self, m: int, k: int) -> int:
         """Its bytes for a weight of (m, k)."""
-        return prod(self.shape(m, k)) * (4 if self.bits == 32 else 1)
+        return prod(self.shape(m, k)) * self.itemsize
 
     @property
     def row_multiple(self) -> int:
@@ -289,7 +296,7 @@ def resolve(spec: schema.Spec) -> Layout:
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
             data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
-            scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits)
+            scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits, _half(scale))
             zero_plane = Plane(f"{name}_zero", "zero", block.m, block.k, zero.bits) if zero else None
             source = Source(name, quantization, data_plane, scale_plane, zero_plane)
             sources.append(source)
@@ -320,6 +327,11 @@ def resolve(spec: schema.Spec) -> Layout:
         swizzle=parse_swizzle(swizzle.swizzle, dict(swizzle.sizes)) if swizzle else None,
         others=others,
     )
+
+
+def _half(fmt: Format) -> str:
+    """The torch dtype of a format of 16 bits; "" for others."""
+    return fmt.torch or "" if fmt.bits == 16 else ""
 
 
 def _transform(orientation: schema.Orientation, name: str) -> Transform | None:

@@ -68,6 +68,11 @@ class Quantization:
         return "stochastic" if self.stochastic else "nearest"
 
     @property
+    def divides(self) -> bool:
+        """True if elements are values that are divided by their block's divisor, not multiplied."""
+        return self.definition.element_step(dict(self.parameters)).name == "divisor"
+
+    @property
     def definition(self) -> Rule:
         """The scale rule's program."""
         return RULES[self.rule]

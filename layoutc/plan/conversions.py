@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from layoutc.spec.formats import Format
+from layoutc.spec.formats import Format, codebook_order
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,14 @@ class NanCode:
     """Stands for the code of NaN, which is a named constant in generated code."""
 
 
-Constant = int | float | bool | str | Dtype | NanCode
+@dataclass(frozen=True)
+class Table:
+    """Stands for a table of a format, which is a named constant in generated code: its name without the format's."""
+
+    name: str
+
+
+Constant = int | float | bool | str | Dtype | NanCode | Table
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ _INSTRUCTIONS = {
     (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
+_LARGEST_CODEBOOK = 16  # each value takes a comparison of its own
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
@@ -68,7 +76,11 @@ def encoding(fmt: Format, rounding: str) -> Codec:
 
     rounding: "nearest" (ties to even), "up" or "down"; or "stochastic", of formats with subnormals or integers.
     """
-    last = len(fmt.magnitudes) - 1
+    if fmt.values:
+        tables: dict[str, Constant] = {"STEPS": Table("STEPS"), "CODES": Table("CODES")}
+        tables |= {"COUNT": len(codebook_order(fmt)), "NAN": NanCode()}
+        return Codec(Conversion("to_codebook", tables))
+    last = fmt.last
     sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else -1
     nan = NanCode()
     if rounding == "stochastic":
@@ -79,6 +91,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
             "LOWEST": fmt.lowest,
             "FRACTION": fmt.fraction,
             "NAN": nan,
+            **_offset(fmt),
         }
         return Codec(Conversion("to_integer_codes", constants))
     hardware, level = None, 0
@@ -88,7 +101,7 @@ def encoding(fmt: Format, rounding: str) -> Codec:
     elif (fmt, rounding) in _INSTRUCTIONS:
         hardware, level = Conversion(_INSTRUCTIONS[fmt, rounding], _NONE), 100
     form: dict[str, Constant]
-    if is_small(fmt) and rounding == "nearest":
+    if is_small(fmt) and not fmt.is_wide and rounding == "nearest":
         form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "MAX": fmt.max}
         software = Conversion("to_small_codes", {**form, "LAST": last, "NAN": nan}, takes_hardware=True)
     elif fmt.is_exponent:
@@ -103,7 +116,7 @@ def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
     """How fp32 values become codes of an element's format by random bits. No card's conversion has these bits."""
     form: dict[str, Constant]
     if fmt.integer:
-        form = {"BITS": fmt.integer, "LOWEST": fmt.lowest, "FRACTION": fmt.fraction, "NAN": NanCode()}
+        form = {"BITS": fmt.integer, "LOWEST": fmt.lowest, "FRACTION": fmt.fraction, "NAN": NanCode(), **_offset(fmt)}
         return Conversion("to_integer_codes_by_chance", form, takes_bits=True)
     form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": sign_bit, "LAST": last, "NAN": NanCode()}
     return Conversion("to_codes_by_chance", form, takes_bits=True)
@@ -111,19 +124,33 @@ def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
 
 def decoding(fmt: Format) -> Codec | None:
     """How codes of a format become fp32 values, exactly; None for formats that no function decodes."""
+    if fmt.values:
+        tables: dict[str, Constant] = {"VALUES": Table("VALUES"), "COUNT": 1 << fmt.bits}
+        return None if len(fmt.values) > _LARGEST_CODEBOOK else Codec(Conversion("from_codebook", tables))
     if fmt.integer:
-        return Codec(Conversion("from_integer_codes", {"BITS": fmt.integer, "FRACTION": fmt.fraction}))
+        constants: dict[str, Constant] = {"BITS": fmt.integer, "FRACTION": fmt.fraction, **_offset(fmt)}
+        return Codec(Conversion("from_integer_codes", constants))
     if not fmt.subnormals:
         if not fmt.is_exponent:
             return None
         return Codec(Conversion("from_exponents", exponent_constants(fmt)))
-    inf_from, nan_from = len(fmt.magnitudes), len(fmt.magnitudes) + len(fmt.inf)
+    inf_from = fmt.last + 1
+    nan_from = inf_from + (1 if fmt.is_wide else len(fmt.inf))
+    minus_zero: dict[str, Constant] = {"MINUS_ZERO": False} if fmt.nan_is_minus_zero else {}
+    if fmt.is_wide:
+        form: dict[str, Constant] = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": 15}
+        return Codec(Conversion("from_codes", {**form, "INF_FROM": inf_from, "NAN_FROM": nan_from}))
     if abs(127 - fmt.bias) > 126 or list(fmt.inf) != list(range(inf_from, nan_from)):
         return None
     hardware = Conversion("cast_from_codes", {"DTYPE": _CASTS[fmt.torch][0]}) if fmt.torch in _CASTS else None
     form = {"MANTISSA": fmt.mantissa, "BIAS": fmt.bias, "SIGN_BIT": fmt.exponent + fmt.mantissa}
-    software = Conversion("from_codes", {**form, "INF_FROM": inf_from, "NAN_FROM": nan_from})
+    software = Conversion("from_codes", {**form, "INF_FROM": inf_from, "NAN_FROM": nan_from, **minus_zero})
     return Codec(software, hardware, 90 if hardware else 0)
+
+
+def _offset(fmt: Format) -> dict[str, Constant]:
+    """The constant of an integer that is not stored in two's complement."""
+    return {} if fmt.offset is None else {"OFFSET": fmt.offset}
 
 
 def exponent_constants(fmt: Format) -> Mapping[str, Constant]:

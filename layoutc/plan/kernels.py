@@ -47,9 +47,9 @@ class RuleInputs:
 class Nibbles:
     """Codes of 4 bits, converted eight at a time, by way of the card's conversion to a format of 8 bits.
 
-    in_blocks: a program has the amax of each of its blocks, so it can clamp magnitudes in pairs. is_bounded: amax *
-    multiplier rounds to at most the format's maximum, so nothing needs clamping. card_converts: cards of compute
-    capability 10 convert to the format itself.
+    in_blocks: a program has the amax and the multiplier of each of its blocks, so it can clamp magnitudes in pairs.
+    is_bounded: amax * multiplier rounds to at most the format's maximum, so nothing needs clamping. card_converts:
+    cards of compute capability 10 convert to the format itself.
     """
 
     in_blocks: bool
@@ -271,7 +271,8 @@ def _nibbles(quantization: Quantization, layout: Layout) -> Nibbles | None:
     if fmt.bits != 4 or fmt.integer or not conversions.is_small(fmt) or fmt.nan or layout.multiple_k % 8:
         return None
     converts = conversions.encoding(fmt, "nearest").hardware is not None
-    return Nibbles(bool(block.m and block.k), _is_bounded(quantization), converts)
+    in_blocks = bool(block.m and block.k) and not quantization.divides
+    return Nibbles(in_blocks, _is_bounded(quantization), converts)
 
 
 def _is_bounded(quantization: Quantization) -> bool:

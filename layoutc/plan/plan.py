@@ -123,6 +123,19 @@ class Plan:
         return not tries and len(shared) <= 1
 
     @property
+    def zeros(self) -> dict[str, tuple[int, ...]]:
+        """Planes in which a matrix of zeros has other bytes than 0, where its scales are 0: those that rows repeat."""
+        found: dict[str, tuple[int, ...]] = {}
+        for source in self.layout.sources:
+            element, zero = source.quantization.element, source.quantization.zero
+            code = element.least_code
+            if zero is not None and source.zero is not None:
+                code += round(zero.value(zero.least_code) * 2**element.fraction)
+                found[source.zero.name] = (zero.least_code,)
+            found[source.data.name] = _repeated(code, element.bits, source.quantization.low_first)
+        return {name: pattern for name, pattern in found.items() if any(pattern)}
+
+    @property
     def passes_differ(self) -> bool:
         """True if backward gathers other planes than forward."""
         return self.forward.planes != self.backward.planes
@@ -165,6 +178,13 @@ def derive(layout: Layout, others: Mapping[str, Layout] | None = None) -> Plan:
         dispatch=_dispatch(block_rows(layout), columns),
         products=None if others is None else products_of(layout, others),
     )
+
+
+def _repeated(code: int, bits: int, low_first: bool) -> tuple[int, ...]:
+    """The bytes of a run of one code, packed, which is as long as it takes to fill whole bytes."""
+    count = codes_per_group(bits)
+    word = sum(code << (place * bits) for place in range(count))  # the same from either end
+    return tuple(word.to_bytes(count * bits // 8, "little" if low_first else "big"))
 
 
 def block_rows(layout: Layout) -> int:

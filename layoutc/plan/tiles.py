@@ -32,8 +32,10 @@ def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
 
 
 def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
-    """The same with twice the warps, where random bits or transformed values take registers of their own. Not timed."""
-    if not any(source.quantization.stochastic or source.quantization.transform for source in sources):
+    """The same with twice the warps, where random bits, transformed values, or divisions into the elements of two
+    sources take registers of their own. Not timed."""
+    divides = len(sources) > 1 and any(source.quantization.divides for source in sources)
+    if not divides and not any(one.quantization.stochastic or one.quantization.transform for one in sources):
         return tile
     return replace(tile, warps=2 * tile.warps, registers=None)
 

@@ -253,7 +253,7 @@ def _plane(layout: Layout, plane: Plane, m: int, k: int) -> PlaneFacts:
     shape, covers = plane.shape(m, k), (plane.per_m, plane.per_k)
     if layout.history and not any(plane in source.planes for source in layout.sources):
         shape = (layout.history,)  # the weight's amax, not a plane of a source: one value for each step of the history
-    nbytes = prod(shape) * (4 if plane.bits == 32 else 1)
+    nbytes = prod(shape) * plane.itemsize
     return PlaneFacts(
         plane.name, plane.kind, plane.dtype, plane.bits, shape, nbytes, covers, sharded=plane.per_m is not None
     )

@@ -23,8 +23,15 @@ def to_codes(x: Tensor, thresholds: Sequence[float], sign_bit: int | None, nan_c
     above the largest finite code.
     """
     code = torch.bucketize(x.abs().contiguous(), x.new_tensor(thresholds), right=True, out_int32=True).to(torch.uint8)
+    return _signed(code, x, sign_bit, nan_code)
+
+
+def _signed(code: Tensor, x: Tensor, sign_bit: int | None, nan_code: int) -> Tensor:
+    """Codes of magnitudes with the signs of x, and NaN. Where the sign bit alone is NaN, zero has no sign."""
     if sign_bit is not None:
         code |= torch.signbit(x).to(torch.uint8) << sign_bit
+        if nan_code == 1 << sign_bit:
+            code.masked_fill_(code == nan_code, 0)
     return code.masked_fill_(x.isnan(), nan_code)
 
 
@@ -34,13 +41,37 @@ def cast_to_codes(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) 
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
-def to_integer_codes(x: Tensor, bits: int, lowest: int, fraction: int, nan_code: int) -> Tensor:
+def to_codebook(x: Tensor, thresholds: Sequence[float], codes: Sequence[int], nan_code: int) -> Tensor:
+    """fp32 values -> the codes of the nearest of a few values, by ascending value in `codes`; NaN gives `nan_code`.
+
+    thresholds: entry i is the least number that is nearer to value i + 1 than to value i.
+    """
+    at = torch.bucketize(x.contiguous(), x.new_tensor(thresholds), right=True)
+    table = torch.tensor(codes, dtype=torch.uint8, device=x.device)
+    return table[at].masked_fill_(x.isnan(), nan_code)
+
+
+def to_half(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
+    """fp32 -> fp16 or bf16, to nearest even: saturates at `largest`, and NaN has the bits `nan_code`."""
+    bits = x.clamp(-largest, largest).to(dtype).view(torch.int16)
+    return bits.masked_fill_(x.isnan(), nan_code).view(dtype)
+
+
+def to_integer_codes(
+    x: Tensor, bits: int, lowest: int, fraction: int, nan_code: int, offset: int | None = None
+) -> Tensor:
     """fp32 values -> two's complement codes in steps of 2**-fraction, one in a byte; NaN gives `nan_code`.
 
-    Rounds to nearest even, and saturates at `lowest` and at the largest code.
+    Rounds to nearest even, and saturates at `lowest` and at the largest code. offset: codes are steps plus it.
     """
-    steps = (x * float(1 << fraction)).round().clamp(lowest, (1 << (bits - 1)) - 1).nan_to_num(0.0)
-    return (steps.to(torch.int32) & ((1 << bits) - 1)).to(torch.uint8).masked_fill_(x.isnan(), nan_code)
+    steps = (x * float(1 << fraction)).round().clamp(lowest, _highest(bits, offset)).nan_to_num(0.0)
+    codes = (steps.to(torch.int32) + (offset or 0)) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).masked_fill_(x.isnan(), nan_code)
+
+
+def _highest(bits: int, offset: int | None) -> int:
+    """The largest number of steps that an integer's codes have."""
+    return (1 << (bits - 1)) - 1 if offset is None else (1 << bits) - 1 - offset
 
 
 def to_codes_by_chance(
@@ -55,20 +86,18 @@ def to_codes_by_chance(
     step = table[(low + 1).clamp(max=len(magnitudes) - 1)] - table[low]
     share = torch.where(step > 0, (size - table[low]) / step, 0.0).nan_to_num(0.0)
     code = (low + _away(share, bits)).to(torch.uint8)
-    if sign_bit is not None:
-        code |= torch.signbit(x).to(torch.uint8) << sign_bit
-    return code.masked_fill_(x.isnan(), nan_code)
+    return _signed(code, x, sign_bit, nan_code)
 
 
 def to_integer_codes_by_chance(
-    x: Tensor, bits: Tensor, width: int, lowest: int, fraction: int, nan_code: int
+    x: Tensor, bits: Tensor, width: int, lowest: int, fraction: int, nan_code: int, offset: int | None = None
 ) -> Tensor:
     """As `to_integer_codes` of `width` bits, rounded by random bits. See `_away`."""
-    steps = (x * float(1 << fraction)).clamp(lowest, (1 << (width - 1)) - 1).nan_to_num(0.0)
+    steps = (x * float(1 << fraction)).clamp(lowest, _highest(width, offset)).nan_to_num(0.0)
     size = steps.abs()
     low = size.floor()
     whole = low.to(torch.int64) + _away(size - low, bits)
-    codes = torch.where(torch.signbit(steps), -whole, whole) & ((1 << width) - 1)
+    codes = (torch.where(torch.signbit(steps), -whole, whole) + (offset or 0)) & ((1 << width) - 1)
     return codes.to(torch.uint8).masked_fill_(x.isnan(), nan_code)
 
 
@@ -80,8 +109,10 @@ def _away(share: Tensor, bits: Tensor) -> Tensor:
     return ((share * 2.0**32).to(torch.int64) + bits) >> 32
 
 
-def from_integer_codes(codes: Tensor, bits: int, fraction: int) -> Tensor:
-    """Two's complement codes -> fp32 values, exact."""
+def from_integer_codes(codes: Tensor, bits: int, fraction: int, offset: int | None = None) -> Tensor:
+    """Two's complement codes, or steps plus an offset -> fp32 values, exact."""
+    if offset is not None:
+        return (codes.int() - offset).float() / (1 << fraction)
     half = 1 << (bits - 1)
     return ((codes.int() ^ half) - half).float() / (1 << fraction)
 

@@ -29,7 +29,10 @@ class Format:
 
     `inf` and `nan` list codes without their sign bit. `torch` names the torch dtype that holds one code in a byte and
     rounds to nearest even, if there is one. `integer` > 0: two's complement of that many bits, in steps of
-    2**-fraction; `symmetric` leaves the lowest code unused, since it has no opposite.
+    2**-fraction; `symmetric` leaves the lowest code unused, since it has no opposite; codes are steps plus an `offset`.
+
+    `values`: a codebook, code c means values[c]; codes beyond them mean 0. Ties between two values go to the lower one
+    (`ties` is down), or to the one whose code is even.
     """
 
     name: str = field(compare=False)  # formats are equal if their bits have the same values
@@ -40,6 +43,9 @@ class Format:
     integer: int = 0
     fraction: int = 0
     symmetric: bool = False
+    offset: int | None = None
+    values: tuple[float, ...] = ()
+    ties: str = "down"
     subnormals: bool = True
     inf: tuple[int, ...] = ()
     nan: tuple[int, ...] = ()
@@ -48,12 +54,24 @@ class Format:
     @property
     def bits(self) -> int:
         """The bits of a code."""
+        if self.values:
+            return max(1, (len(self.values) - 1).bit_length())
         return self.integer or self.sign + self.exponent + self.mantissa
 
     @property
     def is_f32(self) -> bool:
         """True for IEEE binary32, which is stored as it is."""
         return self.bits == 32
+
+    @property
+    def is_wide(self) -> bool:
+        """True for formats of 16 and 32 bits, stored as a torch dtype; the highest exponent is infinity and NaN."""
+        return self.bits > 8
+
+    @property
+    def has_zero(self) -> bool:
+        """True if a code means 0."""
+        return self.is_wide or self.magnitudes[0] == 0
 
     @property
     def is_exponent(self) -> bool:
@@ -66,8 +84,10 @@ class Format:
 
         Codes of inf and NaN must be the highest, so that the others are a prefix. For an integer, its values from 0 up.
         """
+        if self.values:
+            return tuple(sorted({0.0, *(value for value in self.values if value > 0)}))
         if self.integer:
-            return tuple(math.ldexp(code, -self.fraction) for code in range(2 ** (self.integer - 1)))
+            return tuple(math.ldexp(steps, -self.fraction) for steps in range(self.highest + 1))
         special = set(self.inf) | set(self.nan)
         codes = range(2 ** (self.exponent + self.mantissa))
         return tuple(self._magnitude(code) for code in codes if code not in special)
@@ -75,23 +95,67 @@ class Format:
     @property
     def lowest(self) -> int:
         """For an integer, the smallest number of steps that is used."""
+        if self.offset is not None:
+            return -self.highest if self.symmetric else -self.offset
         return int(self.symmetric) - (1 << (self.integer - 1))
+
+    @property
+    def highest(self) -> int:
+        """For an integer, the largest number of steps."""
+        return (1 << (self.integer - 1)) - 1 if self.offset is None else (1 << self.integer) - 1 - self.offset
+
+    @property
+    def nan_is_minus_zero(self) -> bool:
+        """True if the sign bit alone is NaN, so that there is one zero."""
+        return not self.values and self.nan == (1 << (self.exponent + self.mantissa),)
 
     @property
     def max(self) -> float:
         """Largest finite value."""
-        return F32_MAX if self.is_f32 else self.magnitudes[-1]
+        if self.is_wide:
+            return math.ldexp(2 - 2.0**-self.mantissa, (1 << self.exponent) - 2 - self.bias)
+        return self.magnitudes[-1]
+
+    @property
+    def last(self) -> int:
+        """The code of the largest finite value, without a sign bit."""
+        if self.is_wide:
+            return (((1 << self.exponent) - 1) << self.mantissa) - 1
+        if self.values:
+            return self.values.index(self.max)
+        return self.highest + (self.offset or 0) if self.integer else len(self.magnitudes) - 1
+
+    @property
+    def least_code(self) -> int:
+        """The code of 0; of the smallest value, if all are above 0."""
+        if self.values:
+            return self.values.index(0.0)
+        return 0 if self.offset is None else max(self.offset, 0)
+
+    @property
+    def nan_code(self) -> int:
+        """The code of NaN: the first one; the quiet one of formats of 16 bits; without any, the largest magnitude."""
+        if self.is_wide:
+            return self.last + 1 + (1 << (self.mantissa - 1))
+        return self.nan[0] if self.nan else self.last
 
     def value(self, code: int) -> float:
         """The value of a code, sign bit included."""
+        if self.values:
+            return self.values[code] if code < len(self.values) else 0.0
+        if self.offset is not None:
+            return math.ldexp(code - self.offset, -self.fraction)
         if self.integer:
             return math.ldexp(code - (code >> (self.integer - 1) << self.integer), -self.fraction)
         magnitude_bits = self.exponent + self.mantissa
         negative, magnitude = divmod(code, 2**magnitude_bits)
         sign = -1.0 if negative else 1.0
-        if magnitude in self.nan:
+        if negative and not magnitude and self.nan_is_minus_zero:
             return math.nan
-        return sign * math.inf if magnitude in self.inf else sign * self._magnitude(magnitude)
+        infinite = magnitude == self.last + 1 if self.is_wide else magnitude in self.inf
+        if magnitude in self.nan or (self.is_wide and magnitude > self.last + 1):
+            return math.nan
+        return sign * math.inf if infinite else sign * self._magnitude(magnitude)
 
     def _magnitude(self, code: int) -> float:
         exponent, mantissa = divmod(code, 2**self.mantissa)
@@ -121,10 +185,29 @@ def thresholds(fmt: Format, rounding: str) -> tuple[float, ...]:
     return tuple(steps)
 
 
+def codebook_order(fmt: Format) -> tuple[int, ...]:
+    """The codes of a codebook's numbers, by ascending value."""
+    return tuple(sorted((c for c, v in enumerate(fmt.values) if not math.isnan(v)), key=lambda code: fmt.values[code]))
+
+
+def codebook_thresholds(fmt: Format) -> tuple[float, ...]:
+    """The numbers from which on the next value of a codebook is nearest, ascending: one for each two neighbours.
+
+    A midpoint is rounded to fp32, and is a tie.
+    """
+    steps = []
+    for low, high in itertools.pairwise(codebook_order(fmt)):
+        middle = f32((fmt.values[low] + fmt.values[high]) / 2)
+        steps.append(middle if fmt.ties == "even" and high % 2 == 0 else _next_f32(middle))
+    return tuple(steps)
+
+
 def _next_f32(value: float) -> float:
-    """The fp32 value just above a non-negative fp32 value."""
+    """The fp32 value just above an fp32 value."""
+    if value == 0:
+        return 2.0**-149
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    return float(struct.unpack("<f", struct.pack("<I", bits + 1))[0])
+    return float(struct.unpack("<f", struct.pack("<I", bits + 1 if value > 0 else bits - 1))[0])
 
 
 @cache
@@ -143,7 +226,10 @@ def aliases() -> dict[str, dict[str, str]]:
 def make(name: str, entry: Mapping[str, Any]) -> Format:
     """A format from its entry in formats.yaml or in a spec's `formats:`."""
     lists = {key: tuple(entry.get(key) or ()) for key in ("inf", "nan")}
-    rest = {key: value for key, value in entry.items() if value is not None}
+    if stated := entry.get("values"):
+        values = tuple(f32(float(value)) for value in stated)
+        lists |= {"values": values, "nan": tuple(code for code, value in enumerate(values) if math.isnan(value))}
+    rest = {key: value for key, value in entry.items() if value is not None and key != "values"}
     return Format(name=name, **{**rest, **lists})
 
 

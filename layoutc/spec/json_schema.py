@@ -21,7 +21,7 @@ def json_schema() -> dict[str, Any]:
     parts: dict[str, Any] = schema["$defs"]
     own = {"type": "string", "pattern": "^[a-z][a-z0-9_]*$", "description": "one of the spec's own formats"}
     elements = [name for name, fmt in BUILTIN.items() if fmt.bits <= 8 and fmt.sign]
-    scales = [name for name, fmt in BUILTIN.items() if fmt.is_f32 or fmt.bits == 8]
+    scales = [name for name, fmt in BUILTIN.items() if fmt.bits >= 8]
     parts["Element"]["properties"]["format"] |= {"anyOf": [{"enum": elements}, own]}
     scale = parts["Scale"]
     scale["properties"]["format"] |= {"anyOf": [{"enum": scales}, own]}

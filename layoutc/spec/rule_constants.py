@@ -18,6 +18,8 @@ def constant(name: str, element: Format, scale: Format, parameters: Parameters) 
 
 
 def _element_min(element: Format, scale: Format, parameters: Parameters) -> Value:
+    if element.values:
+        return min(value for value in element.values if not math.isnan(value)), ""
     return (math.ldexp(element.lowest, -element.fraction) if element.integer else -element.max), ""
 
 
@@ -41,6 +43,11 @@ def _inverse_element_span(element: Format, scale: Format, parameters: Parameters
     return 1 / span, f"fp32(1 / {span:g})"
 
 
+def _element_half_range(element: Format, scale: Format, parameters: Parameters) -> Value:
+    lowest = _element_min(element, scale, parameters)[0]
+    return (element.max - lowest) / 2, f"half the range from {lowest:g} to {element.max:g}"
+
+
 def _inverse_element_max(element: Format, scale: Format, parameters: Parameters) -> Value:
     return 1 / element.max, f"fp32(1 / {element.max:g})"
 
@@ -58,6 +65,10 @@ def _inverse_margin(element: Format, scale: Format, parameters: Parameters) -> V
     return 2.0 ** -float(parameters["margin"]), "2 to minus the margin"
 
 
+def _of_zeros(element: Format, scale: Format, parameters: Parameters) -> Value:
+    return float(parameters["of-zeros"]), "the scale of a block whose own would be 0"
+
+
 def _epsilon(element: Format, scale: Format, parameters: Parameters) -> Value:
     return float(parameters["epsilon"]), ""
 
@@ -69,9 +80,11 @@ CONSTANTS: dict[str, Callable[[Format, Format, Parameters], Value]] = {
     "bounded_range": _bounded_range,
     "inverse_bounded_range": _inverse_bounded_range,
     "inverse_element_span": _inverse_element_span,
+    "element_half_range": _element_half_range,
     "inverse_element_max": _inverse_element_max,
     "inverse_element_power": _inverse_element_power,
     "inverse_range": _inverse_range,
     "inverse_margin": _inverse_margin,
     "epsilon": _epsilon,
+    "of_zeros": _of_zeros,
 }

@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Rule:
-    """A scale rule: steps that end in `scale` and `multiplier`, and the factor that decoded elements are multiplied by.
+    """A scale rule: steps that end in `scale` and `multiplier` or `divisor`, and the factor of decoded elements.
 
     A rule may try several values of one name, its `candidates`; a block keeps the one with the least `error`.
     """
@@ -61,6 +61,10 @@ class Rule:
     def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
         """The steps that these parameters leave in."""
         return _active(self.steps, parameters)
+
+    def element_step(self, parameters: Parameters) -> Step:
+        """The last step, which says what values are multiplied by, `multiplier`, or divided by, `divisor`."""
+        return [step for step in self.active_steps(parameters) if step.name in ("multiplier", "divisor")][-1]
 
     def active_error(self, parameters: Parameters) -> tuple[Step, ...]:
         """The steps of the error that these parameters leave in."""

@@ -49,9 +49,20 @@ class FormatDef(_Model):
         default=None, description="an integer counts steps of two to minus this"
     )
     symmetric: bool | None = Field(default=None, description="an integer's lowest code is not used")
+    offset: Annotated[int, Field(ge=-1, le=254)] | None = Field(
+        default=None, description="the code of an integer is its steps plus this, in place of two's complement"
+    )
+    values: Annotated[tuple[float | Literal["nan"], ...], Field(max_length=256)] | None = Field(
+        default=None, description="a codebook: the value of each code, in place of all other keys but `ties`"
+    )
+    ties: Literal["down", "even"] | None = Field(
+        default=None, description="what is midway between two values of a codebook becomes: the lower, or the even code"
+    )
     subnormals: bool = Field(default=True, description="exponent 0 holds zero and subnormals, not one more binade")
     inf: tuple[Code, ...] = Field(default=(), description="codes of infinity, without their sign bit")
-    nan: tuple[Code, ...] = Field(default=(), description="codes that are not numbers, without their sign bit")
+    nan: tuple[Code, ...] = Field(
+        default=(), description="codes that are not numbers, without their sign bit; or the sign bit alone"
+    )
     torch: str | None = Field(default=None, description="the torch dtype that holds one such code in a byte")
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,6 +16,7 @@ from injected_faults import MUTANTS, edit
 from places import ROOT
 
 from layoutc.cli.app import main
+from layoutc.conformance.plugin import Suite
 from layoutc.conformance.registry import all_checks
 from layoutc.conformance.subject import BadSpec, Subject, compile_subject
 
@@ -113,6 +115,20 @@ def test_the_plugin_reports_what_was_found_and_not_its_own_frames(tmp_path: Path
     assert "Traceback" not in done.stdout
     assert done.stdout.count("::decode PASSED") == 1, done.stdout + done.stderr
     assert pytest_run(tmp_path, "--layoutc-spec", "none.yaml").returncode == 4
+
+
+def test_the_plugin_ends_what_it_started() -> None:
+    """Once, whether there are processes or not; and nothing where nothing was compiled."""
+    for ranks in (None, Mock()):
+        suite = object.__new__(Suite)
+        suite.ranks, suite.subject = ranks, None
+        suite.close()
+        suite.subject = subject = Mock()
+        suite.close()
+        suite.close()
+        subject.close.assert_called_once_with()
+        assert suite.subject is None
+        assert ranks is None or ranks.stop.called
 
 
 def test_the_plugin_imports_nothing_heavy_until_it_is_asked() -> None:

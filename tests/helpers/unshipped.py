@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from places import UNSHIPPED
+from places import EXCHANGED, UNSHIPPED
 
 import layoutc.recipes
 from layoutc.build import pipeline
@@ -19,11 +19,17 @@ def names() -> list[str]:
     return sorted(path.stem for path in UNSHIPPED.glob("*.yaml"))
 
 
-def add_all() -> list[str]:
-    """Makes packages of all of tests/unshipped; their names."""
-    for name in names():
-        add(name, (UNSHIPPED / f"{name}.yaml").read_text(encoding="utf-8"))
-    return names()
+def exchanged() -> list[str]:
+    """Those of formats in which people hand on weights."""
+    return sorted(path.stem for path in EXCHANGED.glob("*.yaml"))
+
+
+def add_all(folder: Path = UNSHIPPED) -> list[str]:
+    """Makes packages of all of tests/unshipped, or of another folder; their names."""
+    paths = sorted(folder.glob("*.yaml"))
+    for path in paths:
+        add(path.stem, path.read_text(encoding="utf-8"))
+    return [path.stem for path in paths]
 
 
 def add(name: str, text: str) -> None:

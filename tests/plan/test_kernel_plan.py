@@ -13,7 +13,7 @@ from layoutc.layout.layout import Block, Layout
 from layoutc.plan.conversions import decoding, encoding
 from layoutc.plan.kernels import Kernels, NoKernels, plan_kernels
 from layoutc.plan.moves import CodeMove, ScaleMove
-from layoutc.plan.units import Units, covered, sizes_of, units_of
+from layoutc.plan.units import Units, covered, sizes_of, steps, units_of
 
 
 def planned(name: str) -> Kernels:
@@ -164,6 +164,21 @@ def test_tiles_cover_whole_blocks_of_all_sources_and_whole_words(path: Path) -> 
 def test_tiles_waste_few_lanes(step: tuple[int, int], most: int, size: tuple[int, int], cover: tuple[int, int]) -> None:
     assert sizes_of(step, most) == size
     assert covered(size, step) == cover
+
+
+def test_a_tile_holds_whole_words_where_any_source_has_units() -> None:
+    """Also where blocks of another source have none; where none has, tiles are powers of two, which hold words."""
+    text = (
+        "layoutc: 1\nname: mixed\nsummary: blocks with units and without\nshape: {m: 8, k: 8}\n"
+        "element: {format: e2m1, pack: low-first}\nscale: {format: e8m0, rule: power-of-two, round: up}\n"
+        "orientations:\n"
+        "  rowwise:\n    block: {m: 1, k: 2}\n    data: {layout: m k}\n    scale: {layout: m k/2}\n"
+        "  columnwise:\n    block: {m: 24, k: 1}\n    data: {layout: k m}\n    scale: {layout: k m/24}\n"
+    )
+    sources = layout_of(text, "mixed").sources
+    assert [units_of(source.quantization.block) is None for source in sources] == [True, False]
+    assert steps(sources) == (24, 8)
+    assert steps(sources[:1]) == (1, 2)
 
 
 def test_ranges_of_whole_rows_come_from_a_pass_before_the_launch() -> None:

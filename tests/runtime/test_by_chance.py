@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import layoutc
 from layoutc.conformance.model.philox import philox as model_philox
-from layoutc.emit.reference_text import nan_code
 from layoutc.runtime import numerics, random_bits
 from layoutc.runtime.quantize.weights import requantize_many_
 from layoutc.spec.formats import BUILTIN, Format, make
@@ -165,7 +164,7 @@ FORMATS |= {name: make(name, entry) for name, entry in OWN.items()}
 
 def encoded(fmt: Format, x: Tensor, bits: Tensor) -> Tensor:
     """By the runtime, as generated references call it."""
-    nan = nan_code(fmt)
+    nan = fmt.nan_code
     if fmt.integer:
         return numerics.to_integer_codes_by_chance(x, bits, fmt.integer, fmt.lowest, fmt.fraction, nan)
     return numerics.to_codes_by_chance(x, bits, fmt.magnitudes, fmt.bits - 1, nan)
@@ -199,7 +198,7 @@ def test_exact_values_never_change_and_others_saturate(name: str) -> None:
         past = torch.tensor([fmt.max * 1.5, float("inf"), -float("inf"), float("nan")])
         top = [code_of(fmt, float(np.finfo(np.float32).max), 0), code_of(fmt, -float(np.finfo(np.float32).max), 0)]
         found = encoded(fmt, past, torch.full((4,), word)).tolist()
-        assert found == [top[0], top[0], top[1], nan_code(fmt)]
+        assert found == [top[0], top[0], top[1], fmt.nan_code]
 
 
 def test_as_many_bits_round_away_as_the_distance_says() -> None:

@@ -217,15 +217,26 @@ def test_plain_values_that_are_written_become_masters(how: str, empty: bool) -> 
     assert bytes_of(module.weight) == bytes_of(again)
 
 
+INITIALIZERS: dict[str, Callable[[Tensor], Any]] = {
+    "trunc_normal_": lambda w: nn.init.trunc_normal_(w, std=0.02, generator=torch.Generator().manual_seed(3)),
+    "truncated": lambda w: nn.init.trunc_normal_(w, generator=torch.Generator().manual_seed(3)),  # draws some again
+    "tails": lambda w: nn.init.trunc_normal_(w, a=1.0, b=2.0, generator=torch.Generator().manual_seed(3)),
+    "orthogonal_": lambda w: nn.init.orthogonal_(w, generator=torch.Generator().manual_seed(3)),
+    "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, generator=torch.Generator().manual_seed(3)),
+    "eye_": nn.init.eye_,
+}
+
+
+@pytest.mark.parametrize("how", INITIALIZERS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_initialized_after_quantize_have_the_bytes_of_plain_ones(recipe: str) -> None:
-    """An initializer of several steps works on values, not on codes."""
+def test_weights_initialized_after_quantize_have_the_bytes_of_plain_ones(recipe: str, how: str) -> None:
+    """An initializer of several steps works on values, not on codes; what it draws beside the weight is plain."""
     with torch.device("meta"), layoutc.quantized_init(recipe):
         module = nn.Linear(SIZE, SIZE, bias=False)
     module.to_empty(device="cpu")
     plain = linear(values_of())
     for one in (module, plain):
-        nn.init.trunc_normal_(one.weight, std=0.02, generator=torch.Generator().manual_seed(3))
+        INITIALIZERS[how](one.weight)
     layoutc.quantize_(plain, recipe)
     assert bytes_of(module.weight) == bytes_of(plain.weight)
     assert torch.equal(master_of(module), master_of(plain))

@@ -47,7 +47,29 @@ ARITHMETICS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("e2m1", "e2m3"), {"format": "e4m3", "rule": "four-over-six"}),
     (("e2m1",), {"format": "e4m3", "rule": "four-over-six", "squared": True}),
     (("int4", "int8"), {"format": "f32", "rule": "min-max", "zero": "int8"}),
+    (("e2m1", "int4", "e4m3"), {"format": "f32", "rule": "scale-first"}),
+    (("e2m1", "e4m3"), {"format": "e4m3", "rule": "scale-first", "of-zeros": 0.125}),
+    (("int4", "e4m3"), {"format": "bf16", "rule": "scale-first"}),
+    (("e2m1", "int8"), {"format": "f16", "rule": "scale-first", "multiply": True}),
+    (("int4", "int8", "u4"), {"format": "f16", "rule": "min-max", "zero": "int8"}),
+    (("u4", "int8"), {"format": "f32", "rule": "min-max", "zero": "u8"}),
+    (("e4m3fnuz", "e2m1_one_zero", "i4_offset", "i8_offset"), {"format": "bf16", "rule": "scale-first"}),
+    (("normal4", "i2_of_3"), {"format": "f32", "rule": "scale-first", "multiply": True}),
+    (("normal4", "i2_of_3", "c3"), {"format": "f16", "rule": "scale-first"}),
+    (("e5m2fnuz", "e4m3fnuz"), {"format": "e8m0", "rule": "power-of-two", "round": "up"}),
+    (("int4", "e2m3"), {"format": "f32", "rule": "scale-first", "multiply": True, "epsilon": 1.0e-4}),
 ]
+OWN: dict[str, dict[str, Any]] = {
+    "u4": {"integer": 4, "offset": 0},
+    "u8": {"integer": 8, "offset": 0},
+    "i4_offset": {"integer": 4, "offset": 8},
+    "normal4": {"values": [-1, -0.7, -0.53, -0.4, -0.3, -0.2, -0.1, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1]},
+    "i2_of_3": {"values": [0, 1, -1]},
+    "c3": {"values": [0, 1, -1, "nan", 5, 0.25, -2.5], "ties": "even"},
+    "i8_offset": {"integer": 8, "offset": 131},
+    "e2m1_one_zero": {"sign": 1, "exponent": 2, "mantissa": 1, "bias": 1, "nan": [8]},
+}
+BYTES = ("e4m3", "e5m2", "int8", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset")
 SIZES = [1, 3, 5, 8, 12, 16, 20, 24, 33, 48, 64, 96, 100, "all"]
 SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
 SHAPES = [(8, 8), (24, 200), (104, 56), (200, 24), (48, 96)]
@@ -94,7 +116,9 @@ def texts(draw: st.DrawFn) -> str:
         "scale": scale,
         "orientations": {"rowwise": orientation(block, "k"), "columnwise": orientation(other, "m")},
     }
-    if element not in ("e4m3", "e5m2", "int8"):
+    if own := {name: OWN[name] for name in (element, scale.get("zero")) if name in OWN}:
+        text["formats"] = own
+    if element not in BYTES:
         text["element"]["pack"] = draw(st.sampled_from(["low-first", "high-first"]))
     if scale["rule"] != "four-over-six" and draw(st.integers(0, 3)) == 0:
         text["element"]["round"] = "stochastic"

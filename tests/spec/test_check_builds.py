@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from places import ROOT
 
 from layoutc.build import pipeline
+from layoutc.conformance.material import array
 from layoutc.conformance.model.weights import Model, planes_of
 from layoutc.diagnostics.diagnostic import has_errors
 from layoutc.layout.layout import resolve
@@ -46,6 +47,9 @@ RULES: list[dict[str, Any]] = [
     {"rule": "four-over-six"},
     {"rule": "four-over-six", "bound": 3.0e38, "squared": True},
     {"rule": "four-over-six", "bound": 2.0e-38},
+    {"rule": "scale-first"},
+    {"rule": "scale-first", "of-zeros": 1.0e-3, "epsilon": 1.0e-30},
+    {"rule": "scale-first", "multiply": True, "of-zeros": 2.0},
     {"rule": "min-max", "zero": "int8"},
     {"rule": "min-max", "zero": "own_z"},
 ]
@@ -64,27 +68,43 @@ def floats(draw: st.DrawFn, sign: int, bits: int) -> dict[str, Any]:
     top = [code for code in range(codes - nan - inf, codes) if code >= 0]
     fmt |= {"inf": top[:inf]} if inf else {}
     fmt |= {"nan": top[inf:]} if nan else {}
+    fmt |= {"nan": [codes]} if sign and not nan and draw(st.integers(0, 3)) == 0 else {}
     return fmt if draw(st.integers(0, 3)) else fmt | {"subnormals": False}
 
 
 @st.composite
 def integers(draw: st.DrawFn) -> dict[str, Any]:
+    bits = draw(st.integers(2, 8))
+    half = 1 << (bits - 1)
+    offset = draw(st.sampled_from([None, None, half, half - 1, 0, 1, 2 * half - 2, draw(st.integers(-1, 2 * half))]))
     return {
-        "integer": draw(st.integers(2, 8)),
+        "integer": bits,
         "fraction": draw(st.sampled_from([0, 0, 6, 8])),
         "symmetric": draw(st.booleans()),
-    }
+    } | ({} if offset is None else {"offset": offset})
+
+
+@st.composite
+def codebooks(draw: st.DrawFn) -> dict[str, Any]:
+    """Of any values and any order, most with a zero and both signs, some with a NaN."""
+    number = st.floats(-64, 64, width=16)
+    values: list[Any] = draw(st.lists(number, min_size=1, max_size=draw(st.sampled_from([3, 8, 16, 40])), unique=True))
+    values = [*{*values, *draw(st.sampled_from([(0.0, -1.0, 2.0), (0.0, -1.0, 2.0), (0.0,), ()]))}]
+    values = [0.0 if value == 0 else value for value in values]
+    values = [*dict.fromkeys(values), *draw(st.sampled_from([[], [], ["nan"]]))]
+    return {"values": draw(st.permutations(values))} | draw(st.sampled_from([{}, {"ties": "even"}, {"ties": "down"}]))
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
     """A spec as YAML, of which about half are sound."""
     rule = dict(draw(st.sampled_from(RULES)))
-    own_element = draw(st.one_of(floats(1, draw(st.integers(2, 8))), integers()))
+    own_element = draw(st.one_of(floats(1, draw(st.integers(2, 8))), integers(), codebooks()))
     own_scale = draw(floats(draw(st.integers(0, 1)), 8))
     element = draw(st.sampled_from(["own_e", "own_e", "own_e", "e2m1", "int4", "e4m3"]))
-    scale = draw(st.sampled_from(["own_s", "e8m0", "e4m3", "f32"]))
+    scale = draw(st.sampled_from(["own_s", "e8m0", "e4m3", "f32", "f16", "bf16"]))
     formats = {"own_e": own_element, "own_s": own_scale, "own_z": {"integer": 8, "fraction": draw(st.integers(0, 8))}}
+    formats["own_z"] |= draw(st.sampled_from([{}, {}, {"offset": 0}, {"offset": -1}, {"offset": 128}]))
     used = {element, scale, rule.get("zero")}
 
     def orientation() -> dict[str, Any]:
@@ -103,7 +123,11 @@ def texts(draw: st.DrawFn) -> str:
         "shape": {"m": 8, "k": 8},
         "formats": {name: fmt for name, fmt in formats.items() if name in used},
         "element": {"format": element, "pack": draw(st.sampled_from(["low-first", "high-first"]))},
-        "scale": {"format": scale, **rule, **({} if scale == "f32" else {"round": draw(st.sampled_from(ROUNDING))})},
+        "scale": {
+            "format": scale,
+            **rule,
+            **({} if scale in ("f32", "f16", "bf16") else {"round": draw(st.sampled_from(ROUNDING))}),
+        },
         "orientations": {"rowwise": orientation()},
     }
     if draw(st.booleans()):
@@ -141,8 +165,8 @@ def weight(seed: int) -> torch.Tensor:
 
 def same(a: Any, b: Any) -> bool:
     """Equal bytes, but for the payloads of NaNs."""
-    a, b = np.asarray(a), np.asarray(b)
-    if a.dtype == np.uint8:
+    a, b = (array(one) if isinstance(one, torch.Tensor) else np.asarray(one) for one in (a, b))
+    if a.dtype != np.float32:
         return a.shape == b.shape and bool((a == b).all())
     nan = np.isnan(a)
     return a.shape == b.shape and bool((nan == np.isnan(b)).all() and (a[~nan].view("u4") == b[~nan].view("u4")).all())
@@ -184,6 +208,11 @@ TINY = {
     "e2m0_inf": {"sign": 1, "exponent": 2, "mantissa": 0, "bias": 1, "inf": [3]},
     "int3": {"integer": 3},
     "int7": {"integer": 7, "fraction": 3},
+    "int4_offset": {"integer": 4, "offset": 8},
+    "int3_odd_offset": {"integer": 3, "offset": 3},
+    "three_values": {"values": [-1, 0, 1]},
+    "codebook": {"values": [0.5, 0, -2, 7, "nan", -0.1, 3], "ties": "even"},
+    "e2m1_one_zero": {"sign": 1, "exponent": 2, "mantissa": 1, "bias": 1, "nan": [8]},
 }
 SCALES = [
     "{format: e8m0, rule: power-of-two}",
@@ -192,6 +221,8 @@ SCALES = [
     "{format: e4m3, rule: two-level}",
     "{format: e4m3, rule: four-over-six}",
     "{format: f32, rule: min-max, zero: int8}",
+    "{format: f16, rule: min-max, zero: int8}",
+    "{format: bf16, rule: scale-first}",
 ]
 
 
@@ -216,7 +247,7 @@ scale: {scale}
   rowwise: {{block: {{m: 1, k: 8}}, data: {{layout: m k}}, scale: {{layout: m k/8}}}}
   columnwise: {{block: {{m: 8, k: 1}}, data: {{layout: k m}}, scale: {{layout: k m/8}}}}
 """
-    one_magnitude = name.startswith(("int2", "e1m0"))
+    one_magnitude = name.startswith(("int2", "e1m0", "three"))
     refused = ("min-max" in scale and "integer" not in fmt) or ("four" in scale and one_magnitude)
     refused |= name == "e1m0_high" and "two-level" in scale  # whose product of ranges overflows fp32
     assert try_spec(text, 3) is not refused

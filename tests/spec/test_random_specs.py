@@ -41,6 +41,17 @@ SCALES: list[dict[str, Any]] = [
     {"format": "e4m3", "rule": "four-over-six"},
     {"format": "e4m3", "rule": "four-over-six", "bound": 448, "squared": True, "round": "up"},
     {"format": "e8m0_b100", "rule": "power-of-two", "round": "up"},
+    {"format": "f32", "rule": "scale-first"},
+    {"format": "f32", "rule": "scale-first", "epsilon": 1.0e-4, "multiply": True},
+    {"format": "e4m3", "rule": "scale-first", "of-zeros": 0.125},
+    {"format": "bf16", "rule": "scale-first", "of-zeros": 0.0078125},
+    {"format": "f16", "rule": "scale-first", "multiply": True},
+    {"format": "f16", "rule": "two-level"},
+    {"format": "f16", "rule": "min-max", "zero": "int8"},
+    {"format": "bf16", "rule": "min-max", "zero": "int8"},
+    {"format": "f16", "rule": "min-max", "zero": "u8"},
+    *({"format": "e8m0", "rule": "scale-first", "round": rounding} for rounding in ROUNDING),
+    {"format": "ue5m3", "rule": "scale-first", "multiply": True},
 ]
 TWO_LEVEL = {scale["rule"] for scale in SCALES if RULES[scale["rule"]].needs_tensor_amax}
 OWN: dict[str, dict[str, Any]] = {
@@ -51,10 +62,20 @@ OWN: dict[str, dict[str, Any]] = {
     "e3m0": {"sign": 1, "exponent": 3, "mantissa": 0, "bias": 3},
     "i4": {"integer": 4},
     "i6": {"integer": 6, "symmetric": True},
+    "normal4": {"values": [-1, -0.7, -0.53, -0.4, -0.3, -0.2, -0.1, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1]},
+    "i2_of_3": {"values": [0, 1, -1]},
+    "c5": {"values": [0, 0.1, 9, "nan", -4, 3, -0.3, 1, 2, -1, -2, 5, -7, 0.6, -0.6, 1.5, 2.5], "ties": "even"},
+    "i4_offset": {"integer": 4, "offset": 8},
+    "i5_odd_offset": {"integer": 5, "offset": 13},
+    "i8_offset": {"integer": 8, "offset": 128, "symmetric": True},
+    "u4": {"integer": 4, "offset": 0},
+    "u8": {"integer": 8, "offset": 0},
+    "e3m2_one_zero": {"sign": 1, "exponent": 3, "mantissa": 2, "bias": 4, "nan": [0x20]},
     "i8_64ths": {"integer": 8, "fraction": 6, "symmetric": True},
 }
-ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", *(name for name in OWN if not name.startswith(("u", "e8")))]
-BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths")
+ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", "e4m3fnuz", "e5m2fnuz"]
+ELEMENTS += [name for name in OWN if not name.startswith(("ue", "e8"))]
+BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset")
 SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
 
 
@@ -127,6 +148,7 @@ def texts(draw: st.DrawFn) -> str:
         spec["shape"] = {axis: draw(st.sampled_from([2, 4, 8, 32])) for axis in "mk"}
     both = [spec, spec["orientations"].get("columnwise", {}).get("quantize", {})]
     used = {part[key]["format"] for part in both for key in ("element", "scale") if key in part}
+    used |= {part["scale"]["zero"] for part in both if "zero" in part.get("scale", {})}
     if used & OWN.keys():
         spec["formats"] = {name: OWN[name] for name in OWN if name in used}
     if any(part.get("scale", {}).get("rule") in TWO_LEVEL for part in both):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from layoutc.conformance.material import expect_same, expect_same_all, generator, input_max
+from layoutc.conformance.material import as_planes, expect_same, expect_same_all, generator, input_max
 from layoutc.conformance.model.codes import F32, Array, codes_of, pack, rounded
 from layoutc.conformance.model.weights import FLT_MAX, Planes, planes_of
 from layoutc.conformance.registry import TALLY, Failure, check
@@ -24,6 +24,9 @@ MOST = 400_000  # elements of one weight
 def around(fmt: Format) -> list[float]:
     """Every finite value of a format, every midpoint of neighbours, and the fp32 numbers beside them."""
     values = sorted(set(codes_of(fmt).finite.values()))
+    if len(values) > 1000:  # of a format of 16 bits: the ends, both sides of 0, and a few in between
+        middle = len(values) // 2
+        values = [*values[:20], *values[middle - 40 : middle + 40], *values[middle + 41 :: 997], *values[-20:]]
     points = [*values, *((low + high) / 2 for low, high in pairwise(values)), 2 * values[-1], 2 * values[0]]
     near = [rounded(Fraction(p)) for p in points]
     beside = [F32(v) for p in near for v in (np.nextafter(p, F32(-np.inf)), p, np.nextafter(p, F32(np.inf)))]
@@ -82,7 +85,7 @@ def decode(subject: Subject) -> None:
         m, k = _matrix_of(subject, source, 4096)
         for turn in range(3):
             planes = _all_codes(subject, m, k, turn)
-            tensors = {name: torch.from_numpy(plane) for name, plane in planes.items()}
+            tensors = as_planes(subject, planes)
             for orientation in (o for o, name in layout.source_of if name == source.name):
                 actual = subject.reference.dequantize_reference(tensors, m, k, orientation)
                 expected = subject.model.values(planes, orientation, m, k)
@@ -101,6 +104,8 @@ def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
             if plane.bits == 32:
                 values = np.exp2(rng.uniform(-30, 30, shape)).astype(F32)
                 values.flat[0] = (values.flat[0], 1.0, np.nan)[turn]
+            elif plane.bits == 16:
+                values = rng.integers(0, 2**16, shape, np.uint16)
             else:
                 values = ((np.arange(np.prod(shape)).reshape(shape) + 85 * turn) % 256).astype(np.uint8)
             planes[plane.name] = values
@@ -157,7 +162,8 @@ def _affine(subject: Subject, source: Source, anchor: float, amax: float) -> tup
     names = subject.model.scales(source, block, float(FLT_MAX), shared)
     zero = source.quantization.zero
     offset = 0.0 if zero is None else codes_of(zero).decode(np.asarray(names["zero"]).reshape(-1)[0])
-    return np.asarray(names["multiplier"]).reshape(-1)[0], offset
+    multiplier = names["multiplier"] if "multiplier" in names else F32(1) / names["divisor"]
+    return np.asarray(multiplier).reshape(-1)[0], offset
 
 
 def _encode_with(subject: Subject, source: Source, probes: Array, anchor: float, amax: float) -> None:

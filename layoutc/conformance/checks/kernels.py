@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layoutc.conformance.checks.codecs import scale_amaxes, with_amaxes
-from layoutc.conformance.material import every_pair, expect_same, weight
+from layoutc.conformance.material import array, every_pair, expect_same, weight
 from layoutc.conformance.model.codes import codes_of
 from layoutc.conformance.model.placing import swizzled_buffers
 from layoutc.conformance.registry import Skipped, check
@@ -93,7 +93,7 @@ def _compare(
                 expect_same(subject, name, buffers[name].cpu(), buffer, (m, k), **details)
         if subject.facts.swizzled:
             moved_on = kernels.lay_out(on_device, m, k, orientations, True)
-            stored = {name: plane.numpy() for name, plane in planes.items()}
+            stored = {name: array(plane) for name, plane in planes.items()}
             for name, entries in swizzled_buffers(layout, stored, m, k).items():
                 if name.partition("_")[0] not in orientations:
                     continue

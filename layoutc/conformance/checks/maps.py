@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from layoutc.conformance.material import expect, expect_same, expect_same_all, generator
+from layoutc.conformance.material import as_planes, expect, expect_same, expect_same_all, generator
 from layoutc.conformance.model.codes import Array
 from layoutc.conformance.model.placing import buffers, plane_values, swizzled_buffers
 from layoutc.conformance.model.weights import Planes
@@ -43,6 +43,8 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
             shape = (max(subject.layout.history, 1),)
         if plane.dtype == "float32":
             planes[plane.name] = rng.uniform(1, 2, shape).astype(np.float32)
+        elif plane.bits == 16:
+            planes[plane.name] = rng.integers(257, 2**16, shape).astype(np.uint16)
         else:
             planes[plane.name] = rng.integers(1, 256, shape).astype(np.uint8)
     return planes
@@ -85,7 +87,7 @@ def index_maps(subject: Subject) -> None:
 
 
 def _laid_out(subject: Subject, planes: Planes, m: int, k: int, swizzled: bool = False) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.from_numpy(plane.copy()) for name, plane in planes.items()}
+    tensors = as_planes(subject, planes)
     made: dict[str, torch.Tensor] = subject.tensor(tensors, (m, k), torch.float32).buffers(swizzled=swizzled)
     return made
 

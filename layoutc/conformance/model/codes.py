@@ -6,6 +6,7 @@ function in `meaning`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
@@ -25,12 +26,22 @@ F32 = np.float32
 
 def meaning(fmt: Format, code: int) -> Value:
     """The value of a code."""
+    if fmt.values:
+        return _listed(fmt, code)
     return _integer(fmt, code) if fmt.integer else _floating(fmt, code)
+
+
+def _listed(fmt: Format, code: int) -> Value:
+    """By the list of values; 0 beyond its end."""
+    value = fmt.values[code] if code < len(fmt.values) else 0.0
+    return nan if isnan(value) else Fraction(value)
 
 
 def _integer(fmt: Format, code: int) -> Value:
     """Two's complement, in steps of 2^-fraction."""
     steps = code - 2**fmt.bits if code >= 2 ** (fmt.bits - 1) else code
+    if fmt.offset is not None:
+        steps = code - fmt.offset
     return Fraction(steps, 2**fmt.fraction)
 
 
@@ -39,7 +50,9 @@ def _floating(fmt: Format, code: int) -> Value:
     width = fmt.exponent + fmt.mantissa
     sign = -1 if code >> width else 1
     body = code & (2**width - 1)
-    if body in fmt.nan:
+    if fmt.bits > 8 and body >> fmt.mantissa == 2**fmt.exponent - 1:  # as in IEEE 754
+        return nan if body & (2**fmt.mantissa - 1) else sign * inf
+    if body in fmt.nan or (code >> width and not body and code in fmt.nan):
         return nan
     if body in fmt.inf:
         return sign * inf
@@ -56,7 +69,7 @@ def power(exponent: int) -> Fraction:
 
 @dataclass(frozen=True)
 class Codes:
-    """All codes of a format of up to 8 bits."""
+    """All codes of a format of up to 16 bits."""
 
     format: Format
 
@@ -68,20 +81,31 @@ class Codes:
     @cached_property
     def finite(self) -> dict[int, Fraction]:
         """Code -> value, for codes that rounding can give."""
-        unused = {2 ** (self.format.bits - 1)} if self.format.integer and self.format.symmetric else set()
-        return {c: v for c, v in enumerate(self.values) if isinstance(v, Fraction) and c not in unused}
+        found = {c: v for c, v in enumerate(self.values) if isinstance(v, Fraction)}
+        if self.format.values:
+            return {code: value for code, value in found.items() if code < len(self.format.values)}
+        if not (self.format.integer and self.format.symmetric):
+            return found
+        return {code: value for code, value in found.items() if -value in found.values()}
 
     @property
     def has_sign_bit(self) -> bool:
         """True if a negative number's code is that of its magnitude with a sign bit."""
-        return not self.format.integer and bool(self.format.sign)
+        return not self.format.integer and not self.format.values and bool(self.format.sign)
 
     @property
     def nan_code(self) -> int:
         """The code of NaN: the format's NaN; without one, its largest number."""
+        if self.format.bits > 8:  # the quiet one
+            return ((1 << (self.format.exponent + 1)) - 1) << (self.format.mantissa - 1)
         if self.format.nan:
             return self.format.nan[0]
         return max(self.finite, key=lambda code: self.finite[code])
+
+    @property
+    def dtype(self) -> Any:
+        """What holds a code."""
+        return np.uint8 if self.format.bits <= 8 else np.uint16
 
     @cached_property
     def largest(self) -> Fraction:
@@ -100,6 +124,8 @@ class Codes:
             every = sorted((v, c) for c, v in self.finite.items())
             return every, every
         positive, negative = ([(abs(v), c) for c, v in self.finite.items() if (c >= top) == sign] for sign in (0, 1))
+        if top not in self.finite and top in self.format.nan:  # there is one zero, that of both signs
+            negative.append((Fraction(0), 0))
         return sorted(positive), sorted(negative)
 
     @cached_property
@@ -118,18 +144,40 @@ class Codes:
             return self.nan_code
         negative = str(x).startswith("-")
         pairs = self.candidates(negative)
+        if self.format.values:
+            return self._nearest_listed(x)
         size = x if self.format.integer else abs(x)
         if isinf(size):
             return pairs[-1][1] if size > 0 else pairs[0][1]
         # In whole numbers of one unit that all values have, since fractions take ten times as long.
         exact = Fraction(size)
         whole, by = exact.numerator * self._unit, exact.denominator
-        units = [(steps * by, code) for steps, code in self._in_units[negative]]
+        units = [(steps * by, code) for steps, code in self._near(whole // by, self._in_units[negative])]
         if rounding == "up":
             return next((code for value, code in units if value >= whole), pairs[-1][1])
         if rounding == "down":
             return next((code for value, code in reversed(units) if value <= whole), pairs[0][1])
-        return min(units, key=lambda pair: (abs(pair[0] - whole), pair[1] % 2))[1]
+        return min(units, key=lambda pair: (abs(pair[0] - whole), self.is_odd(pair[1])))[1]
+
+    def _nearest_listed(self, x: float) -> int:
+        """Of neighbours, the one on x's side of their midpoint, as fp32; a tie goes down, or to the even code."""
+        pairs = self.candidates(False)
+        for (low, code), (high, above) in pairwise(pairs):
+            middle = float(rounded((low + high) / 2))
+            if x < middle or (x == middle and not (self.format.ties == "even" and above % 2 == 0)):
+                return code
+        return pairs[-1][1]
+
+    def is_odd(self, code: Any) -> Any:
+        """Whether ties go to the neighbour of a code: it is odd, or stands for an odd number of steps."""
+        return (code - (self.format.offset or 0)) % 2 == 1
+
+    def _near(self, steps: int, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """All codes; of a format with thousands, those around a number of steps."""
+        if len(pairs) < 1000:
+            return pairs
+        at = bisect_left(pairs, (steps, 0))
+        return pairs[max(0, at - 3) : at + 3] or pairs[-3:]
 
     def neighbours(self, negative: bool) -> list[tuple[Fraction, int]]:
         """The (magnitude, code) pairs of a sign, ascending from zero: what random bits round to."""
@@ -170,8 +218,16 @@ class Codes:
     def encode(self, x: Array, rounding: str) -> Array:
         """fp32 -> codes, vectorized; it must equal `search`. Exact in fp64."""
         x = np.asarray(x, F32)
-        codes = np.empty(x.shape, np.uint8)
+        codes = np.empty(x.shape, self.dtype)
         negative = np.signbit(x)
+        if self.format.values:
+            pairs = self.candidates(False)
+            middles = np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(pairs)], F32)
+            even = np.array([self.format.ties == "even" and code % 2 == 0 for _, code in pairs[1:]])
+            with np.errstate(invalid="ignore"):
+                above = (x[..., None] > middles) | ((x[..., None] == middles) & even)
+            codes = np.array([code for _, code in pairs], np.uint8)[above.sum(-1)]
+            return np.where(np.isnan(x), np.uint8(self.nan_code), codes)
         size = (x if self.format.integer else np.abs(x)).astype(np.float64)
         for sign in (False, True):
             here = negative == sign
@@ -187,14 +243,14 @@ class Codes:
         if rounding == "nearest":
             with np.errstate(invalid="ignore"):
                 twice, middle = 2 * size, values[low] + values[high]
-            past &= (twice > middle) | ((twice == middle) & (codes[low] % 2 == 1))
+            past &= (twice > middle) | ((twice == middle) & self.is_odd(codes[low].astype(int)))
         return codes[np.where(past, high, low) if rounding != "down" else low]
 
     @cached_property
     def _sorted(self) -> list[tuple[Array, Array]]:
         """The candidates' values and codes as arrays."""
         return [
-            (np.array([float(value) for value, _ in pairs]), np.array([code for _, code in pairs], np.uint8))
+            (np.array([float(value) for value, _ in pairs]), np.array([code for _, code in pairs], self.dtype))
             for pairs in self._candidates
         ]
 

@@ -76,6 +76,7 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
     "element_max": _largest,
     "inverse_element_max": lambda q: 1 / _largest(q),
     "element_min": _smallest,
+    "element_half_range": lambda q: (_largest(q) - _smallest(q)) / 2,
     "element_step": lambda q: _largest(q) / _below_largest(q),
     "bounded_range": lambda q: _bound(q) * _largest(q),
     "inverse_bounded_range": lambda q: 1 / (_bound(q) * _largest(q)),
@@ -254,7 +255,9 @@ class Model:
             x = transformed(q.transform, x)
         names = self.scales(source, x, input_max, amax)
         with np.errstate(all="ignore"):
-            scaled = x * spread(names["multiplier"], bm, bk, m, k)
+            divides = "divisor" in names
+            by = spread(names["divisor" if divides else "multiplier"], bm, bk, m, k)
+            scaled = x / by if divides else x * by
             if q.zero is not None:
                 scaled = scaled + spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
         codes = self.codes(source, scaled)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 F32_MAX = tl.constexpr(3.4028234663852886e38)
+TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # in place of an offset
 
 
 # ------------------------------------------------------------------------------------------------------ fp32 arithmetic
@@ -24,6 +25,20 @@ def bits_of(x):
 def float_of(bits):
     """The fp32 values with the given bits, int32."""
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bits_of_half(x):
+    """The bits of fp16 or bf16 values, int32."""
+    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def as_stored(entries, DTYPE: tl.constexpr):
+    """fp32 values, codes, or the bits of fp16 or bf16 values, int32 -> what a plane or buffer of DTYPE holds."""
+    if entries.dtype == tl.int32 and (tl.float16 == DTYPE or tl.bfloat16 == DTYPE):
+        return entries.to(tl.int16).to(DTYPE, bitcast=True)
+    return entries.to(DTYPE)
 
 
 @triton.jit
@@ -143,6 +158,8 @@ def to_small_codes(
     steps = bits_of(size + float_of(anchor)) - anchor
     codes = ((binade >> (23 - MANTISSA)) - (LEAST << MANTISSA)) + steps
     codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
+    if NAN == 1 << SIGN_BIT:
+        codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
     # On the card, tl.minimum has replaced NaN by MAX, and NaN has no sign.
     if NAN != LAST or not HARDWARE:
         codes = tl.where(isnan(x), NAN, codes)
@@ -185,6 +202,8 @@ def to_codes(
     codes = tl.where(size == 0, 0, codes)
     if SIGN_BIT >= 0:
         codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
+        if NAN == 1 << SIGN_BIT:
+            codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
     return tl.where(isnan(x), NAN, codes)
 
 
@@ -196,14 +215,20 @@ def from_codes(
     SIGN_BIT: tl.constexpr,
     INF_FROM: tl.constexpr,
     NAN_FROM: tl.constexpr,
+    MINUS_ZERO: tl.constexpr = True,
 ):
-    """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite, from NAN_FROM on NaN."""
+    """Codes of a format with subnormals -> fp32, exact. Codes from INF_FROM on are infinite, from NAN_FROM on NaN.
+
+    MINUS_ZERO: false if the sign bit alone is NaN.
+    """
     size = codes & ((1 << SIGN_BIT) - 1)
     values = float_of(size << (23 - MANTISSA)) * (2.0 ** (127 - BIAS))
     if INF_FROM < NAN_FROM:
         values = tl.where(size >= INF_FROM, float("inf"), values)
     if NAN_FROM < 1 << SIGN_BIT:
         values = tl.where(size >= NAN_FROM, float("nan"), values)
+    if not MINUS_ZERO:
+        values = tl.where(codes == 1 << SIGN_BIT, float("nan"), values)
     return float_of(bits_of(values) | ((codes >> SIGN_BIT) << 31))
 
 
@@ -242,22 +267,50 @@ def over_exponents(codes, BIAS: tl.constexpr, NAN_FROM: tl.constexpr):
 
 
 @triton.jit
-def to_integer_codes(x, BITS: tl.constexpr, LOWEST: tl.constexpr, FRACTION: tl.constexpr, NAN: tl.constexpr):
-    """fp32 -> two's complement in steps of 2^-FRACTION: to nearest even, saturating.
+def to_integer_codes(
+    x,
+    BITS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    FRACTION: tl.constexpr,
+    NAN: tl.constexpr,
+    OFFSET: tl.constexpr = TWOS_COMPLEMENT,
+):
+    """fp32 -> two's complement in steps of 2^-FRACTION: to nearest even, saturating. OFFSET: codes are steps plus it.
 
     Adding 12582912 = 1.5 * 2^23 rounds to an integer.
     """
-    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1 if OFFSET == TWOS_COMPLEMENT else (1 << BITS) - 1 - OFFSET
+    ADDED: tl.constexpr = 0 if OFFSET == TWOS_COMPLEMENT else OFFSET
     steps = tl.minimum(tl.maximum(x * (1 << FRACTION), LOWEST), HIGHEST)
-    codes = (bits_of(steps + 12582912.0) - 0x4B400000) & ((1 << BITS) - 1)
+    codes = (bits_of(steps + 12582912.0) - (0x4B400000 - ADDED)) & ((1 << BITS) - 1)
     return tl.where(isnan(x), NAN, codes)
 
 
 @triton.jit
-def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr):
-    """Two's complement codes -> fp32, exact."""
+def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr, OFFSET: tl.constexpr = TWOS_COMPLEMENT):
+    """Two's complement codes, or steps plus an OFFSET -> fp32, exact."""
+    if OFFSET != TWOS_COMPLEMENT:
+        return (codes - OFFSET).to(tl.float32) * (1.0 / (1 << FRACTION))
     HALF: tl.constexpr = 1 << (BITS - 1)
     return ((codes ^ HALF) - HALF).to(tl.float32) * (1.0 / (1 << FRACTION))
+
+
+@triton.jit
+def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr):
+    """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1."""
+    codes = tl.full(x.shape, CODES[0], tl.int32)
+    for i in tl.static_range(COUNT - 1):
+        codes = tl.where(x >= STEPS[i], CODES[i + 1], codes)
+    return tl.where(isnan(x), NAN, codes)
+
+
+@triton.jit
+def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr):
+    """Codes -> fp32 values: VALUES[code]."""
+    values = tl.full(codes.shape, VALUES[0], tl.float32)
+    for i in tl.static_range(1, COUNT):
+        values = tl.where(codes == i, VALUES[i], values)
+    return values
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def quantize_kernel(
     p0, p1, p2, p3, p4, p5, b0, b1, b2, b3, b4, b5,
     QUANTIZE: tl.constexpr,  # the recipe's quantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SWIZZLED: tl.constexpr,  # sources that are written; scales' order
-    PLANES: tl.constexpr, FLOATS: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
+    PLANES: tl.constexpr, DTYPES: tl.constexpr, SCALARS: tl.constexpr,  # of a batch: see _plane_of
     DTYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: x's dtype; see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
     COVER_M: tl.constexpr, COVER_K: tl.constexpr,  # rows and columns of a tile that hold whole blocks; 0: all of them
@@ -41,17 +41,17 @@ def quantize_kernel(
         if amax is not None:
             amax = amax_at(amax, fields, ROWS)
         if PLANES > 0:
-            p0 = _plane_of(fields, 0, FLOATS, SCALARS, ROWS, ALIGNED)
+            p0 = _plane_of(fields, 0, DTYPES, SCALARS, ROWS, ALIGNED)
         if PLANES > 1:
-            p1 = _plane_of(fields, 1, FLOATS, SCALARS, ROWS, ALIGNED)
+            p1 = _plane_of(fields, 1, DTYPES, SCALARS, ROWS, ALIGNED)
         if PLANES > 2:
-            p2 = _plane_of(fields, 2, FLOATS, SCALARS, ROWS, ALIGNED)
+            p2 = _plane_of(fields, 2, DTYPES, SCALARS, ROWS, ALIGNED)
         if PLANES > 3:
-            p3 = _plane_of(fields, 3, FLOATS, SCALARS, ROWS, ALIGNED)
+            p3 = _plane_of(fields, 3, DTYPES, SCALARS, ROWS, ALIGNED)
         if PLANES > 4:
-            p4 = _plane_of(fields, 4, FLOATS, SCALARS, ROWS, ALIGNED)
+            p4 = _plane_of(fields, 4, DTYPES, SCALARS, ROWS, ALIGNED)
         if PLANES > 5:
-            p5 = _plane_of(fields, 5, FLOATS, SCALARS, ROWS, ALIGNED)
+            p5 = _plane_of(fields, 5, DTYPES, SCALARS, ROWS, ALIGNED)
     else:
         row, column = tile_of(m, cover_k, STEP_M, STEP_K)
     tile = load_runs(x, row, column, m, k, stride_m, stride_k, TILE_M, TILE_K, PIECES, EVEN, (COVER_M, COVER_K))
@@ -70,18 +70,23 @@ def quantize_kernel(
 def _plane_of(
     fields,
     NUMBER: tl.constexpr,
-    FLOATS: tl.constexpr,
+    DTYPES: tl.constexpr,
     SCALARS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """A pointer to a plane of a matrix in a table.
 
-    FLOATS: a bit for each plane that is fp32; others are uint8. SCALARS: a bit for each plane of one value.
+    DTYPES: two bits for each plane: 0 uint8, 1 fp32, 2 fp16, 3 bf16. SCALARS: a bit for each plane of one value.
     """
     WIDE: tl.constexpr = ALIGNED and (SCALARS >> NUMBER) & 1 == 0
-    if (FLOATS >> NUMBER) & 1:
+    KIND: tl.constexpr = (DTYPES >> (2 * NUMBER)) & 3
+    if KIND == 1:
         return plane_at(fields, NUMBER, tl.float32, ROWS, WIDE)
+    elif KIND == 2:
+        return plane_at(fields, NUMBER, tl.float16, ROWS, WIDE)
+    elif KIND == 3:
+        return plane_at(fields, NUMBER, tl.bfloat16, ROWS, WIDE)
     else:
         return plane_at(fields, NUMBER, tl.uint8, ROWS, WIDE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import bits_of, isnan
+from layoutc.runtime.triton.codes import TWOS_COMPLEMENT, bits_of, isnan
 
 
 @triton.jit
@@ -74,19 +74,29 @@ def to_codes_by_chance(
     codes = tl.where(size == 0, 0, codes)
     if SIGN_BIT >= 0:
         codes = codes | ((bits_of(x) >> (31 - SIGN_BIT)) & (1 << SIGN_BIT))
+        if NAN == 1 << SIGN_BIT:
+            codes = tl.where(codes == NAN, 0, codes)  # zero has no sign
     return tl.where(isnan(x), NAN, codes)
 
 
 @triton.jit
 def to_integer_codes_by_chance(
-    x, bits, BITS: tl.constexpr, LOWEST: tl.constexpr, FRACTION: tl.constexpr, NAN: tl.constexpr
+    x,
+    bits,
+    BITS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    FRACTION: tl.constexpr,
+    NAN: tl.constexpr,
+    OFFSET: tl.constexpr = TWOS_COMPLEMENT,
 ):
-    """fp32 -> two's complement in steps of 2^-FRACTION, rounded by random bits; saturating."""
-    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    """fp32 -> two's complement in steps of 2^-FRACTION, rounded by random bits; saturating. OFFSET: codes are steps
+    plus it."""
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1 if OFFSET == TWOS_COMPLEMENT else (1 << BITS) - 1 - OFFSET
+    ADDED: tl.constexpr = 0 if OFFSET == TWOS_COMPLEMENT else OFFSET
     steps = tl.minimum(tl.maximum(x * (1 << FRACTION), LOWEST), HIGHEST)
     size = tl.where(isnan(x), 0.0, tl.abs(steps))
     low = size.to(tl.int32)
     share = ((size - low.to(tl.float32)) * 4294967296.0).to(tl.uint32)
     whole = low + _away(share, bits)
-    codes = tl.where(bits_of(steps) < 0, -whole, whole) & ((1 << BITS) - 1)
+    codes = (tl.where(bits_of(steps) < 0, -whole, whole) + ADDED) & ((1 << BITS) - 1)
     return tl.where(isnan(x), NAN, codes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import bits_of, isnan, pack, unpack
+from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, pack, unpack
 from layoutc.runtime.triton.units import power_above
 
 ALL = tl.constexpr((0, 0))  # default of COVER
@@ -334,9 +334,10 @@ def store_blocks(plane, entries, at, EVEN: tl.constexpr, BLOCK: tl.constexpr):
         if BLOCK_M or BLOCK_K:
             KEPT_M: tl.constexpr = COVER_M // BLOCK_M if BLOCK_M else (1 if COVER_M else 0)
             KEPT_K: tl.constexpr = COVER_K // BLOCK_K if BLOCK_K else (1 if COVER_K else 0)
+            entries = as_stored(entries, plane.dtype.element_ty)
             store(plane, entries, at_m, at_k, count_m, count_k, WHOLE, (KEPT_M, KEPT_K))
         else:
-            tl.store(plane, entries.to(plane.dtype.element_ty), mask=(row == 0) & (column == 0))
+            tl.store(plane, as_stored(entries, plane.dtype.element_ty), mask=(row == 0) & (column == 0))
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import from_blocks
-from layoutc.runtime.triton.codes import pack
+from layoutc.runtime.triton.codes import as_stored, pack
 from layoutc.runtime.triton.tiles import load_codes, round_up, store, store_packed
 from layoutc.runtime.triton.units import power_below
 
@@ -366,4 +366,4 @@ def _put_scales(
         at = PLACE(i, j, out_m, out_k) if FREE == "m" else PLACE(j, i, out_k, out_m)
     else:
         at = j * out_m + i if DIMS == "km" else i * out_k + j
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=(i < out_m) & (j < out_k))
+    tl.store(out + at, as_stored(values, out.dtype.element_ty), mask=(i < out_m) & (j < out_k))

@@ -28,7 +28,7 @@ def own_formats_are_sound(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             key, message, help = problem
             yield source.find("LC305", f"format `{name}` {message}", source.value((*where, key)), help=help)
         elif definition.torch is not None and definition.torch not in _torch_names(_own(name, definition)):
-            wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch}
+            wanted = {fmt.torch: fmt.name for fmt in BUILTIN.values() if fmt.torch and not fmt.is_wide}
             is_known = definition.torch in wanted
             label = source.value((*where, "torch"), "" if is_known else did_you_mean(definition.torch, wanted))
             why = "a dtype whose codes have other values would change numbers silently"
@@ -49,6 +49,10 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
     help = f"built-in formats for elements: {listed(name for name, one in BUILTIN.items() if not no_element(one))}"
     if reason := no_element(fmt):
         yield source.find("LC307", f"{fmt.name} can't be an element format: {reason}", label, help=help)
+    elif fmt.values and spec.element.round == "stochastic":
+        label = source.value(("element", "round"), "rounds between magnitudes")
+        width = source.value(("element", "format"), "is a codebook")
+        yield source.find("LC307", "elements of a codebook are rounded to nearest", label, width, help="delete `round`")
     elif fmt.bits == 8 and "pack" in spec.element.model_fields_set:
         label = source.value(("element", "pack"), "has no effect")
         width = source.value(("element", "format"), "fills a byte")
@@ -58,10 +62,13 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
 def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A scale takes whole bytes and has a NaN, which is the only place where a NaN survives if elements are narrow."""
     fmt, label = sound_format(spec, spec.scale.format), source.value(("scale", "format"))
-    if fmt is None or fmt.is_f32:
+    if fmt is None or fmt.is_wide:
         return
     help = f"built-in formats for scales: {listed(name for name, one in BUILTIN.items() if holds_scales(one))}"
-    if fmt.bits != 8:
+    if fmt.values:
+        message = f"{fmt.name} can't be a scale format: it is a codebook"
+        yield source.find("LC308", message, label, help=help)
+    elif fmt.bits != 8:
         message = f"{fmt.name} can't be a scale format: it has {fmt.bits} bits, and a scale fills a byte"
         yield source.find("LC308", message, label, help=help)
     elif not fmt.nan:
@@ -74,6 +81,25 @@ def element_bits(spec: Spec, name: str) -> int | None:
     """The bits of an element in a format; None if the format is refused."""
     fmt = sound_format(spec, name)
     return None if fmt is None or no_element(fmt) else fmt.bits
+
+
+def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
+    """As _unsound, of a list of values."""
+    others = [key for key in definition.model_fields_set - {"values", "ties"} if getattr(definition, key) is not None]
+    if others:
+        key = sorted(others)[0]
+        return key, f"is a codebook, whose values say all: it has no `{key}`", f"delete `{key}`, or `values`"
+    stated = [float(value) for value in definition.values or ()]
+    numbers = [value for value in stated if value == value]
+    if any(abs(value) > 2.0**126 or 0 < abs(value) < 2.0**-120 for value in numbers):
+        return "values", "has values that fp32 can't hold or round between", "keep magnitudes between 2^-120 and 2^126"
+    rounded = [formats.f32(value) for value in numbers]
+    if len(set(rounded)) < len(rounded):
+        twice = next(value for value in rounded if rounded.count(value) > 1)
+        return "values", f"has {twice:g} twice", "list each value once; leave out codes that are not used at the end"
+    if 0.0 not in rounded or min(rounded) >= 0 or max(rounded) <= 0:
+        return "values", "lacks a zero, a number above it, or one below", "list 0 and numbers of both signs"
+    return None
 
 
 def _own(name: str, definition: FormatDef) -> Format:
@@ -93,21 +119,29 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     """(key, what is wrong, help) for a format that can't be encoded; else None."""
     fmt = _own(name, definition)
     floating = ("sign", "exponent", "mantissa", "bias")
+    if definition.values is not None:
+        return _unsound_codebook(definition)
+    if definition.ties is not None:
+        return "ties", "has no midpoints to state: other formats than codebooks round to nearest even", "delete `ties`"
     stated = [key for key in (*floating, "inf", "nan", "torch") if key in definition.model_fields_set]
     if definition.integer is not None:
         if stated:
             return stated[0], f"is an integer, which has no `{stated[0]}`", "delete one of the two"
-        return None
+        return _unsound_offset(fmt)
+    if definition.offset is not None:
+        return "offset", "has an `offset`, which integers have", "delete it, or write `integer`"
     if missing := [key for key in floating if getattr(definition, key) is None]:
         key = stated[0] if stated else next(iter(definition.model_fields_set), "sign")
         return key, f"lacks {listed(missing)}", "state sign, exponent, mantissa and bias, or `integer`"
     codes = 2 ** (fmt.exponent + fmt.mantissa)
-    special = sorted({*definition.inf, *definition.nan})
+    special = sorted({*definition.inf, *definition.nan} - ({codes} if fmt.sign and fmt.nan_is_minus_zero else set()))
     if fmt.bits > 8:
         return "exponent", f"has {fmt.bits} bits", "sign + exponent + mantissa must be at most 8 bits"
     if special and special[-1] >= codes:
         key = "nan" if special[-1] in definition.nan else "inf"
-        return key, f"has no code 0x{special[-1]:02x}", f"codes without their sign bit go from 0 to 0x{codes - 1:02x}"
+        help = f"codes without their sign bit go from 0 to 0x{codes - 1:02x}"
+        help += f"; `nan: [0x{codes:02x}]` alone makes -0 the NaN" if fmt.sign and key == "nan" else ""
+        return key, f"has no code 0x{special[-1]:02x}", help
     if both := set(definition.inf) & set(definition.nan):
         return "nan", f"takes code 0x{min(both):02x} for both inf and NaN", "list each code once"
     if special != list(range(codes - len(special), codes)):
@@ -129,6 +163,18 @@ def _unsound(name: str, definition: FormatDef) -> tuple[str, str, str] | None:
     return None
 
 
+def _unsound_offset(fmt: Format) -> tuple[str, str, str] | None:
+    """As _unsound, of an integer."""
+    if fmt.offset is None:
+        return None
+    most = (1 << fmt.integer) - 2
+    if fmt.offset > most:
+        return "offset", "has no number above 0", f"write {most} or less; {1 << (fmt.integer - 1)} has as many below 0"
+    if fmt.symmetric and fmt.offset < fmt.highest:
+        return "symmetric", "has no lowest number without an opposite", "delete `symmetric`"
+    return None
+
+
 def _torch_names(fmt: Format) -> set[str]:
     """The torch dtypes whose codes have the same values as this format's."""
     return {builtin.torch for builtin in BUILTIN.values() if builtin == fmt and builtin.torch}
@@ -140,11 +186,13 @@ def no_element(fmt: Format) -> str:
         return f"it has {fmt.bits} bits, an element at most 8"
     if not fmt.sign:
         return "it has no sign"
+    if fmt.integer and fmt.lowest > 0:
+        return "it has no zero"
     return "" if fmt.subnormals else "it has no zero"
 
 
 def holds_scales(fmt: Format) -> bool:
-    return fmt.is_f32 or (not fmt.integer and (fmt.bits == 8 and bool(fmt.nan)))
+    return fmt.is_wide or (not fmt.integer and not fmt.values and (fmt.bits == 8 and bool(fmt.nan)))
 
 
 def _used_formats(spec: Spec) -> set[str]:

@@ -130,6 +130,10 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if rule is None or fmt is None or element is None or not holds_scales(fmt) or no_element(element):
         return
     label = source.value(("scale", "format"))
+    if fmt.is_wide and not fmt.is_f32 and spec.scale.round != "nearest":
+        rounding = source.value(("scale", "round"), "is another way")
+        message = f"{fmt.name} scales are rounded to nearest, ties to even"
+        yield source.find("LC326", message, rounding, label, help="delete `round`")
     if fmt.is_f32 and spec.scale.round != "nearest":
         rounding = source.value(("scale", "round"), "has nothing to round")
         yield source.find("LC326", "an f32 scale is stored as it is computed", rounding, label, help="delete `round`")
@@ -153,6 +157,13 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message = f"{rule.name} makes no zero points"
             label = source.key(("scale", "zero"))
             yield source.find("LC340", message, label, used, help=f"delete `zero`, or write `rule: {making}`")
+        if element is not None and element.integer and element.lowest == 0:
+            making = next(name for name, one in RULES.items() if one.makes_zero)
+            integer = next(name for name, fmt in BUILTIN.items() if fmt.integer and fmt.bits == 8)
+            message = f"{element.name} has no negative numbers, and {rule.name} makes no zero points to shift it"
+            label = source.value(("element", "format"), "begins at 0")
+            help = f"write `rule: {making}, zero: {integer}`, or `offset: {1 << (element.integer - 1)}`"
+            yield source.find("LC340", message, label, used, help=help)
         return
     integers = [name for name, fmt in BUILTIN.items() if fmt.integer]
     bytes_ = listed(name for name in integers if BUILTIN[name].bits == 8)

@@ -58,8 +58,8 @@ _TO_TYPE_BY_KEY = {
 }
 # Keys of other languages that have no counterpart here, and what to do instead.
 _NO_KEY: dict[tuple[type[BaseModel] | None, str], str] = {
-    (FormatDef, "signed"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
-    (FormatDef, "unsigned"): "delete it: integers are two's complement; `rule: min-max` shifts them by a zero point",
+    (FormatDef, "signed"): "write `offset: 0` for integers that begin at 0, or delete it: they are two's complement",
+    (FormatDef, "unsigned"): "write `offset: 0` for integers that begin at 0, or delete it: they are two's complement",
     (FormatDef, "bits"): "write `integer: 4`, or `sign`, `exponent`, `mantissa` and `bias`",
 }
 _DERIVED = {
@@ -261,7 +261,7 @@ def _format(part: Any, source: Source) -> Format | None:
     entry = own.get(name) if isinstance(own, dict) and isinstance(name, str) else None
     try:
         fmt = make(str(name), FormatDef.model_validate(entry).model_dump()) if entry else BUILTIN.get(str(name))
-        return fmt if fmt is None or fmt.is_f32 or (fmt.bits <= 8 and fmt.magnitudes) else None
+        return fmt if fmt is None or fmt.is_f32 or name in BUILTIN or (fmt.bits <= 8 and fmt.magnitudes) else None
     except (ValueError, TypeError, OverflowError, ArithmeticError):  # other checks report that
         return None
 

@@ -29,7 +29,7 @@ def formats_exist(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         elif meant := did_you_mean(name, fitting):
             label = meant
         elif part == "scale":
-            label = "a scale is f32, or fills a byte"
+            label = f"a scale is {' or '.join(name for name, one in BUILTIN.items() if one.is_wide)}, or fills a byte"
             of = f", as {spec.scale.rule} takes it" if spec.scale.rule in RULES else ""
             help = (
                 f"write `format: {'` or `'.join(fitting)}`{of}" if fitting else "define one of 8 bits under `formats`"
@@ -141,6 +141,14 @@ def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     yield source.find("LC343", f"a constant of {rule.name} is beyond fp32", label, used, help=help)
 
 
+def _rounding_first(fmt: Format, element: Format) -> str:
+    """A rule that rounds the scale before it scales elements by it, so that any scale will do."""
+    plain = (rule for rule in RULES.values() if not (rule.makes_zero or rule.candidates or rule.needs_tensor_amax))
+    defaults = ((rule, {key: one.default for key, one in rule.parameters.items()}) for rule in plain)
+    reading = ((rule, given) for rule, given in defaults if "from_scale" in _reads(rule.element_step(given).expression))
+    return next(rule.name for rule, given in reading if misfit(rule, fmt, element, given) is None)
+
+
 def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Parameters) -> str | None:
     """The first constant of a rule that fp32 can't hold."""
     used = frozenset().union(*(rules.names(expression) for _, expression in rule.program(parameters)))
@@ -149,7 +157,7 @@ def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.P
     bound = parameters.get("bound", 1.0)
     if not isinstance(bound, float) or not 0 < bound <= F32_MAX:
         return None  # parameters_fit_rule says so
-    for name in sorted(CONSTANTS.keys() & used - {"epsilon", "inverse_margin"}):
+    for name in sorted(CONSTANTS.keys() & used - {"epsilon", "inverse_margin", "of_zeros"}):
         try:
             fits = bool(constant(name, element, scale, parameters)[0])
         except (OverflowError, ZeroDivisionError):
@@ -163,19 +171,22 @@ def misfit(
     rule: Rule, fmt: Format, element: Format, parameters: dict[str, float | int | bool | str]
 ) -> tuple[str, str, str] | None:
     """(headline, why, help) if the scale's format can't hold what the rule computes; else None."""
-    self_consistent = "from_scale" in _reads(rule, "multiplier")
+    read = _reads(rule.element_step(parameters).expression)
+    self_consistent = "from_scale" in read
     rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
     powers_only = rounding is not None and parameters.get(rounding) is True
-    wide = fmt.mantissa == 0 and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
+    wide = fmt.mantissa == 0 and not fmt.has_zero and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
     if not self_consistent and not fmt.is_f32 and not (powers_only and wide):
         holds = "powers of two only" if fmt.mantissa == 0 else f"{fmt.mantissa + 1} significant bits"
         return (
             f"{rule.name} computes a scale that {fmt.name} can't hold exactly: {holds}",
             "elements would be encoded with one multiplier and decoded with another",
-            "write `format: f32`" + (f", or add `{rounding}: true`" if wide and rounding else ""),
+            "write `format: f32`"
+            + (f", or add `{rounding}: true`" if wide and rounding else "")
+            + ("" if fmt.mantissa == 0 else f", or `rule: {_rounding_first(fmt, element)}`"),
         )
-    guarded = {"minimum", "where"} & _reads(rule, "multiplier")
-    if self_consistent and not guarded and (fmt.is_f32 or fmt.magnitudes[0] == 0):
+    guarded = {"minimum", "where"} & read
+    if self_consistent and not guarded and fmt.has_zero:
         return (
             f"{rule.name} needs a scale format without a zero",
             f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
@@ -193,7 +204,6 @@ def misfit(
     return None
 
 
-def _reads(rule: Rule, name: str) -> frozenset[str]:
-    """Every name and function that the last step called `name` mentions."""
-    expression = [step.expression for step in rule.steps if step.name == name][-1]
+def _reads(expression: str) -> frozenset[str]:
+    """Every name and function that an expression mentions."""
     return rules.names(expression) | frozenset(re.findall(r"(\w+)\(", expression))

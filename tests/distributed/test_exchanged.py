@@ -1,0 +1,95 @@
+"""Formats that people exchange, sharded: at every cut of two and three ranks, trained, saved and loaded.
+
+What shards are compared with is one process, byte for byte.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import unshipped
+from harness import Ranks
+from models import assert_same_tensors, recipe_module
+from places import EXCHANGED
+from resharding import awkward
+from test_cast_on_gather import trains as trains_cast
+from test_checkpoints import resumes
+from test_cut_weights import among, at_all_cuts, shapes, values
+from test_training import trains_as_one_process
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+import layoutc.recipes
+
+NAMES = unshipped.exchanged()
+
+
+def known() -> None:
+    """Makes the recipes, and lets this process find them by name."""
+    for name in set(unshipped.add_all(EXCHANGED)) - set(layoutc.recipes.RECIPES):
+        recipe_module(name)
+        layoutc.recipes.RECIPES = (*layoutc.recipes.RECIPES, name)
+
+
+def cut(recipe: str) -> None:
+    """Stored as codes, on two and three ranks: gathered, in state dicts, and distributed."""
+    known()
+    at_all_cuts(recipe, (2, 3))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_weights_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
+    four.run(cut, recipe)
+
+
+def cast(recipe: str) -> None:
+    """Stored as plain values, on two and three ranks: what is gathered is the whole weight, quantized."""
+    known()
+    for world in (2, 3):
+        if (mesh := among(world)) is not None:
+            given = [shape for shape in shapes(recipe, world) if len(shape) == 2]
+            for number, (m, k) in enumerate(given):
+                module = nn.Linear(k, m, bias=False, dtype=torch.bfloat16)
+                module.weight = nn.Parameter(values((m, k), number))
+                layoutc.cast_on_gather_(module, recipe)
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+                module(torch.zeros(1, k, dtype=torch.bfloat16))
+                whole = recipe_module(recipe).quantize(values((m, k), number))
+                assert type(module.weight) is type(whole)
+                assert_same_tensors(whole.buffers(), module.weight.buffers())
+        dist.barrier()
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
+    four.run(cast, recipe)
+
+
+def train(recipe: str) -> None:
+    """Both ways, with cuts inside blocks and a short last shard."""
+    known()
+    layout = recipe_module(recipe).LAYOUT
+    unit = layout.block_rows if layout.block_rows > 1 else 32
+    unit += -unit % layout.column_multiple  # rows of one layer are columns of the next
+    trains_as_one_process(recipe, False, True, (3 * unit, unit), None)
+    trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> None:
+    two.run(train, recipe)
+
+
+def resume(recipes: tuple[str, ...], folder: str) -> None:
+    """Saved by any ranks, loaded by any."""
+    known()
+    resumes(recipes, awkward, folder, 1)
+
+
+@pytest.mark.parametrize("recipes", [tuple(NAMES[i : i + 4]) for i in range(0, len(NAMES), 4)], ids="-".join)
+def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
+    four.run(resume, recipes, str(tmp_path))
