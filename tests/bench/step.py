@@ -1,13 +1,15 @@
 """Whole training steps under FSDP2: bf16, torchao's float8 and layoutc, with products in low precision and without.
 
-    torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--profile]
+    torchrun --nproc-per-node 2 tests/bench/step.py [--batch 1 4] [--variants bf16 ...] [--eager] [--graph] [--profile]
 
 Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
 --eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
-the peak of memory, the loss after the steps; with --profile, where the card's time goes in one step. `layoutc:RECIPE`
+the peak of memory, the loss after the steps, the last fifth of steps over the first, and bytes that are allocated after
+the last step and were not after the first; with --profile, where the card's time goes in one step. `layoutc:RECIPE`
 are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low
 precision. `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
-has that of its recipe. Both need a card.
+has that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
+time is left in it; its peak of memory is that of the capture.
 """
 
 from __future__ import annotations
@@ -97,9 +99,13 @@ class Run:
     loss: float
     parts_ms: dict[str, float]
     fastest_ms: float
+    later: float  # the median of the last fifth of steps, over that of the first
+    grown_bytes: int  # memory that is allocated after the last step, less that after the first
 
 
-def build(variant: str, sizes: Sizes, device: torch.device, eager: bool) -> tuple[nn.Module, Any, Callable[[], None]]:
+def build(
+    variant: str, sizes: Sizes, device: torch.device, eager: bool, graph: bool
+) -> tuple[nn.Module, Any, Callable[[], None]]:
     """The sharded model, its optimizer, and what is called after each step."""
     kind, _, rest = variant.partition(":")
     recipe = rest.removesuffix("+low")
@@ -119,10 +125,11 @@ def build(variant: str, sizes: Sizes, device: torch.device, eager: bool) -> tupl
             block.compile()
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    adamw: dict[str, Any] = {"lr": 1e-4, "fused": True, "capturable": graph}
     if kind == "layoutc":
-        optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-4, fused=True)
+        optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     if kind == "cast":
         after = lambda: layoutc.precompute_amaxes(model)  # noqa: E731
     return model, optimizer, after
@@ -141,7 +148,7 @@ def _torchao(model: nn.Module, kind: str) -> Callable[[], None]:
 def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes, device: torch.device) -> Run:
     """Steps of one variant."""
     torch._dynamo.reset()
-    model, optimizer, after = build(variant, sizes, device, options.eager)
+    model, optimizer, after = build(variant, sizes, device, options.eager, options.graph)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch, options.sequence, sizes.dim, generator=generator).to(device, torch.bfloat16)
     loss = torch.zeros(())
@@ -157,7 +164,8 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
     mode: AbstractContextManager[None] = nullcontext()
     if variant.endswith("+low"):
         mode = layoutc.products("auto", saves=options.saves)
-    with mode:
+    stream = torch.cuda.Stream() if options.graph else None
+    with mode, torch.cuda.stream(stream) if stream else nullcontext():
         for _ in range(options.warm):
             step()
         gc.collect()
@@ -165,7 +173,9 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
         _wait(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = []
+        if stream:
+            step = captured(step, stream)
+        times, held = [], []
         for _ in range(options.steps):
             dist.barrier()
             _wait(device)
@@ -173,15 +183,28 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
             step()
             _wait(device)
             times.append((time.perf_counter() - began) * 1e3)
+            held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
         parts = _parts(step) if options.profile and device.type == "cuda" else {}
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    slowest = torch.tensor(
-        [statistics.median(times), max(times) - min(times), peak, -min(times)], dtype=torch.float64, device=device
-    )
+    fifth = -(-len(times) // 5)
+    later = statistics.median(times[-fifth:]) / statistics.median(times[:fifth])
+    grown = held[-1] - held[0]
+    figures = [statistics.median(times), max(times) - min(times), peak, -min(times), later, grown]
+    slowest = torch.tensor(figures, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    median, spread, most, fastest = slowest.tolist()
+    median, spread, most, fastest, later, grown = slowest.tolist()
     gc.unfreeze()
-    return Run(variant, batch, median, spread, int(most), float(loss.detach()), parts, -fastest)
+    last = float(loss.detach())
+    return Run(variant, batch, median, spread, int(most), last, parts, -fastest, later, int(grown))
+
+
+def captured(step: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """The same step as a CUDA graph, of kernels on the stream that it was warmed up on."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def _wait(device: torch.device) -> None:
@@ -219,6 +242,7 @@ def main() -> None:
     for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
     parser.add_argument("--json")
@@ -249,19 +273,20 @@ def main() -> None:
             with open(options.json, "w", encoding="utf-8") as file:
                 ran: dict[str, Any] = {"kind": "step", "device": torch.cuda.get_device_name() if cards else "cpu"}
                 ran |= {"torch": torch.__version__, "world": dist.get_world_size()}
-                ran |= {"eager": options.eager, "saves": options.saves}
+                ran |= {"eager": options.eager, "graph": options.graph, "saves": options.saves}
                 json.dump({**ran, "rows": [asdict(run) for run in runs]}, file)
     dist.destroy_process_group()
 
 
 def _print(runs: list[Run]) -> None:
     plain = {run.batch: run.median_ms for run in runs if run.variant == "bf16"}
-    print(f"{'variant':26} {'batch':>5} {'ms':>8} {'spread':>7} {'of bf16':>7} {'GiB':>6} {'loss':>8}")
+    titles = f"{'variant':26} {'batch':>5} {'ms':>8} {'spread':>7} {'of bf16':>7} {'GiB':>6} {'loss':>8}"
+    print(f"{titles} {'later':>6} {'grown':>8}")
     for run in runs:
         speed = f"{plain[run.batch] / run.median_ms:.2f}x" if run.batch in plain else ""
         print(
             f"{run.variant:26} {run.batch:5} {run.median_ms:8.1f} {run.spread_ms:7.1f} {speed:>7} "
-            f"{run.peak_bytes / 2**30:6.2f} {run.loss:8.4f}"
+            f"{run.peak_bytes / 2**30:6.2f} {run.loss:8.4f} {run.later:6.2f} {run.grown_bytes:8}"
         )
 
 

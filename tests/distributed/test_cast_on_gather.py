@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -435,3 +435,31 @@ def counts_flops(recipe: str) -> None:
 def test_a_dispatch_mode_changes_nothing(two: Ranks, recipe: str) -> None:
     """Shards go on sharing their amaxes under modes that watch operators, though modes also serve to trace."""
     two.run(counts_flops, recipe)
+
+
+def gathers_what_was_loaded(recipe: str) -> None:
+    """FSDP2 pads short shards anew after a load; a rank may have no rows."""
+    rows = recipe_module(recipe).LAYOUT.multiple_m
+    for count in (rows, 3 * rows, 5 * rows):
+        torch.manual_seed(count)
+        model, loaded = nn.Linear(64, count, bias=False), nn.Linear(64, count, bias=False)
+        layoutc.cast_on_gather_(model, recipe)
+        fully_shard(model)
+        model.load_state_dict(
+            {
+                name: distribute_tensor(loaded.get_parameter(name).detach(), param.device_mesh, param.placements)
+                for name, param in model.named_parameters()
+                if isinstance(param, DTensor)
+            }
+        )
+        layoutc.cast_on_gather_(loaded, recipe)
+        x = torch.ones(2, 64)
+        assert torch.equal(model(x), loaded(x))
+        model.unshard()
+        assert_same_tensors(model.weight.data.planes(), loaded.weight.data.quantize().planes())
+        model.reshard()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
+def test_short_shards_are_gathered_after_a_load(four: Ranks, recipe: str) -> None:
+    four.run(gathers_what_was_loaded, recipe)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
+from interpreter import quicken
 from models import (
     assert_same_tensors,
     counted,
@@ -28,8 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import layoutc
-from layoutc.runtime.cast import gather_group
+from layoutc.runtime.cast import gather_group, precompute, shared_amax
 from layoutc.runtime.cast.tensor import CastOnGather
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.sharding import registry
 
@@ -43,6 +45,7 @@ def kernels_on_cpu() -> Iterator[list[Any]]:
     triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
     if not triton.knobs.runtime.interpret:
         pytest.skip("needs TRITON_INTERPRET=1")
+    quicken()
     from layoutc.runtime.kernels import direct, recipe_kernels
 
     launched: list[Any] = []
@@ -132,6 +135,8 @@ def launches_once(recipe: str, dtype: torch.dtype, precomputed: bool, keeps: boo
             assert len(launched) == 1, gather
             assert reduced.count(torch.int32) == (shares and not precomputed)
             for layer, value in zip(model, values, strict=True):
+                starts = [plane.data_ptr() % 16 for plane in without_amax(layer.weight).values()]
+                assert not any(starts)  # as cuBLAS wants its operands
                 with mock.patch.object(launch, "usable", return_value=False):
                     whole = recipe_module(recipe).quantize(value)
                 if recipe != "fp8_delayed":  # a history has the amaxes of earlier gathers
@@ -462,6 +467,80 @@ def moves(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
 def test_a_group_follows_weights_that_move(two: Ranks, recipe: str) -> None:
     two.run(moves, recipe)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """As while a CUDA graph is captured, on a CPU, which has none."""
+    with (
+        mock.patch.object(shared_amax, "capturing", return_value=True),
+        mock.patch.object(precompute, "capturing", return_value=True),
+    ):
+        yield
+
+
+def captured_like(recipe: str) -> None:
+    """A capture sees Python once, and its kernels run again and again: each gather reduces its own amaxes."""
+    model = in_one_group(recipe, count=2)
+    for _ in range(2):
+        layoutc.precompute_amaxes(model)
+        ahead = [local(layer)._agreed.ahead for layer in model]
+        with capturing():
+            layoutc.precompute_amaxes(model)  # does nothing
+            with counted("all_reduce", lambda tensor, *_, **__: tensor.dtype) as reduced:
+                model.unshard()
+        assert reduced.count(torch.int32) == 1
+        model.reshard()
+        assert [local(layer)._agreed.ahead for layer in model] == ahead
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.mul_(1.5)
+    assert_gathers(model, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_amaxes_of_a_step_that_is_captured(two: Ranks, recipe: str) -> None:
+    two.run(captured_like, recipe)
+
+
+def refuses_captures() -> None:
+    model = in_one_group("fp8_delayed", count=2)
+    for warm in (False, True):
+        with capturing(), pytest.raises(LayoutError, match=r"fp8_delayed: .* use layoutc\.quantize_"):
+            model.unshard()
+        model.reshard()
+        if not warm:
+            model.unshard()
+            model.reshard()
+
+
+def test_a_history_of_gathers_is_not_captured(two: Ranks) -> None:
+    """Replays would find the same history each time."""
+    two.run(refuses_captures)
+
+
+def keeps_single_values(recipe: str) -> None:
+    """Where they lie, as gathers of two groups take turns; and what they are after writes, also in inference mode."""
+    models = [in_one_group(recipe, count=2) for _ in range(2)]
+    places: list[list[int]] = []
+    with kernels_on_cpu():
+        for turn, model in enumerate([*models, *models, *models]):
+            with torch.inference_mode() if turn < 2 else nullcontext():
+                model.unshard()
+                planes = [plane for layer in model for plane in without_amax(layer.weight).values()]
+                places.append([plane.data_ptr() for plane in planes if plane.dim() == 1])
+                model.reshard()
+            with torch.no_grad():
+                for layer in model:
+                    layer.weight.mul_(1.5)
+            assert_gathers(model, recipe)
+    assert len({*places[2], *places[3]}) == 2 * len(places[2]) > 0
+    assert places[2:4] == places[4:]
+
+
+def test_single_values_stay_where_they_are(two: Ranks) -> None:
+    """A table is made for each place."""
+    two.run(keeps_single_values, "fp8_current")
 
 
 def follows_a_choice(recipe: str) -> None:

@@ -167,6 +167,18 @@ def test_a_step_in_a_cuda_graph() -> None:
     assert torch.equal(of_w, layer.weight.grad)
 
 
+def test_a_scale_that_is_a_piece_of_a_larger_tensor() -> None:
+    """cuBLAS multiplies with none that does not begin at a multiple of 16 bytes."""
+    x = torch.randn(TOKENS, K, device="cuda", dtype=torch.bfloat16)
+    weight = module("fp8_current").quantize(torch.randn(M, K, device="cuda", dtype=torch.bfloat16))
+    with layoutc.products("low"):
+        expected = F.linear(x, weight)
+        planes = weight._planes
+        planes["rowwise_scale"] = torch.cat([planes["rowwise_scale"]] * 2)[1:]
+        assert planes["rowwise_scale"].data_ptr() % 16
+        assert torch.equal(F.linear(x, weight), expected)
+
+
 GROUPS = {"mixed": (100, 0, 1, 411), "all in one": (0, 512, 0, 0), "one each": (1, 1, 1, 1), "equal": (128,) * 4}
 
 

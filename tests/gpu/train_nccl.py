@@ -6,7 +6,7 @@ blocks against eager ones, compiled blocks against compiled ones.
 All ranks see the same batch, and rank 0 brings the whole gradient, so that its mean is exact in any order: losses must
 equal those of one process, to the bit. To find what streams do not wait for, gather outputs are poisoned before each
 gather, and the hooks are delayed on the card now and then. `all`: every recipe, in the modes that have most to get
-wrong.
+wrong. In the modes "captured", all steps but the first are replays of one CUDA graph.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ MODES = (
     "hybrid",
     "trivial",
     "one",
+    "captured",
+    "cast captured",
 )
 COMPILED_RECIPES = ("fp8_current", "mxfp8")  # both passes gather the same codes; each has codes of its own
-COMPILED = ("compiled", "compiled kept", "compiled recompute", "compiled recompute inside")
+COMPILED = ("compiled", "compiled kept", "compiled recompute", "compiled recompute inside", "compiled captured")
 STEPS = 20
+WARM = 3  # steps before one is captured
 Curve = list[float]
 
 
@@ -129,24 +132,43 @@ def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int])
         for block in model:
             block.set_reshard_after_backward(False)
     # By default AdamW steps DTensors in lists and other subclasses one by one, which a card rounds otherwise.
+    captures = "captured" in mode
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True, capturable=captures)
         if cast
-        else layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        else layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3, capturable=captures)
     )
     share = 1.0 if mode.startswith("alone") or mode == "one" else float(dist.get_world_size()) * (dist.get_rank() == 0)
     curve = []
-    with layoutc.strict():
-        for step in range(STEPS):
-            x = torch.randn(64, dim, generator=torch.Generator().manual_seed(step)).to(device)
-            loss = (model(x) - x.roll(1, 1)).pow(2).mean()
-            (loss * share).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if mode == "keep_backward":
-                for block in model:
-                    block.reshard()
+    x, loss = torch.empty(64, dim, device=device), torch.zeros((), device=device)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def step() -> None:
+        found = (model(x) - x.roll(1, 1)).pow(2).mean()
+        (found * share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cast and captures:
+            layoutc.precompute_amaxes(model)
+        if mode == "keep_backward":
+            for block in model:
+                block.reshard()
+        loss.copy_(found.detach())
+
+    with layoutc.strict(), torch.cuda.stream(stream):
+        for number in range(STEPS):
+            x.copy_(torch.randn(64, dim, generator=torch.Generator().manual_seed(number)))
+            if not captures or mode.startswith("alone") or number < WARM:
+                step()
+            elif number == WARM:
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    step()
+            if captures and not mode.startswith("alone") and number >= WARM:
+                graph.replay()
             curve.append(loss.item())
+    torch.cuda.current_stream().wait_stream(stream)
     if not mode.startswith("alone"):
         assert layoutc.check_ranks(model) == len(list(model.parameters()))
     return curve
@@ -191,8 +213,13 @@ def runs(recipes: Sequence[str], modes: Sequence[str], world: int) -> list[tuple
         (recipe, mode)
         for recipe in recipes
         for mode in (*modes, *(COMPILED if recipe in COMPILED_RECIPES and modes is MODES else ()))
-        if mode != "hybrid" or world >= 4
+        if (mode != "hybrid" or world >= 4) and (mode != "cast captured" or not has_history(recipe))
     ]
+
+
+def has_history(recipe: str) -> bool:
+    """Such a recipe is cast on gather in no CUDA graph."""
+    return bool(import_module(f"layoutc.recipes.{recipe}").LAYOUT.history)
 
 
 def main() -> None:
@@ -214,7 +241,8 @@ def main() -> None:
         sizes = sizes_of(recipe, mode)
         # Inductor rounds otherwise where it fuses, and fuses otherwise where backward recomputes.
         inside, compiled = " inside" if "inside" in mode else "", " compiled" if "compiled" in mode else ""
-        kind = f"alone{' cast' if 'cast' in mode else ''}{compiled}{inside}"
+        captured = " captured" if "captured" in mode else ""  # the optimizer then steps on the card alone
+        kind = f"alone{' cast' if 'cast' in mode else ''}{compiled}{inside}{captured}"
         if (recipe, kind, sizes) not in alone:
             alone[recipe, kind, sizes] = losses(recipe, kind, device, sizes)
         expected = alone[recipe, kind, sizes]

@@ -252,8 +252,8 @@ def members(sharding: Sharding) -> list[CastOnGather]:
 
 
 def matrix(tensor: CastOnGather) -> Tensor:
-    """The values of a shard, (rows, k)."""
-    values = tensor._planes["values"]
+    """The values of a shard, (rows, k), without the rows that FSDP2 pads a short one with."""
+    values = tensor._plain
     return as_matrix(values, (prod(values.shape[:-1]), values.shape[-1]))
 
 

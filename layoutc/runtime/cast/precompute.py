@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast.shared_amax import measured
 from layoutc.runtime.cast.tensor import find_cast
 
@@ -17,12 +18,14 @@ def precompute_amaxes(model: nn.Module) -> None:
     Optional. Call it on all ranks after optimizer.step(); gathers then reduce nothing until a weight is written again.
     Without it, each gather of a weight whose shards share an amax reduces its own; the bytes are the same. Weights of
     recipes that share no amax are skipped. If you write some shards of a weight below its DTensor and not the others,
-    call it again on all ranks.
+    call it again on all ranks. In a step that a CUDA graph captures it does nothing: gathers reduce their own there. A
+    replay writes weights without telling, so call it before the gathers that come after one, if you call it at all.
 
     torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
     """
     tensors = [find_cast(param) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
+    sharing = [one for one in sharing if not capturing(one._plain.device)]
     for tensor, amax, new in measured([(tensor, tensor.as_matrix()) for tensor in sharing]):
         tensor._agreed.advance(tensor, amax, new)
         tensor._agreed.ahead, tensor._agreed.owner = tensor._agreed.of, id(tensor._planes)

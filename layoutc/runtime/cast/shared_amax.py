@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.quantize.amax import reduce_max, shared_amaxes, with_history
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.weight import operators
@@ -67,8 +68,11 @@ class Agreed:
         return self.current(tensor)
 
     def is_ahead(self, tensor: CastOnGather) -> bool:
-        """True if the amax was precomputed, and no values have been written since."""
-        return self.ahead is not None and self.ahead == self.count(tensor)
+        """True if the amax was precomputed, and no values have been written since.
+
+        False while a CUDA graph is captured: its replays write values, and no count shows that.
+        """
+        return self.ahead is not None and self.ahead == self.count(tensor) and not capturing(tensor._plain.device)
 
     def count(self, tensor: CastOnGather) -> int:
         """How often values have been written: through the class, or to a plain tensor that shares their memory."""
@@ -85,11 +89,20 @@ class Agreed:
         return like.new_full((1,), float(self.of != self.count(tensor)))
 
     def advance(self, tensor: CastOnGather, current: Tensor, new: Tensor | None) -> None:
-        """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1."""
+        """Records the amax of all shards. A history advances only if `new`, the maximum over all shards, is 1.
+
+        Raises LayoutError for a recipe with a history while a CUDA graph is captured.
+        """
         layout = tensor.LAYOUT
         if not layout.history:
             self.amax, self.plane, self.of = current, current if "amax" in layout.stored else None, self.count(tensor)
             return
+        if capturing(current.device):
+            raise LayoutError(
+                f"{tensor._label()}: its scale follows a history of amaxes, which replays of a CUDA graph would not "
+                "advance; use layoutc.quantize_ in place of cast_on_gather_, whose histories lie in the weights, or a "
+                "recipe without one"
+            )
         last, before = self._on(current.device)
         amax, extra = with_history(layout, current, before)
         plane = extra.get("amax")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import amaxes, launch
 
@@ -199,11 +200,9 @@ def tables_of(
     strided: tuple[int, ...] = (),
 ) -> tuple[Sequence[Table], Sequence[int]]:
     """Tables of matrices on one device, and the indices of those that take a launch each. Arguments as for _tables."""
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # the table could be freed before the graph is replayed
-            return (), range(len(covers))
-        stream = torch.cuda.current_stream(device).cuda_stream
+    if capturing(device):  # the table could be freed before the graph is replayed
+        return (), range(len(covers))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 

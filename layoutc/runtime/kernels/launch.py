@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Facts, Layout
 
 Out = Mapping[str, Tensor] | None
@@ -75,7 +76,7 @@ def hardware(device: torch.device) -> int:
 def _find_level(device: torch.device) -> int:
     level = level_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else 0
     if level == 100:
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             return 90  # a capture can't wait for results; a later call verifies
         from layoutc.runtime.kernels import conversion_checks
 

@@ -1,4 +1,5 @@
-"""A batch that is quantized again and again, with planes that are allocated anew each time, together.
+"""A batch that is quantized again and again, with planes that are allocated anew each time, together; single values
+stay where they are.
 
 The matrices stay where they are, so everything about the launch is worked out once: sizes, and where each plane begins
 in its allocation. What is left is one allocation for each plane, and the launch. A gather quantizes its weights so.
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.batches import Table
@@ -40,14 +42,16 @@ class Binding(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A plane of several matrices, in one allocation: bytes, in rows that are equally long; or single fp32 values."""
+    """A plane of several matrices, in one allocation, each from a multiple of 16 bytes on: bytes, in rows that are
+    equally long; or single fp32 values."""
 
     members: tuple[int, ...]  # the matrices
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: tuple[int, ...]  # of each matrix, and those that fill it up to a multiple of 16 bytes
+    rows: tuple[int, ...]  # of each matrix, with those that fill it up to a multiple of 16 bytes
     own: tuple[int, ...]  # of each matrix alone; () if that is the same
     starts: tuple[int, ...]  # where the plane of each matrix begins, in bytes
+    stays: bool  # in the same memory: a gathered weight has its single values until the next gather of the same pass
 
 
 class PreparedBatch:
@@ -67,6 +71,7 @@ class PreparedBatch:
         self._amaxes: Sequence[Tensor] | None = None
         self._offsets: tuple[int, ...] = (0,) * len(xs)
         self._launches: dict[tuple[int, ...], Launches] = {}
+        self._kept: dict[tuple[str, Column, int], Tensor] = {}  # the memory of columns that stay, by plane and stream
 
     def __call__(self, amaxes: Sequence[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
         """New planes for each matrix, in the order of `names`: as bytes of (rows, bytes of a row), or (1,) fp32.
@@ -74,17 +79,15 @@ class PreparedBatch:
         amaxes: of each matrix, fp32, if the recipe shares one; a tensor never moves. None: nothing is done, as a CUDA
         graph is captured, which could outlive the tables.
         """
-        stream = 0
-        if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+        if capturing(self._device):
+            return None
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         made: list[Sequence[Tensor]] = []
         places = [stream]
-        for columns, order in zip(self._columns, self._orders, strict=True):
+        for name, columns, order in zip(self.names, self._columns, self._orders, strict=True):
             parts: list[Tensor] = []
             for column in columns:
-                whole = torch.empty(column.shape, dtype=column.dtype, device=self._device)
+                whole = self._whole(name, column, stream) if column.stays else self._allocated(column)
                 places.append(whole.data_ptr())
                 pieces: Sequence[Tensor] = torch.split_with_sizes(whole, column.rows)
                 if column.own:
@@ -108,6 +111,18 @@ class PreparedBatch:
             name: plane.view(facts[name].dtype).view(facts[name].shape)
             for name, plane in zip(self.names, planes, strict=True)
         }
+
+    def _whole(self, name: str, column: Column, stream: int) -> Tensor:
+        """The memory of a column that stays. Small tensors would come to lie elsewhere in each gather, as those of
+        other groups are still alive, and each place has tables of its own."""
+        whole = self._kept.get((name, column, stream))
+        if whole is None:
+            with torch.inference_mode(False):  # gathers that train use it as well
+                whole = self._kept[name, column, stream] = self._allocated(column)
+        return whole
+
+    def _allocated(self, column: Column) -> Tensor:
+        return torch.empty(column.shape, dtype=column.dtype, device=self._device)
 
     def _place(self, amaxes: Sequence[Tensor]) -> None:
         """Works out where amaxes lie from the first one, in values."""
@@ -185,17 +200,16 @@ def _columns(facts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Colu
     columns = []
     for width, members in kinds.items():
         own = tuple(facts[index][0][0] for index in members)
-        if width is None:  # single values, for which nothing must be aligned
+        if width is None:  # single values: kernels take them anywhere, but cuBLAS wants a scale at 16 bytes
             dtype = facts[members[0]][1]
-            starts = tuple(accumulate(own, initial=0))[:-1]
-            columns.append(
-                Column(tuple(members), (sum(own),), dtype, own, (), tuple(start * dtype.itemsize for start in starts))
-            )
+            slots = tuple(-(-size * dtype.itemsize // 16) * 16 // dtype.itemsize for size in own)
+            starts = tuple(start * dtype.itemsize for start in accumulate(slots, initial=0))[:-1]
+            columns.append(Column(tuple(members), (sum(slots),), dtype, slots, own, starts, True))
             continue
         rows = tuple(next(n for n in range(size, size + 16) if n * width % 16 == 0) for size in own)
         starts = tuple(start * width for start in accumulate(rows, initial=0))[:-1]
         shape = sum(rows), width
-        columns.append(Column(tuple(members), shape, torch.uint8, rows, () if rows == own else own, starts))
+        columns.append(Column(tuple(members), shape, torch.uint8, rows, () if rows == own else own, starts, False))
     return tuple(columns)
 
 

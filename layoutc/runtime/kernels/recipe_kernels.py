@@ -22,6 +22,7 @@ from layoutc.runtime.triton.batch import DTYPES
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 Planes = Mapping[str, Tensor]
+_KINDS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)  # dtypes of planes, by their number in kernels
 _NONE = (None,) * 6  # a kernel's six planes, or six buffers, if it has none
 
 
@@ -251,11 +252,11 @@ class Kernels:
 
     @cached_property
     def _masks(self) -> tuple[int, int, int]:
-        """How many planes there are; a bit for each plane that is fp32; a bit for each that has one value."""
+        """How many planes there are; two bits for the dtype of each; a bit for each that has one value."""
         facts = self.layout.planes(self.layout.multiple_m, self.layout.multiple_k)
-        floats = sum((facts[name].dtype == torch.float32) << index for index, name in enumerate(self._written))
+        dtypes = sum(_KINDS.index(facts[name].dtype) << 2 * index for index, name in enumerate(self._written))
         scalars = sum((self.layout.stored[name] == (None, None)) << index for index, name in enumerate(self._written))
-        return len(self._written), floats, scalars
+        return len(self._written), dtypes, scalars
 
     # ----------------------------------------------------------------------------------------------------- dequantize
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:

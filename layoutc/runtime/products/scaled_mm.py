@@ -40,6 +40,8 @@ def side(layout: Layout, orientation: str, buffers: Mapping[str, Tensor], free: 
     codes = buffers[f"{orientation}_data"]
     codes = _as(codes.t().contiguous() if operand.transposes else codes, operand.codes)
     scale = _as(buffers[f"{orientation}_scale"], operand.scale)
+    if type(scale) is Tensor and scale.data_ptr() % 16:  # a piece of a larger tensor, which cuBLAS does not take
+        scale = scale.clone()
     scales = [_scale(operand.scaling, scale, free, is_left)]
     if operand.tensor_scale is not None:
         scales.append(buffers["amax"][:1] * operand.tensor_scale)

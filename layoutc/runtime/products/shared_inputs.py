@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.weight import operators
 
 Buffers = dict[str, Tensor]
@@ -46,7 +47,7 @@ def _can_share(x: Tensor) -> bool:
     graph is captured, which must hold all that makes its values."""
     if operators.traced(x) or x.is_inference():
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not capturing(x.device)
 
 
 def _is_of(entry: _Entry, x: Tensor) -> bool:

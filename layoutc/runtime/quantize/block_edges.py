@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError, UnsupportedOperator
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator, whole_instead
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -29,9 +29,10 @@ def check_whole_blocks(target: QuantizedTensor, row_sharding: RowSharding | None
     halo, layout = target._halo, target.LAYOUT
     if row_sharding is None or not row_sharding.splits_blocks(layout):
         if halo.rows:
+            instead = "quantize the whole weight" if target._part is not None else whole_instead(layout.name)
             raise UnsupportedOperator(
                 f"{target._label()} is cut inside a block of {layout.block_rows} rows: quantizing it by itself would "
-                "give the block two scales; quantize the whole weight"
+                f"give the block two scales; {instead}"
             )
         return
     expected = row_sharding.cuts.halo(row_sharding.rank, layout.block_rows)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize.amax import reduce_max
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
@@ -141,8 +142,6 @@ def _places(pairs: Pairs) -> tuple[int, ...]:
 def _stream(device: torch.device) -> int | None:
     """The current stream, on which tables were copied to the card; None while it is captured, for graphs outlive
     tables."""
-    if device.type != "cuda":
-        return 0
-    if torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return None
-    return torch.cuda.current_stream(device).cuda_stream
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

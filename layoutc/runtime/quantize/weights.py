@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator
+from layoutc.runtime.errors import LayoutError, MissingOrientation, UnsupportedOperator, whole_instead
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.quantize import ddp_replicas
@@ -309,7 +309,7 @@ def check_out(layout: Layout, x: Tensor, out: QuantizedTensor, orientations: Seq
     if alone and out._peers == () and dist.is_available() and dist.is_initialized():
         raise UnsupportedOperator(
             f"{out._label()} is a shard, or a copy of a part, of a weight whose scale covers more, and does not know "
-            "the other shards: quantize the whole weight and copy its part, or make a new tensor with quantize()"
+            f"the other shards: {whole_instead(layout.name)}"
         )
     if orientations is None:
         return
