@@ -18,6 +18,7 @@ mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three b
 mxfp6_e3m2: E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
 mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
+mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen.
 mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
@@ -46,6 +47,7 @@ RECIPES = (
     "mxfp6_e3m2",
     "mxfp8",
     "mxfp8_2d",
+    "mxfp8_frozen",
     "mxint8",
     "nvfp4",
     "nvfp4_1d",

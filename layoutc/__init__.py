@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.train.convert import cast_on_gather_, quantize_, quantized_init
     from layoutc.runtime.train.coverage import coverage
     from layoutc.runtime.train.master_weights import MasterWeights
+    from layoutc.runtime.train.merging import merge_
 
 _RUNTIME = {
     "MasterWeights": "layoutc.runtime.train.master_weights",
@@ -32,6 +33,7 @@ _RUNTIME = {
     "explain_products": "layoutc.runtime.products.explain",
     "implicit_dequantizes": "layoutc.runtime.strict",
     "inspect": "layoutc.checkpoint.inspection",
+    "merge_": "layoutc.runtime.train.merging",
     "precompute_amaxes": "layoutc.runtime.cast.precompute",
     "products": "layoutc.runtime.product_mode",
     "products_without_kernel": "layoutc.runtime.products.linear",
@@ -52,6 +54,7 @@ __all__ = [
     "explain_products",
     "implicit_dequantizes",
     "inspect",
+    "merge_",
     "precompute_amaxes",
     "products",
     "products_without_kernel",

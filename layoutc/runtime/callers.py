@@ -91,6 +91,15 @@ def is_called_from(package: str) -> bool:
     return frame is not None and _module(frame).startswith(package)
 
 
+def initializes() -> bool:
+    """True if a function of torch.nn.init called the operator whose handler runs, on a tensor or on a DTensor of it."""
+    for frame in _frames():
+        name = _module(frame)
+        if not name.startswith((*_BETWEEN, "torch.distributed.tensor")):
+            return name == "torch.nn.init"
+    return False
+
+
 def of_collective() -> str | None:
     """The module that called the torch.distributed function whose handler runs; None if there is no such function."""
     within = False

@@ -30,3 +30,11 @@ class DamagedError(LayoutError, ValueError):
 
 class UnsupportedTorch(LayoutError):
     """The installed torch has changed a private name that layoutc needs to find shards."""
+
+
+def whole_instead(recipe: str) -> str:
+    """What to write in place of plain values into a shard that knows nothing of the other shards."""
+    return (
+        f"write the whole weight, on all ranks: weight.copy_(distribute_tensor({recipe}.quantize(values), "
+        "weight.device_mesh, weight.placements, src_data_rank=None))"
+    )

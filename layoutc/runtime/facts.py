@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from math import lcm, prod
@@ -150,6 +150,7 @@ class Layout:
     stochastic: bool = False  # elements are rounded by random bits, which follow from a seed
     not_weights: str = ""  # why weights can't have this recipe, which is for activations and gradients; "": they can
     extremes: bool  # the scales of a block follow from the least and the greatest value of each of its columns
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized
     planes: Callable[[int, int], dict[str, Facts]]
@@ -208,6 +209,15 @@ class Layout:
         input."""
         names = {name for orientation in orientations for name in self.sources[orientation]}
         return {name: facts for name, facts in self.planes(m, k).items() if name in names and name != "amax"}
+
+    def fill_with_zeros(self, name: str, plane: torch.Tensor) -> None:
+        """Writes the codes of 0 into a plane, or a part of one; into other planes, zero bytes."""
+        pattern = self.zeros.get(name)
+        if pattern is None or not plane.numel():
+            plane.zero_()
+            return
+        run = torch.tensor(pattern, dtype=plane.dtype, device=plane.device)
+        plane.copy_(run.repeat(plane.shape[-1] // len(pattern)).expand_as(plane))
 
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the amax that shards share: one for the weight, or one for each block of columns."""

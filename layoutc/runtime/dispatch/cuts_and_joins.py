@@ -13,7 +13,7 @@ from torch import Tensor
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
-from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.dispatch.handlers import Args, Kwargs, like_plain
 from layoutc.runtime.dispatch.indexing import Selection, bounds, dim_of, matrix_for, selection
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.errors import UnsupportedOperator
@@ -96,13 +96,18 @@ def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     if step != 1:
         raise UnsupportedOperator(f"{func}: {tensor._label()} can't be sliced with step {step}, only with step 1")
     dim = dim_of(dim, tensor.dim())
-    first, last = bounds(tensor.shape[dim], start, stop)
-    cut = _scattered if _scatters(tensor, dim) and 0 < last - first < tensor.shape[dim] else _piece
-    return cut(tensor, dim, first, last, func)
+    return _some(tensor, dim, *bounds(tensor.shape[dim], start, stop), func)
+
+
+def _some(tensor: QuantizedTensor, dim: int, start: int, stop: int, operator: Any) -> QuantizedTensor:
+    """Entries start..stop of an outer dim, whether their rows are adjacent or not."""
+    cut = _scattered if _scatters(tensor, dim) and 0 < stop - start < tensor.shape[dim] else _piece
+    return cut(tensor, dim, start, stop, operator)
 
 
 def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
-    """select: one entry of a dim that is whole blocks (one expert of many), as a view without that dim."""
+    """select: one entry of a dim that is whole blocks (one expert of many), without that dim; as a view if it is
+    adjacent rows."""
     tensor, dim, index = args
     dim = dim_of(dim, tensor.dim())
     index += tensor.shape[dim] if index < 0 else 0
@@ -110,7 +115,7 @@ def select(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         raise UnsupportedOperator(f"{func}: entry {index} of dim {dim} of {tensor._label()} is not whole rows")
     if not 0 <= index < tensor.shape[dim]:
         raise IndexError(f"{func}: index {index} is out of range for dim {dim} of {tensor._label()}")
-    piece = _piece(tensor, dim, index, index + 1, func)
+    piece = _some(tensor, dim, index, index + 1, func)
     return piece._alias((*piece.shape[:dim], *piece.shape[dim + 1 :]))
 
 
@@ -162,7 +167,8 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
     if any(n % layout.block_rows for n in (total, first, last)) or not fits:
         raise UnsupportedOperator(
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} of each "
-            f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}"
+            f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}; for a "
+            "plain copy, call .dequantize() first"
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
@@ -191,7 +197,7 @@ def split_with_sizes(func: Any, args: Args, kwargs: Kwargs) -> list[QuantizedTen
         raise RuntimeError(f"{func}: sizes {list(sizes)} do not add up to dim {dim} of {tensor._label()}")
     pieces, start = [], 0
     for size in sizes:
-        pieces.append(_piece(tensor, dim, start, start + size, func))
+        pieces.append(_some(tensor, dim, start, start + size, func))
         start += size
     return pieces
 
@@ -264,15 +270,20 @@ def _join_between(pieces: list[QuantizedTensor], dim: int) -> QuantizedTensor:
 
 # ---------------------------------------------------------------------------------------------------------- new tensors
 def new_empty(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_empty: of the class, with uninitialized planes, if the recipe can hold the size; else a plain tensor."""
+    """new_empty: of the class, with uninitialized planes, if the recipe can hold the size; else a plain tensor.
+
+    Plain for torch.nn.init too, which draws values into it that it computes with.
+    """
+    if callers.initializes():
+        return like_plain(torch.ops.aten.new_empty.default, args, kwargs)
     return _new(torch.empty, args, kwargs)
 
 
 def new_zeros(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """new_zeros: of the class, if the recipe can hold the size; else a plain tensor.
 
-    It dequantizes to exact zeros: all bytes of its rows are zero. Planes that all rows share are copies of the
-    tensor's.
+    It dequantizes to exact zeros: all bytes of its rows are those of codes of 0. Planes that all rows share are copies
+    of the tensor's.
     """
     return _new(torch.zeros, args, kwargs)
 
@@ -290,6 +301,9 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return plain
     facts = tensor.LAYOUT.planes(*matrix)
     planes = {name: make(facts[name].shape, dtype=facts[name].dtype, **options) for name in tensor._planes}
+    for name, plane in planes.items() if make is torch.zeros else ():
+        if name in tensor.LAYOUT.zeros:
+            tensor.LAYOUT.fill_with_zeros(name, plane)
     for name, plane in planes.items():
         # FSDP2 makes a rank's empty shard like this and copies nothing into it: it must get what all shards share.
         if name in tensor.LAYOUT.shared and plane.shape == tensor._planes[name].shape:
@@ -304,7 +318,9 @@ def _new(make: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def empty_like(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """empty_like: of the class, on the device asked for; a plain tensor for another dtype."""
+    """empty_like: of the class, on the device asked for; a plain tensor for another dtype, and for torch.nn.init."""
+    if callers.initializes():
+        return like_plain(func, args, kwargs)
     tensor: QuantizedTensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
     device = kwargs.get("device") or tensor.device

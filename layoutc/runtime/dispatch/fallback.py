@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from layoutc.runtime import strict
-from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime import callers, strict
+from layoutc.runtime.dispatch import truncated, update_warnings
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, copy_
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.torch_private import tree_leaves, tree_map
@@ -37,11 +37,15 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if targets:
         update_warnings.note(func, targets, tree_leaves((args, kwargs)))
 
+    initializes = callers.initializes()
+
     def plain(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        # A tensor that is written starts from the values that it was quantized from: initializers have several steps.
-        values = initial_values.values(value, value.dtype) if any(value is target for target in targets) else None
+        # A tensor that is written starts from the values that it was quantized from: initializers have several steps,
+        # some of which only read.
+        is_written = any(value is target for target in targets)
+        values = initial_values.values(value, value.dtype) if is_written or initializes else None
         return value.dequantize() if values is None else values
 
     plain_args, plain_kwargs = tree_map(plain, args), tree_map(plain, kwargs)
@@ -53,7 +57,7 @@ def fallback(func: Any, args: Args, kwargs: Kwargs) -> Any:
     written = _outputs(func, plain_args, plain_kwargs)
     for target, values in zip(_outputs(func, args, kwargs), written, strict=True):
         if isinstance(target, QuantizedTensor):
-            copy_(aten.copy_.default, (target, values), {})
+            copy_(aten.copy_.default, (target, truncated.redrawn(func, target, values)), {})
             back[id(values)] = target
     return tree_map(lambda value: back.get(id(value), value), result)
 

@@ -214,7 +214,7 @@ def zero_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     else:
         for name, plane in tensor._planes.items():
             if name not in tensor._common:
-                plane.zero_()
+                tensor.LAYOUT.fill_with_zeros(name, plane)
         written([tensor])
     initial_values.zeroed(tensor, before)
     return tensor
@@ -244,6 +244,8 @@ def copy_(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         as_sent = (
             source._sent is not None or not target.is_floating_point()
         )  # the other ranks have the values in its own dtype
+        if callers.initializes() and (values := initial_values.values(source, target.dtype)) is not None:
+            return target.copy_(values)  # type: ignore[no-any-return]
         return target.copy_(source.dequantize(None if as_sent else target.dtype))  # type: ignore[no-any-return]
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(f"{func}: {target._label()} can't take a tensor of shape {tuple(source.shape)}")

@@ -169,9 +169,11 @@ def _exchanged(mine: Tensor) -> list[Tensor]:
     sent = mine.contiguous().flatten().view(torch.uint8).to(device)
     size = torch.tensor([sent.numel()], dtype=torch.int64, device=device).view(torch.uint8)
     sizes = gather_bytes(size, group).view(torch.int64).tolist()
+    if not any(sizes):  # a model without shards, as DDP has it
+        return [mine.new_empty(0, dtype=torch.uint8) for _ in sizes]
     padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
-    everywhere = gather_bytes(padded, group).cpu().view(len(sizes), max(sizes)) if max(sizes) else sent.new_empty(0, 0)
-    return [row[:length] for row, length in zip(everywhere, sizes, strict=False)]
+    everywhere = gather_bytes(padded, group).cpu().view(len(sizes), max(sizes))
+    return [row[:length] for row, length in zip(everywhere, sizes, strict=True)]
 
 
 def _message(bad: Sequence[int], claims: Mapping[int, Claim]) -> str:

@@ -1,4 +1,4 @@
-"""README's blocks for other packages' trainers run as they are written, and a package that is missing is named."""
+"""The blocks of docs/pages/trainers.md run as they are written, and a package that is missing is named."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from typing import Any
 import pytest
 import torch
 from engines import forget
+from harness import Ranks
 from torch import nn
 
 import layoutc
 
 pytestmark = pytest.mark.checkout
-README = Path(__file__).parents[2] / "README.md"
-PACKAGES = {"accelerate": "integrations", "lightning": "integrations", "transformers": "integrations"}
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "trainers.md"
+PACKAGES = dict.fromkeys(("accelerate", "lightning", "peft", "transformers"), "integrations")
 MODULES = {**PACKAGES, "torchtitan": "torchtitan"}
 
 
 def block(package: str) -> str:
     """The one that names the package's module."""
-    section = README.read_text(encoding="utf-8").partition("### In trainers")[2].partition("\n### ")[0]
-    (found,) = [text for text in re.findall(r"```\w+\n(.*?)```", section, re.S) if f"integrations.{package}" in text]
+    page = PAGE.read_text(encoding="utf-8")
+    (found,) = [text for text in re.findall(r"```\w+\n(.*?)```", page, re.S) if f"integrations.{package}" in text]
     return str(found)
 
 
-@pytest.mark.parametrize("package", MODULES)
-def test_a_package_that_is_missing_is_named(package: str) -> None:
-    """In a process where it can't be imported; the others may be missing as well."""
+def test_packages_that_are_missing_are_named() -> None:
+    """In a process where none of them can be imported, and torch once."""
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({sorted(MODULES)}))\n"
-        f"try: import layoutc.integrations.{package}\n"
-        "except ModuleNotFoundError as error: print(error)"
+        f"import importlib, sys; sys.modules.update(dict.fromkeys({sorted(MODULES)}))\n"
+        f"for package in {list(MODULES)}:\n"
+        "    try: importlib.import_module(f'layoutc.integrations.{package}')\n"
+        "    except ModuleNotFoundError as error: print(package, '|', error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert f"pip install 'layoutc[{MODULES[package]}]'" in done.stdout
-    assert package in done.stdout
+    told = dict(line.split(" | ", 1) for line in done.stdout.splitlines())
+    assert list(told) == list(MODULES)
+    for package, message in told.items():
+        assert f"pip install 'layoutc[{MODULES[package]}]'" in message
+        assert package in message.replace(f"layoutc[{MODULES[package]}]", "")
 
 
 def test_torchtitan_takes_the_command_line() -> None:
@@ -71,6 +75,25 @@ def test_accelerate_runs_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "\n...\n" in text
     steps = "for x in loader:\n    accelerator.backward(model(x).square().mean())\n    optimizer.step()"
     exec(text.replace("\n...\n", f"\n{steps}\n"), {"torch": torch, **names})
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_program_for_accelerate_trains_and_exports(tmp_path: Path) -> None:
+    """On two ranks, as the page starts it."""
+    if find_spec("accelerate") is None:
+        pytest.skip("needs accelerate: pip install 'layoutc[integrations]'")
+    page = PAGE.read_text(encoding="utf-8")
+    (program,) = re.findall(r'```python title="(.*?)"\n(.*?)```', page, re.S)
+    name, text = program
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    (command,) = re.findall(rf"^\.venv/bin/torchrun (.* {name})$", page, re.M)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = subprocess.run(
+        [*ranks, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (loss,) = re.findall(r"^nvfp4: loss (\d\.\d+)$", done.stdout, re.M)
+    assert float(loss) < 2.0  # of values of variance 1, and their neighbours: what a model that does nothing has
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -115,3 +138,36 @@ def test_transformers_runs_the_block(tmp_path: Path) -> None:
     assert isinstance(trainer.optimizer.optimizer, layoutc.MasterWeights)
     trainer.save_model(str(tmp_path / "saved"))
     LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_peft_runs_the_block(tmp_path: Path, one: Ranks) -> None:
+    for package in ("transformers", "peft"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install 'layoutc[integrations]'")
+    one.run(runs_the_block_of_peft, str(tmp_path))
+
+
+def runs_the_block_of_peft(folder: str) -> None:
+    """In a group of one process; then what the text below it says."""
+    from peft import PeftModel
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def llama() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_attention_heads": 4}
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_key_value_heads=2, use_cache=False, **sizes))
+
+    ids = torch.arange(16).view(1, -1)
+    step = "model(input_ids=ids, labels=ids).loss.backward()\noptimizer.step()"
+    names: dict[str, Any] = {"layoutc": layoutc, "torch": torch, "model": llama(), "ids": ids}
+    names |= {"fully_shard": fully_shard, "get_model_state_dict": get_model_state_dict}
+    text = block("peft").replace("\n...\n", f"\n{step}\n").replace('"adapters"', repr(f"{folder}/adapters"))
+    assert step in text
+    exec(text, names | {"StateDictOptions": StateDictOptions}, names)
+    base = llama()
+    layoutc.quantize_(base, "mxfp8_frozen", param_filter=["model.layers.*_proj.weight"])
+    merged, errors = names["merge"](PeftModel.from_pretrained(base, f"{folder}/adapters"))
+    assert len(errors) == 7
+    assert merged.model.layers[0].mlp.up_proj.weight.LAYOUT.name == "mxfp8_frozen"

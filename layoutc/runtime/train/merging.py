@@ -1,0 +1,47 @@
+"""Merging: adding an adapter's update to a quantized weight, and how far the result is from the sum."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight import initial_values
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+@torch.no_grad()
+def merge_(weight: Tensor, delta: Tensor) -> float:
+    """Adds `delta` to a quantized weight, which is quantized again. Returns the error that this makes, relative to the
+    sum: norm(weight now - sum) / norm(sum).
+
+    weight: a parameter, whole or sharded; delta: of its shape, whole or sharded alike, in any floating-point dtype. It
+    is added in fp32, to the values that the weight dequantizes to, or to its initial values where it has some. For a
+    sharded weight the call is collective, and all ranks return the same number.
+
+    Raises TypeError for a weight that is not quantized, ValueError for another shape. Nothing is changed then.
+    """
+    local = meshes.local_of(weight.data)
+    if not isinstance(local, QuantizedTensor):
+        raise TypeError(f"merge_ adds to quantized weights; this is {type(local).__name__}: write weight.add_(delta)")
+    if delta.shape != weight.shape:
+        raise ValueError(f"{local._label()}: the update has shape {tuple(delta.shape)}, not {tuple(weight.shape)}")
+    groups: list[dist.ProcessGroup] = []
+    if isinstance(weight, DTensor):
+        if not isinstance(delta, DTensor):
+            delta = distribute_tensor(delta.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
+        delta = delta.redistribute(weight.device_mesh, weight.placements)
+        groups = [weight.device_mesh.get_group(mesh_dim) for mesh_dim, _ in meshes.cuts(weight)]
+    values = initial_values.values(local, torch.float32)
+    total = (local.dequantize(torch.float32) if values is None else values) + meshes.local_of(delta).to(local.device)
+    weights.requantize_(local, total)
+    squares = torch.stack(
+        [(local.dequantize(torch.float32) - total).double().square().sum(), total.double().square().sum()]
+    )
+    for group in groups:
+        dist.all_reduce(squares, group=group)
+    error, norm = squares.sqrt().tolist()
+    return float(error / norm) if norm else 0.0
