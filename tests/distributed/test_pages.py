@@ -1,0 +1,179 @@
+"""Every block of code in README and in docs/pages runs, on two ranks, in the order of its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from harness import Ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+from layoutc import checkpoint
+from layoutc.cli.app import main
+
+pytestmark = pytest.mark.checkout
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs" / "pages").glob("*.md"))]  # none outside of a checkout
+# What other tests run: CI README's two commands; tests/integrations the trainers; a card the graphs (tests/gpu).
+ELSEWHERE = {"trainers.md": "python sh", "graphs.md": "python"}
+OF_CI = "python3 -m venv"
+
+
+class Block(NamedTuple):
+    """What stands between two fences."""
+
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """All of a page, in order."""
+    found = re.findall(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [Block(language, title or None, text) for language, title, text in found]
+
+
+def of_page(page: Path, language: str) -> list[Block]:
+    """Those that run here."""
+    if language in ELSEWHERE.get(page.name, ""):
+        return []
+    return [block for block in blocks(page) if block.language == language]
+
+
+# ------------------------------------------------------------------------------------------------ what pages speak of
+class Experts(nn.Module):
+    """Weights of experts, (experts, m, k)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(2, 128, 128)), nn.Parameter(torch.randn(2, 128, 128))
+
+
+class Transformer(nn.Module):
+    """Something with layers, some of them with experts."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(128, 128, bias=False) for _ in range(2)])
+        self.sparse = nn.ModuleDict({"experts": Experts()})
+        self.head = nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        experts: Any = self.sparse["experts"]
+        x = x + (x @ experts.w1[0] @ experts.w2[1]) / 128
+        out: Tensor = self.head(x)
+        return out
+
+
+def names() -> dict[str, Any]:
+    """What blocks use and do not define."""
+    torch.manual_seed(0)
+    model: Any = Transformer()
+    experts = nn.Linear(128, 128, bias=False)
+    experts.weight = nn.Parameter(torch.randn(2, 128, 128))
+    layoutc.quantize_(experts, "fp8_rowwise")
+    plain: Any = fully_shard(Transformer())
+    checkpoint.save({"model": plain.state_dict()}, "run/bf16")
+    checkpoint.export_safetensors(plain, "llama")
+    layoutc.quantize_(model, "fp8_block")
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    x = torch.randn(8, 128)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = {"Transformer": Transformer, "config": None, "model": model, "optimizer": optimizer, "x": x}
+    found |= {"experts": experts, "tokens": torch.randn(6, 128), "offsets": torch.tensor([4, 6], dtype=torch.int32)}
+    found |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
+    return found | {"torch": torch, "F": F, "layoutc": layoutc, "fully_shard": fully_shard}
+
+
+def runs(page: Path, folder: Path) -> None:
+    """The Python of a page, one block after the other. `...` stands for a training loop."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        known = names()
+        for number, block in enumerate(of_page(page, "python")):
+            if block.title is None and not block.text.startswith("def fsdp_"):  # which is a piece of generated code
+                exec(compile(block.text, f"{page.name}, block {number}", "exec"), known)
+                if (future := known.pop("future", None)) is not None:
+                    future.result()
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "python")], ids=lambda page: page.name)
+def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
+    two.run(runs, page, tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "sh")], ids=lambda page: page.name)
+def test_commands(page: Path, tmp_path: Path) -> None:
+    """layoutc's own, and those that start a program of the page."""
+    for block in of_page(page, "python"):
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    lines = "".join(block.text for block in of_page(page, "sh")).replace("\\\n", " ").splitlines()
+    for line in lines:
+        if line.startswith(OF_CI):
+            continue
+        word, *arguments = shlex.split(line.removeprefix(".venv/bin/"))
+        if word == "layoutc":
+            done = CliRunner().invoke(main, arguments)
+            assert done.exit_code == 0, (line, done.output)
+            continue
+        assert word == "torchrun", line
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        ran = subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert ran.returncode == 0, (line, ran.stderr[-3000:])
+        assert re.search(r": loss \d\.\d+", ran.stdout), ran.stdout
+
+
+def test_what_runs_elsewhere_is_python() -> None:
+    """So that a typing error is found here as well."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "python":
+                compile(block.text, page.name, "exec")
+
+
+def test_links_lead_somewhere() -> None:
+    """Pages to pages; and each file that a page names as a test exists."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (page.parent / target).exists(), (page.name, target)
+        for name in re.findall(r"`(tests/[\w/.]+)`", text):
+            assert (ROOT / name).exists(), (page.name, name)
+        for name in re.findall(r'--8<-- "(.*)"', text):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Without a warning."""
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install 'layoutc[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "docs" / "mkdocs.yml")]
+    done = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in PAGES[1:]:
+        made = tmp_path / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")
+        assert "<h1" in made.read_text(encoding="utf-8"), page.name
