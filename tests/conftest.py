@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from interpreter import quicken
 
 from layoutc.conformance import ranks
 
+gc.disable()  # until tests are collected: what is imported lives on, and each collection would look at all of it
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 NOT_REWRITTEN = {"anyio", "hypothesis"}
 
@@ -44,6 +45,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Python's collector goes on from here."""
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -75,7 +75,7 @@ ABOVE = {
         "checkpoint.safetensors",
         "torch",
     ),
-    "integrations": ("layoutc runtime.weight checkpoint", "torch accelerate lightning torchtitan transformers"),
+    "integrations": ("layoutc runtime.weight checkpoint", "torch accelerate lightning peft torchtitan transformers"),
     "bench": (
         "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
         "torch triton rich",
@@ -311,7 +311,11 @@ def test_test_files_have_names_of_their_own() -> None:
 def test_no_code_knows_a_recipe_or_a_format_by_name() -> None:
     names = {path.stem for path in SPECS}
     for file in ("formats.yaml", "rules.yaml"):
-        names |= set(yaml.safe_load((ROOT / "layoutc" / "spec" / file).read_text(encoding="utf-8"))) - {"f32"}
+        names |= set(yaml.safe_load((ROOT / "layoutc" / "spec" / file).read_text(encoding="utf-8"))) - {
+            "f32",
+            "f16",
+            "bf16",
+        }  # also words for dtypes
     word = re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, names)))})(?![\w-])")
     templates = sorted((ROOT / "layoutc" / "emit" / "templates").glob("*.j2"))
     assert templates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import importlib.util
 import keyword
 import re
 from functools import cache
@@ -24,6 +25,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "specs" / "README.md",
+    *sorted((ROOT / "docs" / "pages").glob("*.md")),
     ROOT / "layoutc" / "diagnostics" / "catalogue.yaml",
 ]
 FILE = re.compile(r"[\w./-]+\.(?:py|md|yaml|toml|txt|json)|[\w-]+(?:/[\w-]+)*/")
@@ -72,15 +74,20 @@ def words() -> frozenset[str]:
 
 
 def resolve(dotted: str) -> Any:
-    """An object by its full name: modules are imported as far as there are any. Raises AttributeError."""
+    """An object by its full name: modules are imported as far as they can be. Raises AttributeError."""
     first, *rest = dotted.split(".")
     found = importlib.import_module(first)
     for depth, name in enumerate(rest, 2):
         if not hasattr(found, name):
+            module = ".".join(dotted.split(".")[:depth])
             try:
-                importlib.import_module(".".join(dotted.split(".")[:depth]))
-            except ImportError:
-                raise AttributeError(f"{dotted} is not there") from None
+                importlib.import_module(module)
+            except ImportError as error:
+                if importlib.util.find_spec(module) is None:
+                    raise AttributeError(f"{dotted} is not there") from None
+                if "pip install" not in str(error):
+                    raise
+                return None  # needs a package that is not installed here
         found = getattr(found, name)
     return found
 

@@ -171,7 +171,9 @@ def test_build_check_and_drift(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "error[LC901]" in result.stderr
     assert "-# edited" in result.stderr
-    assert "-# edited" in run("build", "--diff", "--out", out, spec).stdout
+    result = run("build", "--diff", "--out", out, spec)
+    assert (result.exit_code, "-# edited" in result.stdout) == (1, True)
+    assert edited.read_text(encoding="utf-8").endswith("# edited\n"), "a diff writes nothing"
 
     edited.unlink()
     assert "error[LC902]" in run("build", "--check", "--out", out, spec).stderr

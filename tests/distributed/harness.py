@@ -5,10 +5,14 @@ A check is a function at the top of a module, called on every rank with the same
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from math import prod
 from multiprocessing import forkserver, get_all_start_methods
 from typing import Any
+
+import one_loop
+import quick_sharding
 
 from layoutc.conformance import ranks
 
@@ -21,6 +25,12 @@ PRELOADED = (
     "pytest",
 )
 STARTED: list[Ranks] = []
+
+
+if "LOCAL_RANK" in os.environ:  # in a rank, at its first check
+    one_loop.share()
+    if os.environ.get("LAYOUTC_PLAIN_SHARDING") != "1":
+        quick_sharding.quicken()
 
 
 class Ranks(ranks.Ranks):
@@ -42,8 +52,7 @@ def prepare() -> None:
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     """A mesh of all ranks, or of the first prod(shape); the same one in all checks. Collective over all ranks.
 
-    A process group has threads, one of which wakes up a hundred times a second: some hundreds of groups, as many as
-    there are checks, take half of the machine. They can't be ended after a check, since DTensor remembers meshes.
+    A process group has threads and connections, and can't be ended after a check, since DTensor remembers meshes.
     """
     import torch
     from torch.distributed.device_mesh import DeviceMesh

@@ -50,7 +50,8 @@ class Sizes(NamedTuple):
 
 
 def awkward(recipe: str) -> Sizes:
-    """Three blocks of rows, or ten rows; three experts, of half a block where the recipe allows it.
+    """Three blocks of rows, or ten rows, or as many as experts can read; three experts, of half a block where
+    the recipe allows it.
 
     Two ranks cut blocks, four cut others, three have uneven shards of rows without blocks, and four leave one of them
     without an expert.
@@ -58,7 +59,7 @@ def awkward(recipe: str) -> Sizes:
     layout = recipe_module(recipe).LAYOUT
     block, smallest = layout.block_rows, layout.multiple_m
     if block == 1:
-        return Sizes(10, WIDTH, 3, 5)
+        return Sizes(10 if layout.multiple_k == 1 else 3 * layout.multiple_k, WIDTH, 3, 5)
     return Sizes(3 * block, WIDTH, 3, max(block // 2, smallest))
 
 

@@ -163,6 +163,17 @@ def test_shards_in_two_dims_agree(four: Ranks, recipe: str) -> None:
     four.run(agrees_in_two_dims, recipe)
 
 
+def nothing_is_sharded() -> None:
+    """A quantized model under DDP, or before it is sharded: there is nothing to compare, and nothing fails."""
+    model = torch.nn.Linear(32, 32)
+    layoutc.quantize_(model, "mxfp8")
+    assert layoutc.check_ranks(model) == 0
+
+
+def test_models_without_shards_agree(two: Ranks) -> None:
+    two.run(nothing_is_sharded)
+
+
 def test_one_process_agrees_with_itself() -> None:
     assert layoutc.check_ranks(build("mxfp8", 64)) == 0
 

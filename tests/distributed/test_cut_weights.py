@@ -6,6 +6,7 @@ The oracle is the whole weight, quantized in one process.
 from __future__ import annotations
 
 import os
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from weight_recipes import WEIGHTS
 import layoutc
 from layoutc.checkpoint import export_safetensors
 from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Shape = tuple[int, ...]
@@ -202,3 +204,89 @@ def in_two_dims(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
 def test_cuts_in_two_dims_are_joined(four: Ranks, recipe: str) -> None:
     four.run(in_two_dims, recipe)
+
+
+def heads_of(weight: Any, rows: int) -> list[Tensor]:
+    """Query, key and value weights of a fused one with two query heads for each key head, in rows of their own."""
+    if isinstance(weight, DTensor):
+        weight = weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim)
+    by_head = weight.reshape(-1, 4, rows, weight.shape[1])
+    return [one.reshape(-1, weight.shape[1]).contiguous() for one in (by_head[:, :2], by_head[:, 2], by_head[:, 3])]
+
+
+def fused(heads: list[Any], rows: int) -> Any:
+    """The inverse."""
+    k = heads[0].shape[1]
+    return torch.cat([head.reshape(-1, count, rows, k) for head, count in zip(heads, (2, 1, 1), strict=True)], 1).view(
+        -1, k
+    )
+
+
+def a_fused_weight_is_cut_by_heads(recipe: str) -> None:
+    """As torchtitan saves and loads it: whole on each rank, cut into heads, joined, and copied into shards."""
+    rows = recipe_module(recipe).LAYOUT.block_rows
+    given = [(3 * 4 * rows, 256)]
+    (one,), mesh = whole(recipe, given, 0), mesh_of(dist.get_world_size())
+    model, other = (Weights(recipe, given, seed) for seed in (0, 50))
+    for sharded in (model, other):
+        fully_shard(sharded, mesh=mesh)
+    with layoutc.strict(), torch.no_grad():
+        for weight in (params(model)[0].detach(), distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)):
+            heads = heads_of(weight, rows)
+            for head, expected in zip(heads, heads_of(one.dequantize(), rows), strict=True):
+                assert isinstance(head, DTensor)
+                assert torch.equal(head.to_local().dequantize(), expected)
+        joined = fused(heads, rows)
+        assert_same(joined.to_local(), one)
+        params(other)[0].copy_(joined)
+    assert_same(params(other)[0].full_tensor().detach(), one)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8", "nvfp4", "fp8_current"])
+def test_heads_of_a_fused_weight_come_apart_and_go_back(two: Ranks, recipe: str) -> None:
+    two.run(a_fused_weight_is_cut_by_heads, recipe)
+
+
+def is_initialized(recipe: str) -> None:
+    """The bytes are those of the values that a plain weight gets, whose shards draw the same numbers."""
+    layout, mesh = recipe_module(recipe).LAYOUT, mesh_of(dist.get_world_size())
+    block = max(16, layout.block_rows)
+    convert = {"quantized": layoutc.quantize_, "cast": layoutc.cast_on_gather_, "plain": lambda *_: None}
+    # All draw some values again, none, a few ranks; ranks without rows never.
+    for rows, options in ((3 * block, {}), (3 * block, {"std": 0.02}), (3 * block, {"a": -4.2, "b": 4.2}), (1, {})):
+        found: dict[str, Any] = {}
+        for use in convert:
+            layer = nn.Linear(256, max(rows, layout.multiple_m), bias=False)
+            convert[use](layer, recipe)
+            fully_shard(layer, mesh=mesh)
+            torch.manual_seed(3 + dist.get_rank())
+            nn.init.trunc_normal_(layer.weight, **options)
+            found[use] = params(layer)[0].full_tensor().detach()
+        assert_same(found["quantized"], recipe_module(recipe).quantize(found["plain"]))
+        assert torch.equal(found["cast"], found["plain"])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_current"])
+def test_shards_that_cut_blocks_are_initialized_as_plain_ones(four: Ranks, recipe: str) -> None:
+    four.run(is_initialized, recipe)
+
+
+def is_refused_between_far_bounds(recipe: str) -> str:
+    """Most draws are out of bounds."""
+    if "candidates" not in getsource(nn.init._no_grad_trunc_normal_):
+        return "this torch draws once; initialize the plain weight, then quantize it"
+    layer = nn.Linear(256, 3 * 128, bias=False)
+    layoutc.quantize_(layer, recipe)
+    fully_shard(layer, mesh=mesh_of(dist.get_world_size()))
+    before = params(layer)[0].full_tensor().detach()
+    with pytest.raises(LayoutError) as caught:
+        nn.init.trunc_normal_(layer.weight, a=1.0, b=2.0)
+    assert_same(params(layer)[0].full_tensor().detach(), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+def test_bounds_that_ranks_would_draw_between_apart_are_refused(two: Ranks, recipe: str) -> None:
+    messages = two.run(is_refused_between_far_bounds, recipe)
+    assert len(set(messages)) == 1
+    assert "initialize the plain weight, then quantize it" in messages[0]

@@ -207,6 +207,38 @@ def test_what_would_be_inexact_is_refused_on_all_ranks_in_the_same_words(four: R
     assert any("multiple of" in said or "multiples of" in said or recipe in SHARED for said in messages[0])
 
 
+def typed(message: str, weight: DTensor, values: Tensor) -> None:
+    """Runs what a message says to write."""
+    names: dict[str, Any] = {"weight": weight, "values": values, "distribute_tensor": distribute_tensor}
+    recipe = message.split("distribute_tensor(")[1].split(".")[0]
+    exec(message.split("on all ranks: ")[1], names | {recipe: recipe_module(recipe)})
+
+
+def takes_what_the_refusal_says(recipe: str) -> list[str]:
+    """Initializers of a DTensor's shards that are no blocks, or share an amax: refused before anything is written."""
+    world = dist.get_world_size()
+    mesh, layout = mesh_of(world), recipe_module(recipe).LAYOUT
+    whole = weight(recipe, 3 * world * layout.block_rows // 2 + layout.multiple_m, 256)
+    values = torch.randn(whole.shape, generator=torch.Generator().manual_seed(5))
+    messages = []
+    for write in (nn.init.trunc_normal_, nn.init.ones_, lambda made: made.copy_(torch.full_like(made, 2.0))):
+        made = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(LayoutError) as caught, torch.no_grad():
+            write(made)
+        messages.append(str(caught.value))
+        assert_same(made.full_tensor(), whole)
+        with layoutc.strict():
+            typed(messages[-1], made, values)
+        assert_same(made.full_tensor(), recipe_module(recipe).quantize(values))
+    return messages
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "nvfp4"])
+def test_a_refused_initializer_says_what_writes_the_weight(two: Ranks, recipe: str) -> None:
+    messages = two.run(takes_what_the_refusal_says, recipe)
+    assert [len(said) for said in messages] == [3, 3]
+
+
 # --------------------------------------------------------------------------------------------------- tensor parallelism
 class Pair(nn.Module):
     """Two layers: the first is cut by rows, the second by columns; `parts` does the same sums on one process."""

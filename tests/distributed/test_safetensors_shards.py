@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layoutc
@@ -533,3 +533,23 @@ def test_ranks_that_read_or_export_different_things_all_raise(
     told = four.run(disagrees, kind, str(tmp_path))
     assert all(words in said for said, _ in told), told
     assert all(found == left for _, found in told), told
+
+
+def is_held_by_some(where: str) -> None:
+    """A plain weight that only the first two ranks have, beside one that all have."""
+    rank, values = dist.get_rank(), torch.arange(96.0).view(8, 12)
+    if rank == 0:
+        save_file({"some": values, "all": values + 1}, f"{where}/model.safetensors")
+    dist.barrier()
+    model = nn.Module()
+    for name, mesh in (("some", mesh_of(2)), ("all", mesh_of(4))):
+        held = distribute_tensor(torch.zeros(8, 12), mesh, [Shard(0)], src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(held))
+    load_safetensors(model, where)
+    some, every = (meshes.local_of(param).detach() for param in model.parameters())
+    assert torch.equal(every, (values + 1)[2 * rank : 2 * rank + 2])
+    assert torch.equal(some, values[4 * rank : 4 * rank + 4]) if rank < 2 else some.numel() == 0
+
+
+def test_a_weight_that_only_other_ranks_have_is_left_to_them(four: Ranks, tmp_path: Path) -> None:
+    four.run(is_held_by_some, str(tmp_path))

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 import unshipped
+from places import EXCHANGED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -39,6 +40,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 bytes in a thread, warps, registers
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
+POINTERS = {torch.uint8: "*u8", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
 BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
@@ -83,10 +85,10 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
         given = {key: plane for key, plane in given.items() if plane in kept}
     if name.startswith("quantize_batch"):
         given = {}
-    types = {key: "*u8" if planes[plane].dtype == torch.uint8 else "*fp32" for key, plane in given.items()}
+    types = {key: POINTERS[planes[plane].dtype] for key, plane in given.items()}
     if moves or name.startswith("quantize_buffers"):
         made = {f"b{index}": buffer for index, buffer in enumerate(filter(None, kernels._made))}
-        types |= {key: "*u8" if buffers[one].dtype == torch.uint8 else "*fp32" for key, one in made.items()}
+        types |= {key: POINTERS[buffers[one].dtype] for key, one in made.items()}
     none = {f"{kind}{index}" for kind in "pb" for index in range(6)} - set(types)
     none |= MATRIX if name.startswith("quantize_batch") else {"m", "k", "cover_k"} if name == "lay_out_batch" else set()
     none |= set() if "batch" in name else {"table"}
@@ -169,7 +171,7 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
     return {
         "QUANTIZE": kernels.quantize_tile,
         **sources,
-        **dict(zip(("PLANES", "FLOATS", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
+        **dict(zip(("PLANES", "DTYPES", "SCALARS", "COVER_M", "COVER_K"), (*masks, *cover), strict=True)),
     }
 
 
@@ -245,6 +247,7 @@ def main() -> None:
         tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
     every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
     unshipped.add_all()
+    unshipped.add_all(EXCHANGED)
     for recipe in sorted({*(every if "all" in named else ()), *named} - {"all", "amaxes", "checks"}):
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT

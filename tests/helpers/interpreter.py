@@ -17,6 +17,7 @@ from inspect import ismodule
 from typing import Any
 
 import numpy as np
+from replay import RECORDING, replay_programs
 
 
 def quicken() -> None:
@@ -36,6 +37,7 @@ def quicken() -> None:
     quick_calls(interpreter)
     keep_results(semantic.TritonSemantic, core)
     keep_operands(interpreter, semantic.TritonSemantic, core)
+    replay_programs(interpreter, core, replace)
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -59,6 +61,7 @@ def prepare_once(interpreter: Any) -> None:
 
     def make(prepare: Any) -> Any:
         def prepare_new(function: Any) -> Any:
+            function = getattr(function, "function", function)
             if prepared and languages(function) <= prepared:
                 return interpreter._LangPatchScope()  # nothing to restore
             is_launch, scope = not prepared, prepare(function)
@@ -247,7 +250,10 @@ def keep_operands(interpreter: Any, meanings: Any, core: Any) -> None:
         return 0 if held is None else id(held)
 
     def fresh(self: Any, data: Any, element: Any, type_: Any) -> Any:
-        return self.tensor(interpreter.TensorHandle(data, element), type_)
+        handle = interpreter.TensorHandle(data, element)
+        for recorder in RECORDING:
+            recorder.constant(handle)
+        return self.tensor(handle, type_)
 
     def make(original: Any) -> Any:
         def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:

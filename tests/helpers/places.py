@@ -9,3 +9,4 @@ TESTS = HELPERS.parent
 ROOT = TESTS.parent
 SPECS = ROOT / "specs"
 UNSHIPPED = TESTS / "unshipped"  # specs of recipes that are made where a test asks for them
+EXCHANGED = UNSHIPPED / "exchanged"  # of formats in which people hand on weights

@@ -1,0 +1,219 @@
+"""Runs PyTorch's own tests of FSDP2 with every nn.Linear quantized, on CPUs and gloo, beside the same tests plain.
+
+    python tests/programs/fsdp2_of_torch.py PYTORCH/test/distributed/_composable/fsdp/test_fully_shard_frozen.py ...
+
+The files are those of a checkout of PyTorch of the installed version (needs expecttest); they are read where they are.
+Each is run plain, and with the linear layers that it builds quantized or cast on gather, in fp8_block and in a recipe
+of 4x4 blocks. The table has a line for each test. A test that fails plain needs a card, or what gloo lacks: it is
+counted and not looked at. Exits with 1 if a test that passes plain fails quantized, unless its message is one of ours:
+those are listed as refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+SQUARE = """
+layoutc: 1
+name: fp8_square4
+summary: E4M3 weights in 4x4 blocks
+element: {format: e4m3}
+scale: {format: f32, rule: amax-over-max}
+orientations:
+  rowwise:
+    block: {m: 4, k: 4}
+    data: {layout: m k}
+    scale: {layout: m/4 k/4}
+  columnwise:
+    block: {m: 4, k: 4}
+    data: {layout: k m}
+    scale: {layout: k/4 m/4}
+"""
+MODES = ("plain", *(f"{recipe} {use}" for recipe in ("fp8_block", "fp8_square4") for use in ("quantized", "cast")))
+OURS = ("layoutc.runtime.errors.", "LayoutError", "UnsupportedOperator", "ShardAlignmentError")  # of refusals
+
+
+# ------------------------------------------------------------------------------------------------ one file, in one mode
+def on_cpu() -> None:
+    """Tells torch's helpers that there are as many devices as ranks, and forks ranks in place of starting them anew."""
+    import torch.distributed
+    from torch.testing._internal import common_distributed as common
+    from torch.testing._internal import common_fsdp, common_utils
+
+    torch.set_num_threads(1)
+    torch.accelerator.device_count = torch.cpu.device_count = lambda: RANKS  # type: ignore[assignment]
+    common_fsdp.DEVICE_COUNT = RANKS
+
+    def skips(least: int, **_: Any) -> Callable[[Any], Any]:
+        return unittest.skipIf(least > RANKS, f"needs {least} ranks")
+
+    common.skip_if_lt_x_gpu = skips  # type: ignore[assignment]
+    common.TIMEOUT_DEFAULT = 60
+    replicas = torch.nn.parallel.DistributedDataParallel
+    plain = replicas.__init__
+
+    def on_no_device(self: Any, module: Any, device_ids: Any = None, *args: Any, **options: Any) -> None:
+        plain(self, module, None, *args, **options)
+
+    replicas.__init__ = on_no_device  # type: ignore[method-assign, assignment]
+    equal = common_utils.TestCase.assertEqual
+
+    def equal_values(self: Any, x: Any, y: Any, *args: Any, **options: Any) -> None:
+        equal(self, getattr(x, "plain", x), getattr(y, "plain", y), *args, **options)  # of weights cast on gather
+
+    common_utils.TestCase.assertEqual = equal_values  # type: ignore[method-assign, assignment]
+    context = torch.multiprocessing.get_context("fork")
+    common.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(context.Process)  # type: ignore[assignment]
+
+
+def quantize_linears(recipe: str, use: str) -> None:
+    """From now on nn.Linear has a weight in the recipe as soon as it is built; its copies have too."""
+    from torch import nn
+
+    import layoutc
+
+    if recipe == "fp8_square4":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+        unshipped = importlib.import_module("unshipped")
+        unshipped.add(recipe, SQUARE)
+        found: Any = importlib.import_module(f"layoutc.recipes.{recipe}")
+    else:
+        found = recipe
+    plain = nn.Linear.__init__
+
+    def built(self: nn.Linear, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options)
+        if use == "quantized":
+            layoutc.quantize_(self, found, keep_values=False)
+        else:
+            layoutc.cast_on_gather_(self, found)
+
+    nn.Linear.__init__ = built  # type: ignore[method-assign, assignment]
+
+
+class Lines(unittest.TestResult):
+    """Writes a line of JSON for each test as soon as it is known."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+    def tell(self, test: unittest.TestCase, outcome: str, said: str = "") -> None:
+        """The test's name without its module; the last of what was said."""
+        self.out.write(json.dumps([test.id().partition(".")[2], outcome, said]) + "\n")
+        self.out.flush()
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self.tell(test, "pass")
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self.tell(test, "fail", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+
+    addError = addFailure
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self.tell(test, "skip", reason)
+
+
+def run(file: Path, mode: str, out: Path, only: str) -> None:
+    """All tests of a file, in this process and its forks."""
+    on_cpu()
+    recipe, _, use = mode.partition(" ")
+    if use:
+        quantize_linears(recipe, use)
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with out.open("a", encoding="utf-8") as lines:
+        result = Lines(lines)
+        for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
+            for test in suite:
+                if only in test.id():
+                    test.run(result)
+
+
+# ---------------------------------------------------------------------------------------------------------- all of them
+def outcomes(file: Path, mode: str, only: str, seconds: float) -> dict[str, tuple[str, str]]:
+    """Of each test of a file: pass, fail or skip, and what was said. A file that takes too long has no more tests."""
+    command = [sys.executable, __file__, str(file), "--mode", mode, "--only", only]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            [*command, "--out", out.name],
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            _, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            _, errors = process.communicate()
+        found = {name: (outcome, said) for name, outcome, said in map(json.loads, out.read().splitlines())}
+    return found or {"(the file)": ("fail", errors)}
+
+
+def reason(said: str) -> str:
+    """The line that says what was wrong: the last one of an exception."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    names = (line.partition(":")[0] for line in lines)
+    errors = [
+        line for line, name in zip(lines, names, strict=True) if "Error" in name or any(one in name for one in OURS)
+    ]
+    errors = [line for line in errors if "exited with e" not in line and not line.startswith(("File", "raise"))]
+    ours = [line for line in errors if any(name in line for name in OURS)]
+    return (ours or errors or lines or [""])[-1]
+
+
+def main() -> int:
+    """The table; 1 if something that passes plain is wrong quantized."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--only", default="", help="tests whose names contain this")
+    parser.add_argument("--modes", default=",".join(MODES), help="separated by commas; plain is always run")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for one file in one mode")
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.mode:
+        run(asked.files[0].resolve(), asked.mode, asked.out, asked.only)
+        return 0
+    modes = ["plain", *(mode for mode in asked.modes.split(",") if mode != "plain")]
+    wrong, refused, left_out = [], [], []
+    for file in asked.files:
+        found = {mode: outcomes(file.resolve(), mode, asked.only, asked.seconds) for mode in modes}
+        print(f"\n{file.name}: {', '.join(modes)}")
+        for name, (outcome, said) in found["plain"].items():
+            row = [found[mode].get(name, ("none", "did not end"))[0] for mode in modes]
+            print(f"  {name:<72} {' '.join(f'{cell:<5}' for cell in row)}", flush=True)
+            if outcome != "pass":
+                left_out.append(f"{name}: {reason(said)}")
+                continue
+            for mode in modes[1:]:
+                cell, why = found[mode].get(name, ("none", "did not end"))
+                if cell != "pass":
+                    ours = any(one in why for one in OURS)
+                    (refused if ours else wrong).append(f"{name}, {mode}: {reason(why)}")
+    for title, lines in (("Not run plain on CPUs", left_out), ("Refused", refused), ("Wrong", wrong)):
+        print(f"\n{title}: {len(lines)}", *lines, sep="\n  ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The program that runs PyTorch's tests tells what passes, what is refused and what is wrong, on a file of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "fsdp2_of_torch.py"
+FILE = """
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest
+
+
+class TestOurs(FSDPTest):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_gathers(self):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        reference = copy.deepcopy(model)
+        fully_shard(model)
+        x = torch.randn(4, 16)
+        self.assertEqual(model(x), reference(x))
+
+    def test_needs_a_card(self):
+        torch.cuda.current_stream()
+
+    def test_reshards_to_fewer(self):
+        model = nn.Linear(16, 16)
+        fully_shard(model, reshard_after_forward=1)
+        model(torch.randn(4, 16))
+
+    def test_takes_plain_weights_alone(self):
+        self.assertEqual(type(nn.Linear(4, 4).weight), nn.Parameter)
+"""
+
+
+@pytest.mark.skipif(find_spec("expecttest") is None, reason="needs expecttest: pip install expecttest")
+def test_a_table_of_what_torch_tests(tmp_path: Path) -> None:
+    (tmp_path / "ours.py").write_text(FILE)
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        str(tmp_path / "ours.py"),
+        "--modes",
+        "fp8_block quantized,fp8_square4 cast",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    rows = {
+        line.split()[0].partition(".")[2]: line.split()[1:] for line in done.stdout.splitlines() if "  Test" in line
+    }
+    assert rows["test_gathers"] == ["pass", "pass", "pass"], done.stdout
+    assert rows["test_needs_a_card"][0] == "fail"
+    assert rows["test_takes_plain_weights_alone"] == ["pass", "fail", "fail"]
+    assert rows["test_reshards_to_fewer"] == ["pass", "pass", "pass"]
+    assert "Not run plain on CPUs: 1\n" in done.stdout
+    assert "Wrong: 2\n" in done.stdout
+    assert done.returncode == 1
