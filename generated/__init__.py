@@ -14,6 +14,7 @@ int4_group32: 4-bit integers with a scale and a zero point for each group of 32 
 int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
 int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
 mxfp4: E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up.
+mxfp4_gpt_oss: E2M1 experts of (k, n) in blocks of 32 along k, E8M0 scales, as transformers holds gpt-oss.
 mxfp6_e2m3: E2M3 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 mxfp6_e3m2: E3M2 weights in 1x32 blocks (32x1 columnwise), four codes in three bytes, E8M0 scales rounded up.
 mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
@@ -43,6 +44,7 @@ RECIPES = (
     "int8_block",
     "int8_rowwise",
     "mxfp4",
+    "mxfp4_gpt_oss",
     "mxfp6_e2m3",
     "mxfp6_e3m2",
     "mxfp8",

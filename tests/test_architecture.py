@@ -41,7 +41,8 @@ COMPILER = {
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
-    "runtime": ("ints", "torch"),
+    "runtime": ("ints runtime.bindings", "torch"),
+    "runtime.bindings": ("", ""),
     "runtime.sharding": ("ints runtime", "torch"),
     "runtime.triton": ("", "torch triton"),
     "runtime.kernels": ("ints runtime runtime.triton", "torch triton"),
@@ -66,8 +67,8 @@ ABOVE = {
         "torch",
     ),
     "checkpoint.safetensors": (
-        "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast checkpoint.common "
-        "checkpoint.untrusted",
+        "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast "
+        "checkpoint.common checkpoint.untrusted",
         "torch safetensors",
     ),
     "checkpoint": (

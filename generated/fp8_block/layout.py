@@ -20,6 +20,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Layout, Operand, Plane, Products, cdiv, up
 
+from .files import FILES
+
 require(9, "fp8_block")
 
 
@@ -46,7 +48,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block",
     summary="E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each",
-    spec_sha256="fcff1baa9db4679f5594e8809ec7e7c21b296e79c0ca810f83253dc93760b23f",
+    spec_sha256="00aef30ef5e61c434f20b67f1c25c4745320ec6dad92bc6d46f1ef422264bec1",
     layout_id="09c0d85eeed1",
     language=1,
     shard_rows=128,
@@ -88,6 +90,7 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

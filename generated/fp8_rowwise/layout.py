@@ -19,6 +19,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products
 
+from .files import FILES
+
 require(9, "fp8_rowwise")
 
 
@@ -45,7 +47,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_rowwise",
     summary="E4M3 weights with one FP32 scale for each row , columnwise for each column",
-    spec_sha256="c13b63f40bf85e40895d28eb98c6c33043abe83369dceadcf388d8cdf999ed34",
+    spec_sha256="b1c953a9c674bbd96253f1eda89696b535786e1becf4ccb117da741a943ef7fa",
     layout_id="a93daaa57939",
     language=1,
     shard_rows=1,
@@ -93,6 +95,7 @@ LAYOUT = Layout(
             "grad_input": Grouped("RowWise", Cards((9, 0), below=(10, 0))),
         },
     ),
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

@@ -22,6 +22,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
+from .files import FILES
+
 require(9, "mxfp4")
 
 
@@ -49,7 +51,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp4",
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
-    spec_sha256="5daa56a3a3497af473b8049c69a5da299ab36b92b4633a5cf0ab16743dc125b9",
+    spec_sha256="0d9a553faae89f49688b05097bd3d7e6f6319a08779deca1763a450673681f62",
     layout_id="7cebb33b721f",
     language=1,
     shard_rows=32,
@@ -80,6 +82,7 @@ LAYOUT = Layout(
         "rowwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
         "columnwise": "scaled_mm has no kind of scales with a float8_e8m0fnu scale for 1 by 32 float4_e2m1fn_x2 codes",
     },
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

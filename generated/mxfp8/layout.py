@@ -22,6 +22,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
+from .files import FILES
+
 require(9, "mxfp8")
 
 
@@ -48,7 +50,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8",
     summary="E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up",
-    spec_sha256="567edcc8c1ccba54055f145485853724d6d5291b11f1eb6b1e569c706d8b339a",
+    spec_sha256="16ccac43f49b4b3a6ed4bfec97080223eaee2d3ff363e1a23bc0e2f6261bad4d",
     layout_id="6f13e8dd84ca",
     language=1,
     shard_rows=32,
@@ -91,6 +93,7 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

@@ -17,6 +17,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Operand, Plane, up
 
+from .files import FILES
+
 require(9, "mxfp8_frozen")
 
 
@@ -39,7 +41,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp8_frozen",
     summary="E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen",
-    spec_sha256="42682b05ccf80a68e875f0ec3564227a5b4ed65ce82e5d0d519f21535a5f858f",
+    spec_sha256="da7b8923b211cffacec915bfeb6b9817a847ec097b237de683f1b5bc2f8817ae",
     layout_id="56d66ab16ded",
     language=1,
     shard_rows=1,
@@ -64,6 +66,7 @@ LAYOUT = Layout(
     operands={
         "rowwise": Operand("BlockWise1x32", torch.float8_e4m3fn, torch.float8_e8m0fnu),
     },
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

@@ -21,6 +21,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
+from .files import FILES
+
 require(9, "nvfp4_1d")
 
 
@@ -50,7 +52,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nvfp4_1d",
     summary="E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax",
-    spec_sha256="6bbba803c289c70abaab0728f9a050613ec9664b0c5d9f0290b791e9ee2bdd93",
+    spec_sha256="59d0c5c7176f0839f508aa6b19634f9bab0299fa719d7db4ae3793283ffa64af",
     layout_id="d267bb47f560",
     language=1,
     shard_rows=16,
@@ -101,6 +103,7 @@ LAYOUT = Layout(
             "grad_weight": "it contracts groups of tokens, and no kernel is called for that",
         },
     ),
+    files=FILES,
     planes=planes,
     buffers=buffers,
 )

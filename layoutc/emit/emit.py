@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from layoutc.emit.files_text import files_lines
 from layoutc.emit.kernel_text import kernels_text
 from layoutc.emit.recipe_text import RecipeText, header, recipe_text
 from layoutc.plan.kernels import NoKernels, plan_kernels
@@ -22,6 +23,7 @@ from layoutc.plan.plan import Plan
 
 FILES = ("__init__.py", "layout.py", "reference.py", "dispatch.py", "tensor.py")
 KERNELS = "kernels.py"  # of recipes that have kernels
+BINDINGS = "files.py"  # of recipes whose specs state files of other programs
 LINE_LENGTH = 120
 
 # What templates import for text that may use it; what a file doesn't use is taken out of it.
@@ -61,6 +63,11 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
+    if lines := files_lines(plan.layout):
+        names = ("MATRICES", "REST", "Binding", "BoundPlane")
+        used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join(lines)))
+        view = {"header": recipe.header, "name": recipe.name, "files": lines, "imports": used}
+        files[BINDINGS] = _environment().get_template(f"{BINDINGS}.j2").render(view)
     return files
 
 

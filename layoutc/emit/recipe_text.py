@@ -111,6 +111,7 @@ class RecipeText:
     has_kernels: bool
     products: list[str]
     has_products: bool
+    has_files: bool
     hooks: HooksText
     reference: ReferenceText
 
@@ -169,6 +170,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         has_kernels=has_kernels,
         products=products_lines(plan),
         has_products=plan.products is not None,
+        has_files=bool(layout.files),
         hooks=hooks_text(plan),
         reference=reference_text(plan),
     )

@@ -12,6 +12,7 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Literal
 
 from layoutc.ints.sizes import cdiv, up
+from layoutc.layout.bindings import Binding, Stored, bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
 from layoutc.layout.quantization import Block, Quantization, Transform
 from layoutc.spec import formats
@@ -19,6 +20,7 @@ from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
 
 if TYPE_CHECKING:
     from layoutc.spec import schema
+    from layoutc.spec.bindings import PlaneKey
     from layoutc.spec.formats import Format
 
 Kind = Literal["data", "scale", "zero"]
@@ -80,6 +82,9 @@ class Plane:
     def column_multiple(self) -> int:
         """The same for cuts between columns: whole values, and whole bytes of packed codes."""
         return (self.per_k or 1) * (codes_per_group(self.bits))
+
+
+AMAX = Plane("amax", "scale", None, None, 32)
 
 
 def codes_per_group(bits: int) -> int:
@@ -239,6 +244,7 @@ class Layout:
     pick: str
     swizzle: Swizzle | None
     others: OtherOperands | None  # None: the spec states no products in low precision
+    files: tuple[Binding, ...]  # how files of other programs hold the first source
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -262,7 +268,7 @@ class Layout:
         stored = tuple(plane for source in self.sources for plane in source.planes)
         if not (self.tensor_amax or self.history):
             return stored
-        return (*stored, Plane("amax", "scale", None, None, 32))
+        return (*stored, AMAX)
 
     def source(self, orientation: str) -> Source:
         """The source that an orientation's buffers are made from."""
@@ -326,7 +332,14 @@ def resolve(spec: schema.Spec) -> Layout:
         pick=spec.scale.history.pick if spec.scale.history else "",
         swizzle=parse_swizzle(swizzle.swizzle, dict(swizzle.sizes)) if swizzle else None,
         others=others,
+        files=bindings(spec.files, _held_by_files(sources[0], spec.tensor), sources[0].quantization.low_first),
     )
+
+
+def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[PlaneKey, Stored]:
+    """The planes that files of other programs hold: those of a source, and the amax of the whole weight."""
+    planes: dict[PlaneKey, Stored] = {plane.kind: Stored(plane.name, plane.bits) for plane in source.planes}
+    return planes | ({"amax": Stored(AMAX.name, AMAX.bits)} if tensor else {})
 
 
 def _half(fmt: Format) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.ints.sizes import cdiv, up
+from layoutc.runtime.bindings.facts import Binding
 
 PassName = Literal["forward", "backward", "both"]
 
@@ -153,6 +154,7 @@ class Layout:
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # planes whose codes of 0 are not: their bytes
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized
+    files: Mapping[str, Binding] = field(default_factory=dict)  # how files of other programs hold the first source
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from layoutc.spec.bindings import FileBinding
 from layoutc.spec.rules import RULES
 
 LANGUAGE = 1  # version of the spec language
@@ -221,6 +222,9 @@ class Spec(_Model):
     tensor: TensorLevel | None = Field(default=None, description="a second scale level: one amax of the whole weight")
     orientations: Orientations
     gemm: Gemm | None = Field(default=None, description="what a GEMM wants beyond the buffers' layout")
+    files: dict[str, FileBinding] = Field(
+        default={}, description="how files of other programs hold the recipe, by name"
+    )
 
 
 def quantized_as(spec: Spec, orientation: Orientation) -> tuple[Element, Scale]:

@@ -57,6 +57,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     *((f"layoutc/runtime/{room}/*", KERNELS) for room in ("kernels", "triton")),
+    ("layoutc/runtime/bindings/*", ("bindings/*", "checkpoint/*")),
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),

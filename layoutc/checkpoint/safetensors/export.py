@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.folders import sync
-from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
+from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors.bound import Held, held
 from layoutc.checkpoint.safetensors.files import DTYPES, INDEX, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors.load import Rename, file_name
+from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.checkpoint.safetensors.writing import Writing, write_config
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -32,11 +36,13 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Item(NamedTuple):
-    """A weight: its name in the files, and the tensors that are written for it."""
+    """A weight: its name in the files, the tensors that are written for it, and how another program's files hold it."""
 
+    source: str  # its name in the state dict
     name: str
     value: Tensor
     tensors: dict[str, Facts]
+    held: tuple[Held, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +58,8 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     rename: Rename | None = None,
+    files: str | None = None,
+    config: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """Writes a folder of safetensors files as Hugging Face names them; returns the names of the files.
@@ -59,46 +67,60 @@ def export_safetensors(
     dtype: None keeps quantized weights quantized: each plane of the whole weight is a tensor `<weight>.<plane>`,
     compact and without padding, with layouts and checksums in each file's metadata, and `load_safetensors` reads the
     same bytes back. A floating-point dtype (torch.bfloat16, float16, float32) converts all floating-point tensors to
-    it, quantized weights dequantized, under their usual names. max_shard_bytes: the size of a file, unless one weight
-    is larger. rename: a name of the state dict -> the name in the files. Of tied weights only the first is written.
-    Values that are not tensors are left out.
+    it, quantized weights dequantized, under their usual names.
+
+    files: the name of a binding that the specs of the model's recipes state under `files`, such as `deepseek`: weights
+    are then written as that program's files hold them, and config.json says so in its `quantization_config`. config:
+    the rest of config.json; by default that of a model of transformers.
+
+    max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
+    the files. Of tied weights only the first is written. Values that are not tensors are left out.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
-    gathered one weight at a time; rank 0 of the group writes, and keeps one file's tensors in memory. Files are written
-    into a folder beside, which is renamed when it is complete.
+    gathered one weight at a time. The ranks that see the folder write its files in turn, each with one file's tensors
+    in memory. Files are written into a folder beside, which is renamed when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
     ValueError before anything is gathered or written; OSError if writing fails, and then nothing is left behind.
     """
     problems: list[Problem] = []
-    folder, files = Path(folder), list[list[Item]]()
-    writes = rank_of(process_group) == 0
+    folder, split = Path(folder), list[list[Item]]()
+    theirs: list[Bound] = []
+    first = rank_of(process_group) == 0
     with noted(problems):
         library()
-        items = _items(_state(model_or_state_dict), dtype, rename, problems)
-        files = _split(items, max_shard_bytes)
-        if writes and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        state = _state(model_or_state_dict)
+        theirs = _bindings(state, files, dtype)
+        split = _split(_items(state, dtype, rename, theirs, problems), max_shard_bytes)
+        if first and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError(f"{folder} exists and is not empty: export into a new folder")
-    described = repr([[(item.name, item.tensors) for item in file] for file in files])
+    described = repr([[(item.name, item.tensors) for item in file] for file in split])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
     names = [SINGLE]
-    if len(files) > 1:
-        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    partly = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partly"
+    if len(split) > 1:
+        names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
+    partly = from_first(lambda: _begin(folder), process_group)
     try:
-        for name, file in zip(names, files, strict=True):
+        sees = everywhere(partly.is_dir(), process_group)
+        writers = [rank for rank, seen in enumerate(sees) if seen]
+        with Writing() as writing:
+            for number, (name, file) in enumerate(zip(names, split, strict=True)):
+                writes = writers[number % len(writers)] == rank_of(process_group)
+                _gather_file(partly / name, file, dtype, writing if writes else None, problems)
+                agree(problems, process_group)
             with noted(problems):
-                if writes:
-                    partly.mkdir(parents=True, exist_ok=True)
-            _write_file(partly / name, file, dtype, writes, problems)
-            agree(problems, process_group)
+                writing.finish()
+        agree(problems, process_group)
         with noted(problems):
-            if writes:
-                _finish(partly, folder, names, files)
+            if first:
+                if theirs or config is not None:
+                    plain = _plain_modules(model_or_state_dict, [item for file in split for item in file])
+                    write_config(partly, theirs, model_or_state_dict, config, plain)
+                _finish(partly, folder, names, split)
         agree(problems, process_group)
     finally:
-        if writes:
+        if first:
             shutil.rmtree(partly, ignore_errors=True)
     return names
 
@@ -126,8 +148,28 @@ def _identity(value: Tensor) -> Any:
     return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
 
 
+def _bindings(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype | None) -> list[Bound]:
+    """The binding of this name of each recipe of the model. Raises ValueError, LayoutError."""
+    if files is None:
+        return []
+    if dtype is not None:
+        raise ValueError(f"files={files!r} keeps weights quantized, and dtype={dtype} does not: pass one of them")
+    classes = {
+        type(local): None for local in map(meshes.local_of, state.values()) if isinstance(local, QuantizedTensor)
+    }
+    found = recognize.chosen(files, recognize.bindings_of(classes))
+    have = {one.cls.LAYOUT.layout_id for one in found}
+    if lacking := [cls.LAYOUT.name for cls in classes if cls.LAYOUT.layout_id not in have]:
+        raise LayoutError(f"{lacking[0]}, which the model has weights of too, has no files {files!r}")
+    return found
+
+
 def _items(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None, rename: Rename | None, problems: list[Problem]
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    rename: Rename | None,
+    theirs: list[Bound],
+    problems: list[Problem],
 ) -> list[Item]:
     """The weights to write, after this rank's checks. Raises ValueError."""
     if dtype is not None and not dtype.is_floating_point:
@@ -136,13 +178,16 @@ def _items(
     for name, value in state.items():
         with noted(problems):
             _check(name, value)
-            item = Item(to := file_name(name, rename), value, _tensors(to, value, dtype))
+            to = file_name(name, rename)
+            tensors = _held(to, value, theirs)
+            named = {one.name: one.facts for one in tensors} if tensors else _tensors(to, value, dtype)
+            item = Item(name, to, value, named, tensors)
             for one, facts in item.tensors.items():
                 if one in taken:
                     raise ValueError(
                         f"{name} and {taken[one]} would both be named {one} in the files; rename one of them"
                     )
-                if facts.dtype not in DTYPES.values():
+                if not tensors and facts.dtype not in DTYPES.values():
                     raise ValueError(f"{name}: safetensors files that others can read can't hold {facts.dtype}")
                 taken[one] = name
             items.append(item)
@@ -166,6 +211,18 @@ def _check(name: str, value: Tensor) -> None:
         )
 
 
+def _held(name: str, value: Tensor, theirs: list[Bound]) -> tuple[Held, ...]:
+    """The tensors that another program's files hold for a quantized weight; () for a plain one, and without a
+    binding."""
+    local = meshes.local_of(value)
+    if not theirs or not isinstance(local, QuantizedTensor):
+        return ()
+    one = next(one for one in theirs if one.cls.LAYOUT.layout_id == local.LAYOUT.layout_id)
+    if lacking := [plane for plane in one.binding.planes if plane not in local._planes]:
+        raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {local._label()}")
+    return held(name, tuple(value.shape), one)
+
+
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
     """The tensors that are written for a value: name -> shape and dtype."""
     local, shape = meshes.local_of(value), tuple(value.shape)
@@ -183,6 +240,18 @@ def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, F
 def _in_files(dtype: torch.dtype) -> torch.dtype:
     """The dtype in files: uint8 for codes of a dtype that loaders of safetensors don't know."""
     return dtype if dtype in DTYPES.values() or dtype.itemsize != 1 else torch.uint8
+
+
+def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item]) -> list[str]:
+    """The linear layers whose weights are not quantized; of a state dict, all modules whose weights have two dims."""
+    modules = dict(source.named_modules()) if isinstance(source, nn.Module) else None
+    found = []
+    for item in items:
+        module, _, last = item.source.rpartition(".")
+        matrix = not item.held and last == "weight" and item.value.dim() == 2 and item.value.is_floating_point()
+        if matrix and (modules is None or isinstance(modules[module], nn.Linear)):
+            found.append(item.name.rpartition(".")[0])
+    return found
 
 
 def _split(items: Sequence[Item], limit: int) -> list[list[Item]]:
@@ -203,10 +272,17 @@ def _split(items: Sequence[Item], limit: int) -> list[list[Item]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
-def _write_file(
-    path: Path, items: Sequence[Item], dtype: torch.dtype | None, writes: bool, problems: list[Problem]
+def _begin(folder: Path) -> Path:
+    """Makes the folder beside, into which files are written."""
+    partly = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partly"
+    partly.mkdir(parents=True, exist_ok=True)
+    return partly
+
+
+def _gather_file(
+    path: Path, items: Sequence[Item], dtype: torch.dtype | None, writing: Writing | None, problems: list[Problem]
 ) -> None:
-    """Gathers a file's weights on all ranks, and writes the file on one.
+    """Gathers a file's weights on all ranks; the one with `writing` begins to write the file.
 
     What fails there is noted, not raised, since the other ranks wait in the gathers.
     """
@@ -214,25 +290,27 @@ def _write_file(
     described: dict[str, Any] = {}
     for item in items:
         whole = gathered_whole(item.value)
-        if writes and not problems:
+        if writing and not problems:
             with noted(problems):
                 made = dict(_made(item, whole, dtype))
-                if isinstance(whole, QuantizedTensor) and dtype is None:
+                if isinstance(whole, QuantizedTensor) and dtype is None and not item.held:
                     described[item.name] = _description(item.name, whole, made)
                 tensors.update(made)
         del whole
-    if writes and not problems:
+    if writing and not problems:
         with noted(problems):
-            metadata = {"format": "pt"} | ({OURS: json.dumps(described)} if described else {})
-            path.touch()  # with the usual mode of new files, which save_file would not give it
-            mode = path.stat().st_mode
-            library().save_file(tensors, path, metadata=metadata)
-            path.chmod(mode)
-            sync(path)
+            writing.begin(path, tensors, {"format": "pt"} | ({OURS: json.dumps(described)} if described else {}))
 
 
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
+    if item.held:
+        assert isinstance(whole, QuantizedTensor)
+        gathered_in_graphs.check_not_resharded(whole)
+        planes = {plane: whole._entries(plane).cpu() for plane in whole.planes()}
+        for one in item.held:
+            yield one.name, one.made(planes)
+        return
     if not isinstance(whole, QuantizedTensor):
         tensors = {item.name: whole}
     elif dtype is not None:

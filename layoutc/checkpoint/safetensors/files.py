@@ -37,6 +37,13 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# Those that only newer versions of safetensors know: in files of other programs.
+OF_OTHERS = DTYPES | {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
 
 
 class Stored(NamedTuple):
@@ -158,7 +165,7 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
         raise DamagedError(f"{path}: the header's entry for {name} lacks a valid dtype, shape or data_offsets")
     if start + end > size:
         raise DamagedError(f"{path} is truncated: {name} ends at byte {start + end}, the file at {size}")
-    as_dtype = DTYPES.get(dtype)
+    as_dtype = OF_OTHERS.get(dtype)
     if end < begin or (as_dtype is not None and end - begin != prod(shape) * as_dtype.itemsize):
         raise DamagedError(f"{path}: {name} of shape {shape} in {dtype} can't be bytes {begin} to {end}")
     return Stored(path, name, dtype, shape, start + begin, start + end)

@@ -15,11 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
+from layoutc.checkpoint.safetensors import bound, recognize
+from layoutc.checkpoint.safetensors.bound import BoundSource
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
+from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
-from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize import completing, weights
 from layoutc.runtime.quantize.block_edges import check_whole_blocks
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
@@ -42,7 +45,7 @@ class Entry(NamedTuple):
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
     orientations: tuple[str, ...]
-    planes: Mapping[str, Stored]
+    planes: Mapping[str, Stored | BoundSource]
 
 
 class Step(NamedTuple):
@@ -61,16 +64,21 @@ def load_safetensors(
     rename: Rename | None = None,
     strict: bool = True,
     convert: bool = False,
+    files: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Loads model.safetensors, or the files that model.safetensors.index.json names, into a sharded or whole model.
 
     Plain values (F32, BF16, F16) are quantized to the same bytes as the whole weight would have, whatever the cuts;
     weights that are cast on gather take them unchanged. Quantized weights from `export_safetensors` go into the same
-    layout byte for byte; with convert=True they are dequantized for another layout or a plain parameter. Each rank
-    reads the slices that it holds, one parameter at a time, beside headers and its share of checksums. rename: a name
-    of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers that the files
-    leave out stay as they are. strict: raise for names that are missing in the files or unexpected there.
+    layout byte for byte; with convert=True they are dequantized for another layout or a plain parameter. So do those of
+    other programs, by the bindings that specs state under `files`. files: the binding (`deepseek`, or
+    `fp8_block/deepseek`); by default the one that the folder's config.json tells of.
+
+    Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
+    rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
+    that the files leave out stay as they are. strict: raise for names that are missing in the files or unexpected
+    there.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -85,7 +93,8 @@ def load_safetensors(
         with noted(problems):
             library()
             contents = read_folder(Path(folder))
-            steps, loaded = _plan(model, contents, rename, strict, problems)
+            theirs = _bindings(model, Path(folder), files)
+            steps, loaded = _plan(model, contents, rename, strict, theirs, problems)
             for step in steps:
                 with noted(problems):
                     _check(step, convert)
@@ -101,8 +110,29 @@ def load_safetensors(
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
+def _bindings(model: nn.Module, folder: Path, files: str | None) -> list[Bound]:
+    """The bindings by which weights are looked for: those of the model's recipes first. Raises LayoutError."""
+    locals_of = (meshes.local_of(value) for value in model.state_dict(keep_vars=True).values() if _is_tensor(value))
+    own = recognize.bindings_of(dict.fromkeys(type(one) for one in locals_of if isinstance(one, QuantizedTensor)))
+    if files is not None:
+        labels = [one.label for one in own]
+        return recognize.chosen(files, [*own, *(one for one in recognize.installed() if one.label not in labels)])
+    if not (config := recognize.quantization_config(folder)):
+        return []
+    return recognize.recognized(config, own) or recognize.recognized(config, recognize.installed())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _plan(
-    model: nn.Module, contents: Contents, rename: Rename | None, strict: bool, problems: list[Problem]
+    model: nn.Module,
+    contents: Contents,
+    rename: Rename | None,
+    strict: bool,
+    theirs: list[Bound],
+    problems: list[Problem],
 ) -> tuple[list[Step], Loaded]:
     """The steps, in the order of the model's state dict, which is the same on all ranks."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
@@ -115,22 +145,43 @@ def _plan(
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     steps, missing, expected = list[Step](), list[str](), set[str]()
     for names in aliases.values():
-        files = {name: file_name(name, rename) for name in names}
-        expected |= set(files.values())
-        source = next((name for name in names if files[name] in there), None)
-        if source is None:
+        in_files = {name: file_name(name, rename) for name in names}
+        expected |= set(in_files.values())
+        sources = dict[str, Stored | Entry]()
+        for name in names:
+            with noted(problems):
+                if (found := _bound(in_files[name], state[name], contents, theirs)) is not None:
+                    expected |= found[1]
+                    sources[name] = found[0]
+                elif in_files[name] in there:
+                    sources[name] = _source(in_files[name], contents)
+        if sources:
+            name, source = next(iter(sources.items()))
+            steps.append(Step(name, state[name], source))
+        elif not any(in_files[name] in there for name in names):
             missing.append(names[0])
             if strict and names[0] not in buffers:
                 also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
-                renamed = f" (as {files[names[0]]})" if files[names[0]] != names[0] else ""
+                renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
                 problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
-            continue
-        with noted(problems):
-            steps.append(Step(source, state[source], _source(files[source], contents)))
     unexpected = sorted(there - expected)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
     return steps, Loaded(tuple(missing), tuple(unexpected))
+
+
+def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, frozenset[str]] | None:
+    """A weight that other programs' files hold quantized, and the names of its tensors: by a binding of the parameter's
+    own layout first. Raises LayoutError if they are not as the binding says."""
+    local = meshes.local_of(param)
+    own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
+    for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
+        if (found := bound.find(name, tuple(param.shape), one, contents.tensors)) is not None:
+            sources = one.cls.LAYOUT.sources
+            first = next(iter(sources.values()))
+            orientations = tuple(name for name, planes in sources.items() if planes == first)
+            return Entry(one.cls, tuple(param.shape), orientations, found.planes), found.tensors
+    return None
 
 
 def file_name(name: str, rename: Rename | None) -> str:
@@ -159,7 +210,10 @@ def _source(name: str, contents: Contents) -> Stored | Entry:
 
 
 def _sources(step: Step) -> list[Stored]:
-    return [step.source] if isinstance(step.source, Stored) else list(step.source.planes.values())
+    if isinstance(step.source, Stored):
+        return [step.source]
+    planes = step.source.planes.values()
+    return [one for plane in planes for one in ([plane] if isinstance(plane, Stored) else [p for p, _ in plane.parts])]
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -188,10 +242,11 @@ def _check(step: Step, convert: bool) -> None:
         is_same = isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id
         if is_same:
             _check_bytes(name, local, source, rows_of(source.shape, box))  # type: ignore[arg-type]
-            return
-        if not convert:
+            if not completing.lacking(local, source.planes):  # type: ignore[arg-type]
+                return
+        elif not convert:
             raise LayoutError(_other(name, local, source))
-        if not local.is_floating_point():
+        elif not local.is_floating_point():
             raise LayoutError(f"{name} is {local.dtype}, but a quantized weight only converts to floating point")
     elif not _converts(source.dtype, local):
         raise LayoutError(f"{name}: {_unfit(source, local)}")
@@ -228,7 +283,8 @@ def _unfit(source: Stored, local: Tensor) -> str:
 
 def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rect]) -> None:
     layout = local.LAYOUT
-    if lacking := [plane for plane in local._planes if plane not in source.planes]:
+    lacking = [plane for plane in local._planes if plane not in source.planes]
+    if lacking and not any(isinstance(plane, BoundSource) for plane in source.planes.values()):
         raise LayoutError(
             f"{name}: the files have its {', '.join(source.planes)}, but the model also needs {', '.join(lacking)}"
         )
@@ -283,6 +339,10 @@ def _write(step: Step, slices: Slices) -> None:
     if isinstance(source, Entry):
         if isinstance(local, QuantizedTensor) and local.LAYOUT.layout_id == source.cls.LAYOUT.layout_id:
             _write_planes(param, local, source, slices)
+            if completing.lacking(local, source.planes):  # those that other programs' files don't have
+                groups, row_sharding = _sharing(name, param, local)
+                tag = shards.tag(local) if groups else None
+                completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
             return
         dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
         values = _dequantized(param, local, source, slices, dtype)
@@ -303,14 +363,19 @@ def _write(step: Step, slices: Slices) -> None:
         local.copy_(values)
 
 
+def _read(slices: Slices, source: Stored | BoundSource, index: tuple[slice, ...]) -> Tensor:
+    """Entries of a plane, as layoutc's own files hold it or as those of other programs do."""
+    return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
+
+
 def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Slices) -> None:
     """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
-    for name in local._planes:
+    for name in (name for name in local._planes if name in source.planes):
         plane, stored, into, start = layout.stored[name], source.planes[name], local._entries(name), 0
         for rows in all_rows if plane.rows_per_value is None else runs:
-            piece = slices.read(stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
+            piece = _read(slices, stored, entries_of(plane, stored.shape, rows, k)).view(into.dtype)
             into[start : start + len(piece)].copy_(piece)
             start += len(piece)
     written([local])
@@ -325,7 +390,7 @@ def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dt
         matrix = blocks.shape
         planes = {}
         for name, file in source.planes.items():
-            piece = slices.read(file, entries_of(layout.stored[name], file.shape, blocks, k))
+            piece = _read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
             planes[name] = piece.to(local.device).contiguous().view(layout.dtypes[name])
         values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
         runs.append(values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0])

@@ -71,7 +71,7 @@ def quantize(
         check_whole_blocks(out, row_sharding)
         matrix = as_matrix(x, (out._rows, out._matrix[1]))
         current, before = agree_on_amax(cls, matrix, amax, group, tag), initial_values.lookup(out)
-        _overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
+        overwrite_(cls, [out], with_halos([layout], [matrix], [row_sharding]), [current], restart, seeds)
         initial_values.store(out, matrix, before)
         return out
     m, k = layout.check_shape(x.shape)
@@ -168,7 +168,7 @@ def requantize_many_(
         for same_kind in kinds.values():
             for members in _by_launch(same_kind):
                 outs, matrices, currents = zip(*members, strict=True)
-                _overwrite_(type(outs[0]), outs, matrices, currents)
+                overwrite_(type(outs[0]), outs, matrices, currents)
 
 
 def _by_launch(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
@@ -183,7 +183,7 @@ def _by_launch(members: list[Requantized]) -> Iterable[Sequence[Requantized]]:
     return [*filter(None, [list(compress(members, able))]), *rest]
 
 
-def _overwrite_(
+def overwrite_(
     cls: type[QuantizedTensor],
     outs: Sequence[QuantizedTensor],
     matrices: Sequence[Tensor],

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, listed
+from layoutc.spec.checks import files as file_checks
 from layoutc.spec.checks import formats as format_checks
 from layoutc.spec.checks import numbers as number_checks
 from layoutc.spec.checks import products as product_checks
@@ -29,7 +30,7 @@ AXES: tuple[Axis, ...] = ("m", "k")
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
-    checks = (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS, *value_checks.CHECKS)
+    checks = (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS, *value_checks.CHECKS, *file_checks.CHECKS)
     diagnostics = [item for one in checks for item in one(spec, source)]
     for scoped_spec, scoped_source in number_checks.scopes(spec, source):
         diagnostics += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]

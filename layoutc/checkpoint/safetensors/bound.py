@@ -1,0 +1,186 @@
+"""A weight's planes in other programs' files: where they lie, and slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.safetensors import places
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
+from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.runtime.bindings.facts import BoundPlane
+from layoutc.runtime.bindings.names import parts_of, tensor_name
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+Read = Callable[[Stored, tuple[slice, ...]], Tensor]
+SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
+
+
+class BoundSource(NamedTuple):
+    """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
+
+    shared: the plane's one row covers all rows of the weight, so all parts hold it.
+    """
+
+    name: str
+    facts: Facts
+    parts: tuple[tuple[Stored, places.Place], ...]
+    shared: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The plane's shape."""
+        return self.facts.shape
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
+        spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
+        rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
+        if self.shared:
+            found = [self._part(i, rows, columns, fetch) for i in range(len(self.parts))]
+            if any(not torch.equal(one, found[0]) for one in found):
+                raise LayoutError(
+                    f"{self.name}: its parts in the files have values of their own, but the weight has one for all: "
+                    "quantize the parts as weights of their own"
+                )
+            return found[0]
+        each = self.shape[0] // len(self.parts)
+        pieces = []
+        for i in range(rows.start // max(each, 1), len(self.parts)):
+            a, b = max(rows.start, i * each), min(rows.stop, (i + 1) * each)
+            if a >= b:
+                break
+            pieces.append(self._part(i, range(a - i * each, b - i * each), columns, fetch))
+        if not pieces:
+            return torch.empty((0, len(columns)), dtype=self.facts.dtype)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+        stored, place = self.parts[number]
+        shape = stored.shape
+
+        def box(index: tuple[slice, ...]) -> Tensor:
+            return fetch(stored, index if len(index) == len(shape) else ())
+
+        return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+
+
+class Held(NamedTuple):
+    """A tensor that files hold for a weight: rows of a plane; or, without a place, the weight's two sizes."""
+
+    name: str
+    facts: Facts
+    plane: str
+    rows: tuple[int, int]
+    place: places.Place | None
+
+    def made(self, planes: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, of the weight's whole planes, in memory of its own."""
+        if self.place is None:
+            return torch.tensor(self.rows, dtype=self.facts.dtype)
+        plane = planes[self.plane]
+        part = plane if self.place.plane.shape == tuple(plane.shape) else plane[self.rows[0] : self.rows[1]]
+        return places.write(self.place, part, self.facts.dtype)
+
+
+def held(name: str, shape: tuple[int, ...], bound: Bound) -> tuple[Held, ...]:
+    """The tensors that files hold by this binding for a weight of this name and shape.
+
+    Raises LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says.
+    """
+    layout, binding = bound.cls.LAYOUT, bound.binding
+    about = f"{name} in files of {bound.label}"
+    parameters, each, matrices = _parts(about, name, shape, bound)
+    of_part = layout.planes(each, shape[-1])
+    tensors = []
+    for number, parameter in enumerate(parameters):
+        for plane, pattern in binding.planes.items():
+            tensor = tensor_name(pattern.name, parameter)
+            place = _place(f"{about}: {tensor}", pattern, of_part[plane], matrices)
+            first = number * of_part[plane].shape[0]
+            rows = (first, first + of_part[plane].shape[0])
+            facts = Facts(place.shape, OF_OTHERS[pattern.dtype])
+            tensors.append(Held(tensor, facts, plane, rows, place))
+        if binding.shape:
+            tensor, dtype = tensor_name(binding.shape[0], parameter), OF_OTHERS[binding.shape[1]]
+            tensors.append(Held(tensor, Facts((2,), dtype), "", (each, shape[-1]), None))
+    return tuple(tensors)
+
+
+def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
+    """The parameters in files that hold a weight, the rows of each, and the matrices that each is a stack of."""
+    layout, binding = bound.cls.LAYOUT, bound.binding
+    matrices = prod(shape[:-2]) if len(shape) > 2 else None
+    parameters, m = parts_of(binding, name, matrices), prod(shape[:-1])
+    if m % len(parameters):
+        raise LayoutError(f"{about}: {m} rows are not {len(parameters)} equal parts")
+    each = m // len(parameters)
+    rows_per_value = max((layout.stored[plane].rows_per_value or 1) for plane in binding.planes)
+    if len(parameters) > 1 and each % rows_per_value:
+        raise LayoutError(
+            f"{about}: parts of {each} rows end inside blocks of {rows_per_value}, so the weight would share scales "
+            "that the files have apart: keep the parts as weights of their own"
+        )
+    return parameters, each, matrices if len(parameters) == 1 else None
+
+
+def _place(about: str, pattern: BoundPlane, plane: Facts, matrices: int | None) -> places.Place:
+    try:
+        return places.place(pattern, plane, matrices)
+    except LayoutError as error:
+        raise LayoutError(f"{about}: {error}") from error
+
+
+class Found(NamedTuple):
+    """A weight in files: the source of each plane, and the names of all tensors that belong to it."""
+
+    bound: Bound
+    planes: Mapping[str, BoundSource]
+    tensors: frozenset[str]
+
+
+def find(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]) -> Found | None:
+    """The weight of this name and shape in the files, if they hold it quantized by this binding.
+
+    Raises LayoutError if tensors are missing, or have other shapes or dtypes than the binding says.
+    """
+    layout, binding = bound.cls.LAYOUT, bound.binding
+    named = parts_of(binding, name, prod(shape[:-2]) if len(shape) > 2 else None)
+    scales = [pattern.name for plane, pattern in binding.planes.items() if "data" not in plane]
+    if len(shape) < 2 or not any(tensor_name(pattern, part) in tensors for pattern in scales for part in named):
+        return None
+    about = f"{name} in files of {bound.label}"
+    parameters, each, matrices = _parts(about, name, shape, bound)
+    whole, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
+    found, names = {}, set[str]()
+    for plane, pattern in binding.planes.items():
+        parts = []
+        for parameter in parameters:
+            tensor = tensor_name(pattern.name, parameter)
+            if (stored := tensors.get(tensor)) is None:
+                raise LayoutError(f"{about}: {tensor} is not there")
+            place = _place(f"{about}: {tensor}", pattern, of_part[plane], matrices)
+            _check(about, stored, pattern.dtype, place.shape)
+            parts.append((stored, place))
+            names.add(tensor)
+        shared = layout.stored[plane].rows_per_value is None
+        found[plane] = BoundSource(f"{plane} of {name}", whole[plane], tuple(parts), shared)
+    beside = [*binding.ignored, *((binding.shape[0],) if binding.shape else ())]
+    names |= {tensor_name(pattern, parameter) for pattern in beside for parameter in parameters}
+    return Found(bound, found, frozenset(names))
+
+
+def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises LayoutError for a tensor of another shape or dtype. One value may have any number of dims."""
+    same_shape = stored.shape == shape or (prod(stored.shape) == prod(shape) == 1)
+    same_dtype = stored.dtype == dtype or any({stored.dtype, dtype} <= group for group in SAME_BYTES)
+    if not same_shape or not same_dtype:
+        raise LayoutError(
+            f"{about}: {stored.name} is {stored.dtype} of {list(stored.shape)}, but a weight of this shape has "
+            f"{dtype} of {list(shape)} there"
+        )

@@ -1,0 +1,179 @@
+"""Values of a plane in a file's tensor and back: a permutation, read box by box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime import numerics as num
+from layoutc.runtime.bindings.facts import MATRICES, REST, BoundPlane
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+Range = tuple[int, int]
+
+
+class Place(NamedTuple):
+    """Where the values of one plane of a matrix, or of a stack of matrices, lie in a file's tensor.
+
+    rows, columns: sizes of the dims that the plane's values are split into. entry: bytes of an entry of the plane.
+    shape: of the file's tensor. per: values in an entry of its last dim.
+    """
+
+    bound: BoundPlane
+    plane: Facts
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    shape: tuple[int, ...]
+    per: int
+
+    @property
+    def packs(self) -> bool:
+        """True if codes are packed otherwise in the file than in the plane."""
+        return self.bound.bits < 8
+
+
+def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
+    """The place of a plane of `plane` shape and dtype.
+
+    matrices: of a weight with leading dims; None without any. Raises LayoutError if its values don't split so.
+    """
+    width = _width(bound.dtype)
+    if bound.scalar or len(plane.shape) == 1:
+        return Place(bound, plane, (1,), (1,), () if bound.scalar else (1,), 1)
+    rows, columns = plane.shape
+    if bound.bits < 8:
+        columns = columns * 8 // bound.bits
+    stacks = 1 if matrices is None or rows == 1 else matrices
+    row_sizes, column_sizes = _split(bound.rows, rows, stacks), _split(bound.columns, columns, stacks)
+    sizes = (*row_sizes, *column_sizes)
+    bare = MATRICES in bound.rows and matrices is None  # a weight of two dims has no dim for its matrices
+    dims = [sizes[i] for i in bound.order if not (bare and (*bound.rows, *bound.columns)[i] == MATRICES)]
+    size = bound.bits if bound.bits < 8 else 8 * plane.dtype.itemsize
+    per = 8 * width // size
+    if per == 0 or dims[-1] % per:
+        raise LayoutError(f"{dims[-1]} values of {size} bits do not fill entries of {bound.dtype}")
+    return Place(bound, plane, row_sizes, column_sizes, (*dims[:-1], dims[-1] // per), per)
+
+
+def _width(dtype: str) -> int:
+    """Bytes of an entry of a safetensors dtype."""
+    return WIDTHS.get(dtype) or int(dtype[1:]) // 8
+
+
+def _split(stated: Sequence[int], whole: int, matrices: int) -> tuple[int, ...]:
+    known = prod(matrices if size == MATRICES else size for size in stated if size != REST)
+    if whole % known:
+        raise LayoutError(f"{whole} does not split into pieces of {known}")
+    return tuple(whole // known if size == REST else matrices if size == MATRICES else size for size in stated)
+
+
+# ----------------------------------------------------------------------------------------------------------------- read
+def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
+    """Entries rows x columns of the plane, of the plane's dtype. fetch: gives a box of the file's tensor."""
+    plane, bound = at.plane, at.bound
+    if len(plane.shape) == 1 or bound.scalar:
+        return _undone(bound, _as(fetch(()).reshape(1), plane.dtype)).reshape(plane.shape)
+    if rows[0] >= rows[1] or columns[0] >= columns[1]:
+        return torch.empty((max(0, rows[1] - rows[0]), max(0, columns[1] - columns[0])), dtype=plane.dtype)
+    codes = prod(at.columns) // plane.shape[1] if plane.shape[1] else 1
+    wanted = (columns[0] * codes, columns[1] * codes)
+    boxes = [*_box(at.rows, rows), *_box(at.columns, wanted)]
+    # In the file's last dim, whole entries are read: where that is wider, all of the dims inside of it.
+    last, sizes, split = bound.order[-1], (*at.rows, *at.columns), len(at.rows)
+    whole = (boxes[last][0] // at.per * at.per, -(-boxes[last][1] // at.per) * at.per)
+    if whole != boxes[last]:
+        end = split if last < split else len(sizes)
+        boxes[last:end] = [whole, *((0, size) for size in sizes[last + 1 : end])]
+    kept = [i for i in bound.order if not _is_bare(at, i)]
+    index = [slice(*boxes[i]) for i in kept]
+    index[-1] = slice(boxes[last][0] // at.per, boxes[last][1] // at.per)
+    found = fetch(tuple(index))
+    values = (
+        num.unpack(_as(found, torch.uint8), bound.bits, low_first=bound.low_first)
+        if at.packs
+        else _as(found, plane.dtype)
+    )
+    values = values.reshape([boxes[i][1] - boxes[i][0] for i in bound.order])
+    values = values.permute([bound.order.index(i) for i in range(len(bound.order))])
+    shape = [prod(b - a for a, b in part) for part in (boxes[:split], boxes[split:])]
+    values = values.reshape(shape)
+    first = [_flat(at.rows, boxes[:split]), _flat(at.columns, boxes[split:])]
+    values = values[rows[0] - first[0] : rows[1] - first[0], wanted[0] - first[1] : wanted[1] - first[1]]
+    if at.packs:
+        values = num.pack(values.contiguous(), bound.bits, low_first=bound.plane_low_first)
+    return _undone(bound, values)
+
+
+def _is_bare(at: Place, dim: int) -> bool:
+    """True for the dim of matrices that the file's tensor of a weight of two dims does not have."""
+    stated = (*at.bound.rows, *at.bound.columns)
+    return stated[dim] == MATRICES and len(at.shape) < len(at.bound.order)
+
+
+def _box(sizes: Sequence[int], wanted: Range) -> list[Range]:
+    """For each digit of numbers in mixed radix, the range that holds those of a range of numbers."""
+    ranges, single, (first, last) = list[Range](), True, (wanted[0], wanted[1] - 1)
+    for d, size in enumerate(sizes):
+        inner = prod(sizes[d + 1 :])
+        a, b = (first // inner % size, last // inner % size) if single else (0, size - 1)
+        ranges.append((a, b + 1))
+        single = single and a == b
+    return ranges
+
+
+def _flat(sizes: Sequence[int], box: Sequence[Range]) -> int:
+    """The number of a box's first value."""
+    number = 0
+    for size, (first, _) in zip(sizes, box, strict=True):
+        number = number * size + first
+    return number
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as another dtype. Words hold several entries along the last dim."""
+    if values.dtype == dtype:
+        return values
+    wide = values.shape[-1] * values.dtype.itemsize // dtype.itemsize
+    # Flat first: dims of one entry may have any stride, which torch does not view as another dtype.
+    return values.contiguous().reshape(-1).view(dtype).reshape((*values.shape[:-1], wide))
+
+
+def _undone(bound: BoundPlane, values: Tensor) -> Tensor:
+    """The values that were written as `values` in the form of the file. Raises LayoutError if no fp32 value was."""
+    if bound.over is None and bound.by is None:
+        return values
+    near = torch.full_like(values, bound.over) / values if bound.over is not None else values * (bound.by or 1.0)
+    for ulps in (0, 1, -1, 2, -2):
+        candidate = (near.view(torch.int32) + ulps).view(torch.float32)
+        if torch.equal(formed(bound, candidate), values):
+            return candidate
+    form = f"{bound.over:g} / x" if bound.over is not None else f"x / {bound.by:g}"
+    raise LayoutError(f"{bound.name}: no fp32 value x gives {values.flatten()[:4].tolist()} as {form}")
+
+
+def formed(bound: BoundPlane, values: Tensor) -> Tensor:
+    """Values in the form of the file."""
+    if bound.over is not None:  # a number over a tensor is its reciprocal, times the number: rounded twice
+        return torch.full_like(values, bound.over) / values
+    return values / bound.by if bound.by is not None else values
+
+
+# ---------------------------------------------------------------------------------------------------------------- write
+def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
+    """The file's tensor, of `dtype`, of a whole plane. The inverse of `read`, in memory of its own."""
+    bound = at.bound
+    values = formed(bound, plane)
+    if len(at.plane.shape) == 1 or bound.scalar:
+        return values.reshape(at.shape).clone()
+    if at.packs:
+        values = num.unpack(values.contiguous(), bound.bits, low_first=bound.plane_low_first)
+    values = values.reshape((*at.rows, *at.columns)).permute(bound.order).contiguous()
+    if at.packs:
+        values = num.pack(values, bound.bits, low_first=bound.low_first)
+    return values.reshape(-1).view(dtype).reshape(at.shape).clone()

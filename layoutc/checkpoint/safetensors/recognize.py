@@ -1,0 +1,69 @@
+"""Which binding holds for a folder: told by its config.json, among the recipes of a model or all that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from layoutc.checkpoint.untrusted.files import json_of, read_whole
+from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.names import recognizes
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+CONFIG = "config.json"
+LIMIT = 16_000_000  # the most bytes of a config
+
+
+class Bound(NamedTuple):
+    """A recipe's class, and one of its bindings."""
+
+    cls: type[QuantizedTensor]
+    binding: Binding
+
+    @property
+    def label(self) -> str:
+        """recipe/binding, as it is chosen by name."""
+        return f"{self.cls.LAYOUT.name}/{self.binding.name}"
+
+
+def quantization_config(folder: Path) -> Mapping[str, Any]:
+    """The `quantization_config` of a folder's config.json; {} without one. Raises DamagedError for a damaged file."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return {}
+    config = json_of(read_whole(path, LIMIT), f"{path}: the config").get("quantization_config")
+    return config if isinstance(config, dict) else {}
+
+
+def bindings_of(classes: Iterable[type[QuantizedTensor]]) -> list[Bound]:
+    """All bindings of classes, each layout once."""
+    by_layout = {cls.LAYOUT.layout_id: cls for cls in classes}
+    return [Bound(cls, binding) for cls in by_layout.values() for binding in cls.LAYOUT.files.values()]
+
+
+def installed() -> list[Bound]:
+    """All bindings of the recipes that come with layoutc, and of packages that register theirs."""
+    recipes = importlib.import_module("layoutc.recipes")
+    packages = [getattr(recipes, name) for name in recipes.RECIPES]
+    packages += [point.load() for point in entry_points(group="layoutc.recipes")]
+    return bindings_of(package.Tensor for package in packages)
+
+
+def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
+    """The bindings that a name means: `deepseek`, or `fp8_block/deepseek`. Raises LayoutError if there are none."""
+    every = list(bound)
+    found = [one for one in every if files in (one.binding.name, one.label)]
+    if not found:
+        there = ", ".join(sorted(one.label for one in every)) or "none: their specs state no `files`"
+        raise LayoutError(f"no recipe of the model has files {files!r}; bindings there are: {there}")
+    return found
+
+
+def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]:
+    """The bindings that a config tells of, those that compare most of it first."""
+    found = [one for one in bound if recognizes(one.binding, config)]
+    return sorted(found, key=lambda one: -len(one.binding.recognized))

@@ -1,0 +1,61 @@
+"""What files.py says: how files of other programs hold the recipe's planes."""
+
+from __future__ import annotations
+
+import json
+
+from layoutc.layout.bindings import Binding, BoundPlane
+from layoutc.layout.layout import Layout
+from layoutc.spec.notation import AS_STORED, MATRICES
+
+
+def files_lines(layout: Layout) -> list[str]:
+    """The entries of FILES, a line each; none for a recipe that states no files."""
+    return [line for binding in layout.files for line in _binding(binding)]
+
+
+def _binding(binding: Binding) -> list[str]:
+    shape = "None" if binding.shape is None else f"({', '.join(map(json.dumps, binding.shape))})"
+    parts = [f"({json.dumps(whole)}, {_strings(parts)})," for whole, parts in binding.parts]
+    return [
+        f'"{binding.name}": Binding(',
+        f'    name="{binding.name}",',
+        f'    summary="{binding.summary}",',
+        "    planes={",
+        *(f'        "{plane.plane}": {_plane(plane)},{_comment(plane)}' for plane in binding.planes),
+        "    },",
+        f"    shape={shape},",
+        f"    ignored={_strings(binding.ignored)},",
+        *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
+        f"    config={json.loads(binding.config)!r},",
+        f"    recognized={_strings(binding.recognized)},",
+        f'    plain="{binding.plain}",',
+        "),",
+    ]
+
+
+def _plane(plane: BoundPlane) -> str:
+    arguments = [json.dumps(plane.name), f'"{plane.dtype}"', str(plane.bits)]
+    if plane.layout is None:
+        arguments.append("scalar=True")
+    elif plane.layout != AS_STORED:
+        names = (*plane.layout.rows, *plane.layout.columns)
+        sizes = {name: str(plane.sizes.get(name, "REST")) for name in names} | {MATRICES: "MATRICES"}
+        for key, group in (("rows", plane.layout.rows), ("columns", plane.layout.columns)):
+            arguments.append(f"{key}={_tuple([sizes[name] for name in group])}")
+        arguments.append(f"order={_tuple([str(names.index(name)) for name in plane.layout.order])}")
+    arguments += [f"{key}=False" for key in ("low_first", "plane_low_first") if not getattr(plane, key)]
+    arguments += [f"{key}={value!r}" for key, value in (("over", plane.over), ("by", plane.by)) if value is not None]
+    return f"BoundPlane({', '.join(arguments)})"
+
+
+def _comment(plane: BoundPlane) -> str:
+    return f"  # {plane.layout.pattern}" if plane.layout not in (None, AS_STORED) and plane.layout else ""
+
+
+def _strings(values: tuple[str, ...]) -> str:
+    return _tuple([json.dumps(value) for value in values])
+
+
+def _tuple(values: list[str]) -> str:
+    return f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"

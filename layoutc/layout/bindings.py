@@ -1,0 +1,123 @@
+"""How files of other programs hold a recipe's planes: permutations of values, as integers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from layoutc.spec.notation import AS_STORED, MATRICES, FileLayout, parse_file_layout, parse_form
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from layoutc.spec.bindings import FileBinding, FileTensor, PlaneKey
+
+
+@dataclass(frozen=True)
+class BoundPlane:
+    """The tensor of a file that holds one plane.
+
+    `bits` is the size of what is permuted: the codes of a packed plane; or its entries, where codes that share a byte
+    in the plane share it in the file too.
+    """
+
+    plane: str
+    name: str
+    dtype: str
+    layout: FileLayout | None  # None: a single value without dims
+    bits: int
+    low_first: bool
+    plane_low_first: bool
+    over: float | None  # the file has this over each value
+    by: float | None  # the file has each value over this
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of names in the layout, in what is permuted."""
+        return dict(self.layout.sizes) if self.layout else {}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How files of one program hold all planes of a source."""
+
+    name: str
+    summary: str
+    planes: tuple[BoundPlane, ...]
+    shape: tuple[str, str] | None  # a tensor with the weight's two sizes: its name and dtype
+    ignored: tuple[str, ...]
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    config: str  # JSON
+    recognized: tuple[str, ...]
+    plain: str
+
+
+class Stored(NamedTuple):
+    """A plane as bindings see it: its name, and the bits of a value."""
+
+    name: str
+    bits: int
+
+
+def bindings(files: dict[str, FileBinding], planes: Mapping[PlaneKey, Stored], low_first: bool) -> tuple[Binding, ...]:
+    """The bindings of a checked spec, for these planes. low_first: how their codes fill bytes."""
+    return tuple(
+        Binding(
+            name=name,
+            summary=stated.summary.rstrip("."),
+            planes=tuple(bound(planes[kind], stated.tensors[kind], low_first) for kind in planes),
+            shape=(stated.tensors["shape"].name, stated.tensors["shape"].dtype) if "shape" in stated.tensors else None,
+            ignored=stated.ignore,
+            parts=tuple(stated.parts.items()),
+            config=json.dumps(stated.config),
+            recognized=stated.recognize,
+            plain=stated.plain or "",
+        )
+        for name, stated in files.items()
+    )
+
+
+def bound(plane: Stored, stated: FileTensor, low_first: bool) -> BoundPlane:
+    over, by = parse_form(stated.form) if stated.form else (None, None)
+    in_file = low_first if stated.pack is None else stated.pack == "low-first"
+    if stated.layout == "scalar":
+        return BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
+    layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
+    if plane.bits < 8 and not shares_bytes(layout, in_file == low_first, plane.bits):
+        return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.bits, in_file, low_first, over, by)
+    last = layout.order[-1]
+    sizes = {n: size * plane.bits // 8 if n == last and plane.bits < 8 else size for n, size in layout.sizes}
+    entries = FileLayout(layout.rows, layout.columns, layout.order, tuple(sorted(sizes.items())))
+    return BoundPlane(plane.name, stated.name, stated.dtype, entries, max(8, plane.bits), True, True, over, by)
+
+
+def shares_bytes(layout: FileLayout, same_order: bool, bits: int) -> bool:
+    """True if codes that share a byte in the plane do so in the file: bytes can be moved as they are."""
+    last, codes = layout.order[-1], 8 // gcd(bits, 8)
+    return same_order and last == layout.columns[-1] and dict(layout.sizes).get(last, 0) % codes == 0
+
+
+def dims(layout: FileLayout, rows: int, columns: int, matrices: int) -> dict[str, int]:
+    """The size of each name of a layout, for (rows, columns) values. Raises ValueError if they don't split so."""
+    sizes = dict(layout.sizes) | {MATRICES: matrices}
+    for names, whole in ((layout.rows, rows), (layout.columns, columns)):
+        known = 1
+        for name in names:
+            known *= sizes.get(name, 1)
+        free = next(name for name in names if name not in sizes)
+        if whole % known:
+            raise ValueError(f"{whole} values do not split into ({' '.join(names)}): they are no multiple of {known}")
+        sizes[free] = whole // known
+    return sizes
+
+
+def where(layout: FileLayout, sizes: dict[str, int], index: Sequence[int]) -> tuple[int, ...]:
+    """The index, over the names of `order`, of the value at (row, column)."""
+    digits = {}
+    for names, number in zip((layout.rows, layout.columns), index, strict=True):
+        rest = number
+        for name in reversed(names):
+            rest, digits[name] = divmod(rest, sizes[name])
+    return tuple(digits[name] for name in layout.order)

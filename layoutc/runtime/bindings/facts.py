@@ -1,0 +1,53 @@
+"""Bindings as generated code states them: the tensors of another program's files that hold a recipe's planes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+REST = 0  # the size of a dim that takes what is left
+MATRICES = -1  # the size of a dim with an entry for each matrix of a weight of experts
+
+
+class BoundPlane(NamedTuple):
+    """The tensor of a file that holds one plane.
+
+    name: a pattern, in which {name} is the parameter's name and {module} that without its last part. dtype: as
+    safetensors names it. rows, columns: the sizes that the plane's values are split into, outermost first; REST and
+    MATRICES are not known before the weight. order: the dims of the file's tensor, as indices of these. bits: of a
+    value, which is an entry of the plane; or, below 8, a code that is packed otherwise in the file than in the plane,
+    as low_first and plane_low_first say. scalar: the tensor has no dims. over, by: the file has over / x or x / by in
+    place of x.
+    """
+
+    name: str
+    dtype: str
+    bits: int
+    rows: tuple[int, ...] = (MATRICES, REST)
+    columns: tuple[int, ...] = (REST,)
+    order: tuple[int, ...] = (0, 1, 2)
+    low_first: bool = True
+    plane_low_first: bool = True
+    scalar: bool = False
+    over: float | None = None
+    by: float | None = None
+
+
+class Binding(NamedTuple):
+    """How the files of one program hold the planes of a recipe's first source.
+
+    shape: the name and dtype of a tensor with the weight's two sizes, if there is one. ignored: names of tensors beside
+    a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
+    these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
+    tell these files from others; plain: its key for the modules that are not quantized, or "".
+    """
+
+    name: str
+    summary: str
+    planes: Mapping[str, BoundPlane]
+    shape: tuple[str, str] | None
+    ignored: Sequence[str]
+    parts: Sequence[tuple[str, Sequence[str]]]
+    config: Mapping[str, Any]
+    recognized: Sequence[str]
+    plain: str

@@ -1,0 +1,65 @@
+"""Names of parameters and of the tensors that hold them in other programs' files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layoutc.runtime.bindings.facts import Binding
+
+
+def tensor_name(pattern: str, parameter: str) -> str:
+    """`{name}_scale_inv` or `{module}.weight_packed`, of a parameter's name."""
+    return pattern.replace("{name}", parameter).replace("{module}", parameter.rpartition(".")[0])
+
+
+def parameter_name(pattern: str, tensor: str) -> str | None:
+    """The parameter whose tensor by this pattern has this name; None if none can have it. `{module}` is the module of
+    a parameter that is called weight."""
+    before, after = re.split(r"{name}|{module}", pattern)
+    if not (tensor.startswith(before) and tensor.endswith(after) and len(tensor) > len(before) + len(after)):
+        return None
+    middle = tensor[len(before) : len(tensor) - len(after)]
+    return middle if "{name}" in pattern else f"{middle}.weight"
+
+
+def parts_of(binding: Binding, parameter: str, matrices: int | None) -> list[str]:
+    """The parameters in the files that hold this one, in the order of its rows: itself, or its parts.
+
+    matrices: of a weight with leading dims; None without any.
+    """
+    for whole, parts in binding.parts:
+        before, after = whole.split("{module}")
+        if not (parameter.startswith(before) and parameter.endswith(after)):
+            continue
+        module = parameter[len(before) : len(parameter) - len(after)]
+        if any("{expert}" in part for part in parts):
+            if matrices is None:
+                continue
+            numbers: Sequence[int | str] = range(matrices)
+        elif matrices is None:
+            numbers = [""]
+        else:
+            continue
+        return [
+            part.replace("{module}", module).replace("{expert}", str(number)) for number in numbers for part in parts
+        ]
+    return [parameter]
+
+
+def recognizes(binding: Binding, config: Mapping[str, Any]) -> bool:
+    """True if a folder's `quantization_config` has the values that tell this binding's files from others."""
+    return all(
+        any(value in values_at(config, path.split(".")) for value in values_at(binding.config, path.split(".")))
+        for path in binding.recognized
+    )
+
+
+def values_at(config: Any, path: Sequence[str]) -> list[Any]:
+    """What a path leads to; `*` stands for any key."""
+    if not path:
+        return [config]
+    if not isinstance(config, Mapping):
+        return []
+    return [found for key, value in config.items() if path[0] in ("*", key) for found in values_at(value, path[1:])]

@@ -1,0 +1,61 @@
+"""Quantizes the planes that a source of codes does not have from those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.quantize.amax import Groups, agree_on_amax
+from layoutc.runtime.quantize.block_edges import with_halos
+from layoutc.runtime.sharding.shards import RowSharding
+from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+
+def lacking(target: QuantizedTensor, planes: Collection[str]) -> tuple[str, ...]:
+    """The target's orientations that these planes don't give."""
+    sources = target.LAYOUT.sources
+    return tuple(name for name in target.orientations if not set(sources[name]) <= set(planes))
+
+
+@torch.no_grad()
+def complete_(
+    target: QuantizedTensor,
+    planes: Collection[str],
+    *,
+    groups: Groups | None = None,
+    tag: int | None = None,
+    row_sharding: RowSharding | None = None,
+) -> None:
+    """Quantizes each orientation that `planes` don't give, of fp32 values that one that they do dequantizes to.
+
+    `planes`, which have just been written, stay as they are; so does an amax among them, which the others then share.
+    groups, tag, row_sharding: as for `weights.quantize`; the call is collective if that would be.
+    """
+    rest = lacking(target, planes)
+    if not rest:
+        return
+    layout, cls = target.LAYOUT, type(target)
+    given = next(name for name in target.orientations if name not in rest)
+    held = cls(
+        {name: target._planes[name] for name in layout.sources[given]},
+        target.shape,
+        torch.float32,
+        matrix=target._matrix,
+        orientations=(given,),
+        halo=target._halo,
+    )
+    matrix = weights.as_matrix(held.dequantize(torch.float32), (target._rows, target._matrix[1]))
+    amax = target._planes["amax"] if "amax" in planes else None
+    current = agree_on_amax(cls, matrix, amax, None if amax is not None else groups, tag)
+    others = cls(
+        {name: target._planes[name] for orientation in rest for name in layout.sources[orientation]},
+        target.shape,
+        target.dtype,
+        matrix=target._matrix,
+        orientations=rest,
+        halo=target._halo,
+    )
+    weights.overwrite_(cls, [others], with_halos([layout], [matrix], [row_sharding]), [current])
+    written([target])

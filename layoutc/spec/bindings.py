@@ -1,0 +1,68 @@
+"""The keys under `files`: how files of other programs hold the planes of a recipe's weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PlaneKey = Literal["data", "scale", "zero", "amax", "shape"]
+FileDtype = Literal[
+    "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"
+]
+Pattern = Annotated[str, Field(min_length=1, max_length=200)]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileTensor(_Model):
+    """The tensor that holds one plane; sizes of the names in `layout` stand inline in YAML."""
+
+    name: Pattern = Field(description="its name: `{name}` is the parameter's, `{module}` that without its last part")
+    dtype: FileDtype = Field(description="its dtype, as safetensors names them; an integer may hold several codes")
+    layout: Pattern | None = Field(
+        default=None,
+        description="einops-style pattern from (rows, columns) of values to its dims, `e` for the matrices of a weight "
+        "of experts; `scalar` for a single value without dims",
+    )
+    sizes: dict[str, Size] = Field(default={}, description="sizes of names in the layout; one of each group has none")
+    pack: Literal["low-first", "high-first"] | None = Field(
+        default=None, description="which code fills low bits first, where that is not as in `element`"
+    )
+    form: Annotated[str, Field(max_length=60)] | None = Field(
+        default=None, description="what the file has in place of a value x of fp32: `2688 / x`, `x / 2688`"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_sizes(cls, data: Any) -> Any:
+        """Collects inline integers as sizes; any other key is unknown."""
+        if not isinstance(data, dict) or "sizes" in data:
+            return data
+        sizes = {key: value for key, value in data.items() if type(value) is int}
+        return {key: value for key, value in data.items() if key not in sizes} | {"sizes": sizes}
+
+
+class FileBinding(_Model):
+    """How files of one program hold this recipe."""
+
+    summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)
+    tensors: dict[PlaneKey, FileTensor] = Field(description="plane -> the tensor that holds it")
+    ignore: tuple[Pattern, ...] = Field(
+        default=(), description="names of tensors beside a weight that are left alone, such as scales of activations"
+    )
+    parts: dict[Pattern, Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=16)]] = Field(
+        default={},
+        description="a parameter whose files hold it in parts: its rows in equal shares, one after another; "
+        "`{expert}` in the name of a part counts the matrices of a weight of experts",
+    )
+    config: dict[str, Any] = Field(description="the `quantization_config` of config.json")
+    recognize: Annotated[tuple[Pattern, ...], Field(min_length=1)] = Field(
+        description="dotted paths in `config` whose values tell that files are these; `*` stands for any key"
+    )
+    plain: str | None = Field(
+        default=None, description="the key of `config` that lists the modules whose weights are not quantized"
+    )

@@ -1,0 +1,244 @@
+"""Checks of `files`: each plane has one tensor, whose dtype, order and form keep every value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from layoutc.diagnostics.diagnostic import Diagnostic, listed
+from layoutc.spec import formats
+from layoutc.spec.bindings import FileTensor
+from layoutc.spec.formats import Format
+from layoutc.spec.notation import NotationError, parse_file_layout, parse_form
+from layoutc.spec.schema import Spec, quantized_as
+from layoutc.spec.source import Path, Source
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
+
+
+def files_are_named(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The name of a binding is what users pass to exports, and stands in generated code."""
+    for name in spec.files:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            help = "lower-case letters, digits and underscores, a letter first: `compressed_tensors`"
+            yield source.find("LC360", f"`{name}` can't name files", source.key(("files", name)), help=help)
+        if not (summary := spec.files[name].summary).isprintable() or {*summary} & {'"', "\\"}:
+            label = source.value(("files", name, "summary"))
+            help = "write one plain line; single quotes are fine"
+            yield source.find("LC360", "the summary can't be part of generated code", label, help=help)
+
+
+def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Each plane of the rowwise orientation has a tensor, and nothing else has one."""
+    planes = _planes(spec)
+    if spec.files and spec.scale.history is not None:
+        why = "files of other programs have no history of amaxes, so a weight would not be whole"
+        label = source.key(("files",))
+        yield source.find(
+            "LC361", "a recipe with a history has no files of others", label, why=why, help="delete `files`"
+        )
+        return
+    for name, binding in spec.files.items():
+        where: Path = ("files", name, "tensors")
+        for kind in planes.keys() - binding.tensors.keys():
+            suffix = {"data": "", "amax": "_amax"}.get(kind, f"_{kind}")
+            help = f'write `{kind}: {{name: "{{name}}{suffix}", dtype: {_usual(planes[kind])}}}`'
+            label = source.key(where, f"has {listed(sorted(binding.tensors))}")
+            yield source.find("LC361", f"files `{name}` have no tensor for the {kind} of a weight", label, help=help)
+        for kind in binding.tensors.keys() - planes.keys() - {"shape"}:
+            why = f"the rowwise planes of this recipe are {listed(list(planes))}"
+            label = source.key((*where, kind))
+            yield source.find("LC361", f"the recipe has no {kind}", label, why=why, help=f"delete `{kind}`")
+
+
+def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A tensor's name follows from its parameter's, and no two tensors of a weight have the same."""
+    for name, binding in spec.files.items():
+        seen: dict[str, str] = {}
+        for kind, tensor in binding.tensors.items():
+            where: Path = ("files", name, "tensors", kind, "name")
+            if (wrong := _fields(tensor.name, ("name", "module"))) is not None:
+                help = 'for instance `"{name}_scale"`, or `"{module}.weight_scale"`'
+                yield source.find("LC362", f"the name of a tensor {wrong}", source.value(where), help=help)
+            full = tensor.name.replace("{name}", "{module}.weight")
+            if full in seen:
+                message = f"{kind} and {seen[full]} would be the same tensor"
+                help = f'name it otherwise, for instance `"{tensor.name}_{kind}"`'
+                yield source.find("LC362", message, source.value(where), help=help)
+            seen.setdefault(full, kind)
+        for i, pattern in enumerate(binding.ignore):
+            if (wrong := _fields(pattern, ("name", "module"))) is not None:
+                help = 'for instance `"{module}.input_scale"`'
+                label = source.value(("files", name, "ignore", i))
+                yield source.find("LC362", f"the name of a tensor {wrong}", label, help=help)
+        for whole, parts in binding.parts.items():
+            if (wrong := _fields(whole, ("module",))) is not None:
+                help = 'for instance `"{module}.qkv_proj.weight"`'
+                yield source.find(
+                    "LC362", f"the name of a parameter {wrong}", source.key(("files", name, "parts", whole)), help=help
+                )
+            for i, part in enumerate(parts):
+                wrong = _fields(part.replace("{expert}", ""), ("module",))
+                if wrong is None and part.count("{expert}") != parts[0].count("{expert}"):
+                    wrong = "must have `{expert}` in it if those of the other parts do"
+                if wrong is not None:
+                    help = 'for instance `"{module}.{expert}.up_proj.weight"`'
+                    label = source.value(("files", name, "parts", whole, i))
+                    yield source.find("LC362", f"the name of a part {wrong}", label, help=help)
+
+
+def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Each layout is a permutation of a plane's values, and whole bytes or words lie along its last dim."""
+    planes = _planes(spec)
+    for where, kind, tensor in _tensors(spec):
+        if tensor.layout is None or (tensor.layout == "scalar" and not tensor.sizes):
+            if tensor.sizes:
+                label = source.key((*where, next(iter(tensor.sizes))))
+                help = "delete it, or write `layout: (e m) (g b) -> e m g b`"
+                yield source.find("LC363", "a size without a layout", label, help=help)
+            continue
+        try:
+            layout = parse_file_layout(tensor.layout, tensor.sizes)
+        except NotationError as error:
+            label = source.value((*where, "layout"), within=(error.start, error.end))
+            why = "each name appears once on either side; of each group one name has no size, and takes what is left"
+            help = "for instance `{layout: (e m) (g b) -> e m g b, b: 32}`"
+            yield source.find("LC363", f"layout: {error}", label, why=why, help=help)
+            continue
+        if kind in planes and planes[kind].bits == 6 and tensor.layout is not None:
+            label = source.value((*where, "layout"))
+            why = "codes of 6 bits lie across bytes, and move as the plane's bytes do"
+            yield source.find("LC363", "a layout of 6-bit codes", label, why=why, help="delete `layout`")
+            continue
+        last, bits = layout.order[-1], planes[kind].bits if kind in planes else 8
+        size, word = tensor.sizes.get(last), _width(tensor.dtype)
+        if size is not None and size * bits % word:
+            label = source.value((*where, last), f"{size} values of {bits} bits")
+            per = max(1, word // bits)
+            fits = -(-size // per) * per
+            help = f"write `{last}: {fits}`, or a dtype of fewer bits"
+            yield source.find("LC363", f"the last dim does not fill entries of {tensor.dtype}", label, help=help)
+
+
+def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A tensor's dtype has the bits of the plane's values: the same format, or an integer that holds codes."""
+    planes = _planes(spec)
+    for where, kind, tensor in _tensors(spec):
+        if kind == "shape" or kind not in planes:
+            if kind == "shape" and tensor.dtype not in ("I64", "I32"):
+                label, help = source.value((*where, "dtype")), "write `dtype: I64`"
+                yield source.find("LC364", "the sizes of a weight are I64 or I32", label, help=help)
+            continue
+        fmt = planes[kind]
+        if not _holds(tensor.dtype, fmt):
+            label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
+            help = f"write `dtype: {_usual(fmt)}`"
+            yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
+
+
+def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A value is written as a quotient only where it is fp32 and single."""
+    planes = _planes(spec)
+    for where, kind, tensor in _tensors(spec):
+        if tensor.form is None:
+            continue
+        label = source.value((*where, "form"))
+        try:
+            parse_form(tensor.form)
+        except NotationError as error:
+            help = "write a number over x, or x over a number: `2688 / x`, `x / 2688`"
+            yield source.find("LC365", f"form: {error}", label, help=help)
+            continue
+        if kind in planes and not planes[kind].is_f32:
+            why = "a quotient of values of fewer bits is not a value of the same format"
+            yield source.find("LC365", f"the {kind} is not fp32", label, why=why, help="delete `form`")
+
+
+def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """What tells files apart is part of the config that is written."""
+    for name, binding in spec.files.items():
+        for i, path in enumerate(binding.recognize):
+            if not _follow(binding.config, path.split(".")):
+                label = source.value(("files", name, "recognize", i))
+                help = f"write one of its keys: {listed(sorted(binding.config))}" if binding.config else "add it there"
+                yield source.find("LC366", f"`{path}` is not in the config of `{name}`", label, help=help)
+        if binding.plain is not None and binding.plain in binding.config:
+            label = source.value(("files", name, "plain"))
+            why = "its value is the list of modules that are not quantized, which exports write"
+            help = f"delete `{binding.plain}` in `config`"
+            yield source.find("LC366", f"`{binding.plain}` is in the config too", label, why=why, help=help)
+
+
+CHECKS = (
+    files_are_named,
+    planes_have_tensors,
+    names_are_patterns,
+    layouts_of_files_are_readable,
+    dtypes_hold_values,
+    forms_can_be_undone,
+    configs_are_recognized,
+)
+
+
+def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor]]:
+    for name, binding in spec.files.items():
+        for kind, tensor in binding.tensors.items():
+            yield ("files", name, "tensors", kind), kind, tensor
+
+
+def _planes(spec: Spec) -> dict[str, Format]:
+    """The format of each plane of the rowwise orientation; those that are not known are left out."""
+    known = dict(formats.BUILTIN)
+    for name, entry in spec.formats.items():
+        try:
+            known[name] = formats.make(name, entry.model_dump())
+        except (ValueError, KeyError, TypeError, AssertionError):
+            continue  # reported where formats are checked
+    element, scale = quantized_as(spec, spec.orientations.rowwise)
+    names = {"data": element.format, "scale": scale.format, "zero": scale.zero}
+    planes = {kind: known[name] for kind, name in names.items() if name in known}
+    has_amax = spec.tensor is not None or spec.scale.history is not None
+    return planes | ({"amax": known["f32"]} if has_amax else {})
+
+
+def _fields(pattern: str, allowed: tuple[str, ...]) -> str | None:
+    """What is wrong with a pattern of a name, if anything."""
+    found = re.findall(r"{([^{}]*)}", pattern)
+    rest = re.sub(r"{[^{}]*}", "", pattern)
+    if len(found) != 1 or found[0] not in allowed:
+        return f"must have {' or '.join(f'`{{{name}}}`' for name in allowed)} in it, once"
+    if not re.fullmatch(r"[\w.]*", rest):
+        return "must have letters, digits, underscores and dots beside that"
+    return None
+
+
+def _width(dtype: str) -> int:
+    return INTEGERS.get(dtype) or (8 if dtype in BYTES else 32 if dtype == "F32" else 16)
+
+
+def _holds(dtype: str, fmt: Format) -> bool:
+    if fmt.bits == 32 or fmt.bits == 16:
+        return FLOATS.get(dtype) == ("float32" if fmt.is_f32 else fmt.torch)
+    if dtype in BYTES:
+        return BYTES[dtype] == fmt.torch
+    return dtype == "U8" if fmt.bits == 6 else dtype in INTEGERS and INTEGERS[dtype] % fmt.bits == 0
+
+
+def _usual(fmt: Format) -> str:
+    """The dtype that files usually have for a format."""
+    named = {torch: dtype for dtype, torch in {**FLOATS, **BYTES}.items()}
+    if fmt.is_f32:
+        return "F32"
+    return named.get(fmt.torch or "", "U8") if fmt.bits >= 8 else "U8"
+
+
+def _follow(config: Any, path: list[str]) -> bool:
+    """True if the path leads somewhere in the config."""
+    if not path:
+        return True
+    if not isinstance(config, Mapping):
+        return False
+    return any(_follow(value, path[1:]) for key, value in config.items() if path[0] in ("*", key))
