@@ -67,7 +67,7 @@ ABOVE = {
         "torch",
     ),
     "checkpoint.safetensors": (
-        "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast "
+        "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train "
         "checkpoint.common checkpoint.untrusted",
         "torch safetensors",
     ),

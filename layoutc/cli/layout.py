@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # of a picture that is not printed on a terminal
 MAP_BYTES = 2**20  # the largest index map that --json writes
+# What is shown alone, and why no size goes with it.
+PARTS = {"kernels": "kernels are the same", "products": "products are the same", "files": "bindings are the same"}
 
 
 @click.command()
@@ -41,6 +43,7 @@ MAP_BYTES = 2**20  # the largest index map that --json writes
 @click.option("--picture", metavar="BUFFER", help="Also draw where a buffer's first bytes come from.")
 @click.option("--kernels", is_flag=True, help="Only the kernels: what they do and why, or why there are none.")
 @click.option("--products", is_flag=True, help="Only the products of linear layers: which kernel multiplies what.")
+@click.option("--files", "files", is_flag=True, help="Only the bindings: how files of other programs hold the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",
@@ -59,6 +62,7 @@ def show(
     picture: str | None,
     kernels: bool,
     products: bool,
+    files: bool,
     as_json: bool,
     checkpoint: Path | None,
     thorough: bool,
@@ -75,12 +79,14 @@ def show(
     layoutc show nvfp4 --shape 128x64 --world 1 --picture rowwise_scale
     layoutc show nvfp4 --kernels                              tiles, conversions, what one launch does, and why
     layoutc show fp8_block --products                         what a linear layer multiplies with what, on which cards
+    layoutc show fp8_block --files                            the tensors of a DeepSeek checkpoint that hold it
     layoutc show mxfp8 --json | jq .passes                    for a machine
     layoutc show --checkpoint runs/step-1000                  a saved model
     """
     if checkpoint is not None:
         spec_options = [
-            name for name in ("folder", "shape", "world", "picture", "kernels", "products") if _is_given(ctx, name)
+            *(name for name in ("folder", "shape", "world", "picture", "kernels", "products") if _is_given(ctx, name)),
+            *(["files"] if files else []),
         ]
         if recipe is not None or spec_options:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
@@ -94,11 +100,10 @@ def show(
 
     path = spec_of(recipe, folder)
     plan = plan_of(path)
-    if kernels or products:
-        if as_json or picture or shape or (kernels and products):
-            only, what = ("--kernels", "kernels") if kernels else ("--products", "products")
-            raise click.UsageError(f"{only} goes with no other option: {what} are the same for every shape")
-        _show_part(plan, kernels)
+    if only := [part for part, given in zip(PARTS, (kernels, products, files), strict=True) if given]:
+        if as_json or picture or shape or len(only) > 1:
+            raise click.UsageError(f"--{only[0]} goes with no other option: {PARTS[only[0]]} for every shape")
+        _show_part(plan, only[0])
         return
     names = [buffer.name for buffer in plan.layout.buffers]
     if picture is not None and picture not in names:
@@ -117,11 +122,15 @@ def show(
         _show_text(plan, facts, picture)
 
 
-def _show_part(plan: Plan, of_kernels: bool) -> None:
+def _show_part(plan: Plan, part: str) -> None:
+    from layoutc.report.files import file_tables
     from layoutc.report.kernels import kernel_tables
     from layoutc.report.products import product_tables
 
-    _print(kernel_tables(plan) if of_kernels else product_tables(plan))
+    if part == "files":
+        _print(file_tables(plan.layout))
+    else:
+        _print(kernel_tables(plan) if part == "kernels" else product_tables(plan))
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:

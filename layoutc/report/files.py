@@ -1,0 +1,71 @@
+"""What `layoutc show --files` says: the tensors of other programs' files that hold a recipe's planes."""
+
+from __future__ import annotations
+
+import json
+
+from layoutc.layout.bindings import Binding, BoundPlane
+from layoutc.layout.layout import Layout
+from layoutc.report.tables import Table
+from layoutc.spec.notation import AS_STORED
+
+
+def file_tables(layout: Layout) -> list[Table]:
+    """A table of tensors for each binding, and what else it says; a sentence for a recipe without any."""
+    if not layout.files:
+        return [Table(f"{layout.name}: its spec states no files of other programs", (), ())]
+    return [table for binding in layout.files for table in _tables(layout, binding)]
+
+
+def _tables(layout: Layout, binding: Binding) -> list[Table]:
+    rows = [_row(layout, plane) for plane in binding.planes]
+    if binding.shape:
+        rows.append(("the weight's sizes", binding.shape[0], binding.shape[1], "2", ""))
+    rest = [
+        ("config.json has", _dotted(binding)),
+        ("modules left plain under", binding.plain),
+        ("left alone", ", ".join(binding.ignored)),
+        *((f"{whole} is", ", ".join(parts)) for whole, parts in binding.parts),
+    ]
+    first = next(name for name, source in layout.source_of if source == layout.sources[0].name)
+    if others := [name for name, source in layout.source_of if source != layout.sources[0].name]:
+        rest.append(("not in such files", f"{', '.join(others)}: quantized from what {first} stands for"))
+    return [
+        Table(
+            f"{layout.name}/{binding.name}: {binding.summary}", ("plane", "tensor", "dtype", "order", ""), tuple(rows)
+        ),
+        Table("", (), tuple(row for row in rest if row[1])),
+    ]
+
+
+def _row(layout: Layout, plane: BoundPlane) -> tuple[str, ...]:
+    if plane.layout is None:
+        order = "a single value"
+    elif plane.layout == AS_STORED:
+        order = "as the plane"
+    else:
+        sizes = ", ".join(f"{name}={size}" for name, size in plane.layout.sizes)
+        order = f"{plane.layout.pattern}{f', {sizes}' if sizes else ''}{' bytes' if _in_bytes(layout, plane) else ''}"
+    form = f"{plane.over:g} / x" if plane.over else f"x / {plane.by:g}" if plane.by else ""
+    if not plane.low_first:
+        form = "high bits first"
+    return plane.plane, plane.name, plane.dtype, order, form
+
+
+def _in_bytes(layout: Layout, plane: BoundPlane) -> bool:
+    """True if sizes count bytes of packed codes."""
+    return plane.bits == 8 and next(one.bits for one in layout.planes if one.name == plane.plane) < 8
+
+
+def _dotted(binding: Binding) -> str:
+    config = json.loads(binding.config)
+    return ", ".join(f"{path}: {json.dumps(_at(config, path.split('.')))}" for path in binding.recognized)
+
+
+def _at(config: object, path: list[str]) -> object:
+    """What the first way along a path leads to; `*` stands for any key."""
+    if not path:
+        return config
+    assert isinstance(config, dict)
+    keys = [key for key in config if path[0] in ("*", key)]
+    return _at(config[keys[0]], path[1:])
