@@ -33,6 +33,14 @@ def two() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def three() -> Iterator[Ranks]:
+    """Three processes."""
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     """Four processes."""
     ranks = Ranks(4)

@@ -6,14 +6,13 @@ import importlib
 from os import PathLike
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.safetensors import recognize
-from layoutc.checkpoint.safetensors.bound import find
-from layoutc.checkpoint.safetensors.files import Contents, read_folder
-from layoutc.checkpoint.safetensors.load import Rename, file_name
-from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.checkpoint.safetensors.bound import fitting
+from layoutc.checkpoint.safetensors.files import read_folder
+from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -37,37 +36,23 @@ def quantize_as_stored(
     every = recognize.installed()
     told = recognize.chosen(files, every) if files is not None else recognize.recognized(config, every)
     if not told:
-        names = ", ".join(sorted({one.label for one in every}))
+        labels = ", ".join(sorted({one.label for one in every}))
         what = f"a quantization_config that no installed recipe knows: {dict(config)}" if config else "none"
-        raise LayoutError(f"{path}: config.json has {what}. Known are {names}")
+        raise LayoutError(f"{path}: config.json has {what}. Known are {labels}")
     parameters = {
-        file_name(name, rename): (name, value)
+        file_name(name, rename): (name, tuple(value.shape))
         for name, value in model.named_parameters()
         if value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
     }
-    fits, refused = dict[str, tuple[Bound, list[str]]](), list[str]()
-    for one in told:
-        try:
-            if held := _held(parameters, one, contents):
-                fits[one.label] = one, held
-        except LayoutError as error:
-            refused.append(str(error))
+    fits = fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
     if not fits:
-        raise LayoutError("; ".join(refused) or f"{path} holds no parameter of the model quantized: pass `rename`?")
+        raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
     if len(fits) > 1:
-        raise LayoutError(f"the files fit several recipes: pass files= one of {', '.join(sorted(fits))}")
-    ((one, names),) = fits.values()
+        labels = ", ".join(sorted(fit.bound.label for fit in fits))
+        raise LayoutError(f"the files fit several recipes: pass files= one of {labels}")
+    one, names = fits[0].bound, [parameters[in_files][0] for in_files in fits[0].names]
     chosen = frozenset(names)
     package = importlib.import_module(one.cls.__module__.rpartition(".")[0])
     quantize_(model, package, param_filter=lambda name, parameter: name in chosen, keep_values=False)
-    return {name: one.cls.LAYOUT.name for name in names}
-
-
-def _held(parameters: dict[str, tuple[str, Tensor]], one: Bound, contents: Contents) -> list[str]:
-    """The model's parameters that the files hold by a binding. Raises LayoutError for those that they hold
-    otherwise."""
-    return [
-        name
-        for in_files, (name, value) in parameters.items()
-        if find(in_files, tuple(value.shape), one, contents.tensors) is not None
-    ]
+    recipe = one.cls.LAYOUT.name
+    return dict.fromkeys(names, recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -67,7 +67,10 @@ class BoundSource(NamedTuple):
         def box(index: tuple[slice, ...]) -> Tensor:
             return fetch(stored, index if len(index) == len(shape) else ())
 
-        return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+        try:
+            return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+        except LayoutError as error:
+            raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
 
 class Held(NamedTuple):
@@ -173,6 +176,32 @@ def find(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, 
     beside = [*binding.ignored, *((binding.shape[0],) if binding.shape else ())]
     names |= {tensor_name(pattern, parameter) for pattern in beside for parameter in parameters}
     return Found(bound, found, frozenset(names))
+
+
+class Fit(NamedTuple):
+    """A binding that every weight that it finds follows: the names of these."""
+
+    bound: Bound
+    names: tuple[str, ...]
+
+
+def fitting(shapes: Mapping[str, tuple[int, ...]], told: Iterable[Bound], tensors: Mapping[str, Stored]) -> list[Fit]:
+    """The bindings that fit: all weights that the files hold by their names have the shapes that they say.
+
+    shapes: of the parameters that may be held so, by their names in the files. Raises LayoutError, with what the first
+    one misses, if weights are found and none fits.
+    """
+    fits, refused = list[Fit](), list[LayoutError]()
+    for one in told:
+        try:
+            names = tuple(name for name, shape in shapes.items() if find(name, shape, one, tensors) is not None)
+        except LayoutError as error:
+            refused.append(error)
+            continue
+        fits += [Fit(one, names)] if names else []
+    if refused and not fits:
+        raise refused[0]
+    return fits
 
 
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:

@@ -24,7 +24,7 @@ from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import Held, held
 from layoutc.checkpoint.safetensors.files import DTYPES, INDEX, OURS, SINGLE, library
-from layoutc.checkpoint.safetensors.load import Rename, file_name
+from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import Writing, write_config
 from layoutc.runtime.cast.tensor import CastOnGather

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
-from layoutc.checkpoint.safetensors import bound, recognize
+from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.bound import BoundSource
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
-from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -28,32 +27,6 @@ from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
 from layoutc.runtime.weight.pending_writes import check_writable
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
-
-Rename = Callable[[str], str]
-
-
-class Loaded(NamedTuple):
-    """Names of the model that a load found nothing for, and names of the files that the model does not have."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-class Entry(NamedTuple):
-    """A quantized weight in the files."""
-
-    cls: type[QuantizedTensor]
-    shape: tuple[int, ...]
-    orientations: tuple[str, ...]
-    planes: Mapping[str, Stored | BoundSource]
-
-
-class Step(NamedTuple):
-    """A parameter or buffer, and the source of its values."""
-
-    name: str
-    param: Tensor
-    source: Stored | Entry
 
 
 @torch.no_grad()
@@ -93,13 +66,14 @@ def load_safetensors(
         with noted(problems):
             library()
             contents = read_folder(Path(folder))
-            theirs = _bindings(model, Path(folder), files)
-            steps, loaded = _plan(model, contents, rename, strict, theirs, problems)
+            theirs = planning.bindings(model, Path(folder), contents, files, rename)
+            steps, loaded = planning.plan(model, contents, rename, strict, theirs, problems)
             for step in steps:
                 with noted(problems):
                     _check(step, convert)
-                for source in _sources(step):
+                for source in planning.sources_of(step):
                     slices.open(source.path)
+                _check_single_values(step, slices)
         agree(problems, process_group, contents.digest, f"read different files in {folder}")
         with noted(problems):
             _verify(contents, process_group)
@@ -107,113 +81,6 @@ def load_safetensors(
         for step in steps:
             _write(step, slices)
     return loaded
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
-def _bindings(model: nn.Module, folder: Path, files: str | None) -> list[Bound]:
-    """The bindings by which weights are looked for: those of the model's recipes first. Raises LayoutError."""
-    locals_of = (meshes.local_of(value) for value in model.state_dict(keep_vars=True).values() if _is_tensor(value))
-    own = recognize.bindings_of(dict.fromkeys(type(one) for one in locals_of if isinstance(one, QuantizedTensor)))
-    if files is not None:
-        labels = [one.label for one in own]
-        return recognize.chosen(files, [*own, *(one for one in recognize.installed() if one.label not in labels)])
-    if not (config := recognize.quantization_config(folder)):
-        return []
-    return recognize.recognized(config, own) or recognize.recognized(config, recognize.installed())
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _plan(
-    model: nn.Module,
-    contents: Contents,
-    rename: Rename | None,
-    strict: bool,
-    theirs: list[Bound],
-    problems: list[Problem],
-) -> tuple[list[Step], Loaded]:
-    """The steps, in the order of the model's state dict, which is the same on all ranks."""
-    of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
-    there = (contents.tensors.keys() - of_planes) | contents.described.keys()
-    # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    aliases: dict[int, list[str]] = {}
-    for name, value in state.items():
-        aliases.setdefault(id(value), []).append(name)
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    steps, missing, expected = list[Step](), list[str](), set[str]()
-    for names in aliases.values():
-        in_files = {name: file_name(name, rename) for name in names}
-        expected |= set(in_files.values())
-        sources = dict[str, Stored | Entry]()
-        for name in names:
-            with noted(problems):
-                if (found := _bound(in_files[name], state[name], contents, theirs)) is not None:
-                    expected |= found[1]
-                    sources[name] = found[0]
-                elif in_files[name] in there:
-                    sources[name] = _source(in_files[name], contents)
-        if sources:
-            name, source = next(iter(sources.items()))
-            steps.append(Step(name, state[name], source))
-        elif not any(in_files[name] in there for name in names):
-            missing.append(names[0])
-            if strict and names[0] not in buffers:
-                also = f", nor as {', '.join(names[1:])}" if len(names) > 1 else ""
-                renamed = f" (as {in_files[names[0]]})" if in_files[names[0]] != names[0] else ""
-                problems.append(Problem("LayoutError", f"{names[0]} is not in the files{renamed}{also}"))
-    unexpected = sorted(there - expected)
-    if strict:
-        problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
-    return steps, Loaded(tuple(missing), tuple(unexpected))
-
-
-def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, frozenset[str]] | None:
-    """A weight that other programs' files hold quantized, and the names of its tensors: by a binding of the parameter's
-    own layout first. Raises LayoutError if they are not as the binding says."""
-    local = meshes.local_of(param)
-    own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
-    for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
-        if (found := bound.find(name, tuple(param.shape), one, contents.tensors)) is not None:
-            sources = one.cls.LAYOUT.sources
-            first = next(iter(sources.values()))
-            orientations = tuple(name for name, planes in sources.items() if planes == first)
-            return Entry(one.cls, tuple(param.shape), orientations, found.planes), found.tensors
-    return None
-
-
-def file_name(name: str, rename: Rename | None) -> str:
-    """The name in the files for a name in a state dict, without the prefix that torch.compile adds."""
-    name = name.replace("_orig_mod.", "")
-    return name if rename is None else rename(name)
-
-
-def _source(name: str, contents: Contents) -> Stored | Entry:
-    if (entry := contents.described.get(name)) is None:
-        return contents.tensors[name]
-    if entry["format"] != stored_form.FORMAT:
-        raise LayoutError(f"{name} is in format {entry['format']}; this version of layoutc reads {stored_form.FORMAT}")
-    cls, shape = stored_form.class_of(entry), tuple(entry["shape"])
-    facts = cls.LAYOUT.planes(prod(shape[:-1]), shape[-1])
-    planes = {plane: contents.tensors[f"{name}.{plane}"] for plane in entry["planes"]}
-    for plane, stored in planes.items():
-        wanted = facts.get(plane)
-        fits = wanted is not None and stored.shape == wanted.shape and wanted.nbytes == stored.end - stored.begin
-        if not fits or stored.dtype not in DTYPES:
-            raise DamagedError(
-                f"{plane} of {name} of shape {shape} in {cls.LAYOUT.name} should be {wanted}, but the file has "
-                f"{stored.shape} {stored.dtype}"
-            )
-    return Entry(cls, shape, tuple(entry["orientations"]), planes)
-
-
-def _sources(step: Step) -> list[Stored]:
-    if isinstance(step.source, Stored):
-        return [step.source]
-    planes = step.source.planes.values()
-    return [one for plane in planes for one in ([plane] if isinstance(plane, Stored) else [p for p, _ in plane.parts])]
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
@@ -254,6 +121,14 @@ def _check(step: Step, convert: bool) -> None:
         groups, row_sharding = _sharing(name, param, local)
         check_whole_blocks(local, row_sharding)
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
+
+
+def _check_single_values(step: Step, slices: Slices) -> None:
+    """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe."""
+    if isinstance(step.source, Entry) and _holds(step.param):
+        for plane in step.source.planes.values():
+            if isinstance(plane, BoundSource) and plane.shared:
+                plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
 
 
 def _holds(param: Tensor) -> bool:

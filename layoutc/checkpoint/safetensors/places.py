@@ -154,7 +154,7 @@ def _undone(bound: BoundPlane, values: Tensor) -> Tensor:
         if torch.equal(formed(bound, candidate), values):
             return candidate
     form = f"{bound.over:g} / x" if bound.over is not None else f"x / {bound.by:g}"
-    raise LayoutError(f"{bound.name}: no fp32 value x gives {values.flatten()[:4].tolist()} as {form}")
+    raise LayoutError(f"no fp32 value x gives {values.flatten()[0].item()!r} as {form}, so the recipe can't hold it")
 
 
 def formed(bound: BoundPlane, values: Tensor) -> Tensor:

@@ -1,0 +1,358 @@
+"""Files of other programs: loaded as those programs read them, trained on ranks, and written back byte for byte.
+
+Each folder is written by the package that defines its format, or from the published definition; each export is read by
+the package's own loader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import layoutc
+from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[{extra}]'")
+    for name, extra in (("transformers", "integrations"), ("compressed_tensors", "formats"))
+]
+Tensors = dict[str, Tensor]
+
+# Folder -> the binding that users name, None where config.json tells of one only; and that of an export.
+FOLDERS: dict[str, tuple[str | None, str]] = {
+    "gpt_oss": (None, "gpt_oss"),
+    "deepseek": (None, "deepseek"),
+    "mxfp4": (None, "compressed_tensors"),
+    "mxfp8": ("mxfp8/compressed_tensors", "compressed_tensors"),
+    "mxfp8_frozen": ("mxfp8_frozen/compressed_tensors", "compressed_tensors"),
+    "channel": (None, "compressed_tensors"),
+    "block": (None, "compressed_tensors"),
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+def config_of(folder: str) -> Any:
+    """A tiny model's config. Its sizes are no multiples of blocks of 128, nor of the ranks."""
+    from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig
+
+    if folder == "gpt_oss":
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return GptOssConfig(
+            vocab_size=96, num_hidden_layers=2, head_dim=16, num_local_experts=5, num_experts_per_tok=2, **sizes
+        )
+    if folder == "deepseek":
+        return DeepseekV3Config(
+            **{"vocab_size": 96, "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "use_cache": False},
+            **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        )
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(vocab_size=96, num_hidden_layers=1, use_cache=False, **sizes)
+
+
+def model_of(folder: str) -> Any:
+    """The model in bf16, or fp32 where scales of the files have the weight's dtype, and must be fp32."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if folder in ("channel", "block") else torch.bfloat16
+    return AutoModelForCausalLM.from_config(config_of(folder), dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------- as others write it
+def gpt_oss(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """Experts as rows of 16 bytes for 32 codes along the contraction, which is the second dim of the model's."""
+    torch.manual_seed(1)
+    tensors = {}
+    for name, value in state.items():
+        if value.dim() == 3:
+            e, k, n = value.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (e, n, k // 32, 16)).to(torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(116, 122, (e, n, k // 32)).to(torch.uint8)
+        else:
+            tensors[name] = value
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return tensors, {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+
+
+def deepseek(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """arXiv 2412.19437: blocks of 128x128 over their amax / 448, the fp32 `weight_scale_inv`; an expert a tensor."""
+    tensors: Tensors = {}
+
+    def quantized(name: str, w: Tensor) -> None:
+        m, k = w.shape
+        padded = torch.zeros(-(-m // 128) * 128, -(-k // 128) * 128)
+        padded[:m, :k] = w
+        blocks = padded.view(-(-m // 128), 128, -1, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).view(padded.shape)[:m, :k]
+        tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+
+    for name, value in state.items():
+        module = name.rpartition(".")[0]
+        if value.dim() == 3:
+            for expert, w in enumerate(value):
+                for part, rows in zip(*_parts(name, w), strict=True):
+                    quantized(f"{module}.{expert}.{part}.weight", rows.float())
+        elif name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            quantized(name, value.float())
+        else:
+            tensors[name] = value
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return tensors, config
+
+
+def _parts(name: str, w: Tensor) -> tuple[list[str], list[Tensor]]:
+    return (["gate_proj", "up_proj"], list(w.chunk(2))) if "gate_up" in name else (["down_proj"], [w])
+
+
+def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dict[str, Any]]]:
+    """By compressed-tensors: its scales, its codes, its config."""
+
+    def write(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        scheme = preset_name_to_scheme(preset, ["Linear"])
+        by, compressor = scheme.weights, BaseCompressor.get_value_from_registry(form)
+        tensors = {}
+        for name, value in state.items():
+            if not name.endswith("_proj.weight"):
+                tensors[name] = value
+                continue
+            if by.strategy == "group":
+                groups = value.reshape(len(value), -1, by.group_size)
+                lowest, highest = groups.amin(-1), groups.amax(-1)
+            elif by.strategy == "channel":
+                lowest, highest = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
+            else:
+                lowest, highest = (_of_blocks(value, pick) for pick in (torch.amin, torch.amax))
+            scale, _ = calculate_qparams(lowest, highest, by)
+            made = compressor.compress({"weight": value.clone(), "weight_scale": scale}, scheme)
+            module = name.rpartition(".")[0]
+            tensors |= {f"{module}.{key}": tensor for key, tensor in made.items()}
+        config = QuantizationConfig(
+            config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=["lm_head"]
+        )
+        return tensors, json.loads(json.dumps(config.to_dict(), default=str))
+
+    return write
+
+
+def _of_blocks(w: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
+    rows = [
+        torch.stack([pick(w[i : i + 128, j : j + 128]) for j in range(0, w.shape[1], 128)])
+        for i in range(0, len(w), 128)
+    ]
+    return torch.stack(rows)
+
+
+WRITERS = {
+    "gpt_oss": gpt_oss,
+    "deepseek": deepseek,
+    "mxfp4": compressed("MXFP4A16", "mxfp4-pack-quantized"),
+    "mxfp8": compressed("MXFP8A16", "mxfp8-quantized"),
+    "mxfp8_frozen": compressed("MXFP8A16", "mxfp8-quantized"),
+    "channel": compressed("FP8_DYNAMIC", "float-quantized"),
+    "block": compressed("FP8_BLOCK", "float-quantized"),
+}
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of each name, written once."""
+    folders: dict[str, Path] = {}
+
+    def of(folder: str) -> Path:
+        if folder not in folders:
+            from safetensors.torch import save_file
+
+            model = model_of(folder)
+            tensors, quantization = WRITERS[folder](dict(model.state_dict()))
+            path = folders[folder] = tmp_path_factory.mktemp(folder)
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
+            config = model.config.to_dict() | {"quantization_config": quantization}
+            config["architectures"] = [type(model).__name__]
+            (path / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+        return folders[folder]
+
+    return of
+
+
+def as_others_read(folder: str, path: Path, dtype: torch.dtype) -> Any:
+    """The model that transformers loads, dequantized by the format's own code."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+
+    how: Any = {"gpt_oss": Mxfp4Config, "deepseek": FineGrainedFP8Config}.get(folder, CompressedTensorsConfig)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=how(dequantize=True), dtype=dtype)
+
+
+def tensors_in(path: Path) -> Tensors:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_files(a: Path, b: Path) -> bool:
+    """The same names, dtypes, shapes and bytes."""
+    left, right = tensors_in(a), tensors_in(b)
+    return left.keys() == right.keys() and all(
+        one.dtype == right[name].dtype
+        and one.shape == right[name].shape
+        and torch.equal(one.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
+        for name, one in left.items()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_values_are_those_that_others_read_and_files_come_back(
+    folder: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, model = written(folder), model_of(folder)
+    names = quantize_as_stored(model, path, files=FOLDERS[folder][0])
+    assert load_safetensors(model, path, files=FOLDERS[folder][0]) == ((), ())
+    dtype = model.dtype
+    theirs = dict(as_others_read(folder, path, dtype).named_parameters())
+    assert len(names) == sum(isinstance(param, QuantizedTensor) for param in model.parameters()) > 0
+    for name, param in model.named_parameters():
+        ours = param.dequantize(dtype) if isinstance(param, QuantizedTensor) else param
+        assert torch.equal(ours, theirs[name]), name
+    out = tmp_path / "out"
+    export_safetensors(model, out, files=FOLDERS[folder][1])
+    assert same_files(path, out)
+    again = dict(as_others_read(folder, out, dtype).named_parameters())
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+
+
+def test_a_plain_model_takes_the_values_when_asked_to(written: Callable[[str], Path]) -> None:
+    path, model = written("deepseek"), model_of("deepseek")
+    with pytest.raises(LayoutError, match=r"the files have it quantized in fp8_block, the model has it plain"):
+        load_safetensors(model, path)
+    load_safetensors(model, path, convert=True)
+    theirs = dict(as_others_read("deepseek", path, torch.bfloat16).named_parameters())
+    assert all(torch.equal(param, theirs[name]) for name, param in model.named_parameters())
+
+
+def test_files_that_fit_several_recipes_or_none_say_which(written: Callable[[str], Path], tmp_path: Path) -> None:
+    both = r"mxfp8/compressed_tensors, mxfp8_frozen/compressed_tensors"
+    with pytest.raises(LayoutError, match=rf"pass files= one of {both}"):
+        quantize_as_stored(model_of("mxfp8"), written("mxfp8"))
+    config = json.loads((written("mxfp8") / "config.json").read_text())
+    config["quantization_config"]["format"] = "of-my-own"
+    for name, text in (("config.json", json.dumps(config)), ("model.safetensors", None)):
+        if text is None:
+            (tmp_path / name).symlink_to(written("mxfp8") / name)
+        else:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(LayoutError, match=r"quantization_config that no installed recipe knows: .*of-my-own"):
+        quantize_as_stored(model_of("mxfp8"), tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------- many ranks
+def sharded(folder: str, path: str) -> Any:
+    """The model as a trainer makes it: quantized as the files are, sharded, and loaded."""
+    model = model_of(folder)
+    quantize_as_stored(model, path, files=FOLDERS[folder][0])
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    load_safetensors(model, path, files=FOLDERS[folder][0])
+    return model
+
+
+def exports(folder: str, path: str, out: str) -> bool:
+    """On ranks: load, and export in files of a few weights each. True if shards hold what one process does."""
+    model, whole = sharded(folder, path), model_of(folder)
+    quantize_as_stored(whole, path, files=FOLDERS[folder][0])
+    load_safetensors(whole, path, files=FOLDERS[folder][0], process_group=alone())
+    theirs = dict(whole.named_parameters())
+    ids = torch.arange(12).reshape(2, 6)
+    same = True
+    for name, param in model.named_parameters():
+        local: Any = param._local_tensor  # type: ignore[attr-defined]
+        if isinstance(local, QuantizedTensor):
+            full: Any = param.full_tensor()  # type: ignore[attr-defined]
+            expected = theirs[name].planes()  # type: ignore[attr-defined]
+            same &= all(torch.equal(plane, expected[key]) for key, plane in full.planes().items())
+    same &= torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+    export_safetensors(model, out, files=FOLDERS[folder][1], max_shard_bytes=30_000)
+    return same
+
+
+def alone() -> Any:
+    """A group of this rank by itself."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_ranks_load_their_slices_and_write_the_same_files(
+    folder: str, two: Ranks, three: Ranks, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for world, ranks in ((2, two), (3, three)):
+        out = tmp_path / str(world)
+        assert ranks.run(exports, folder, str(written(folder)), str(out)) == [True] * world
+        assert same_files(written(folder), out)
+        assert len(list(out.glob("*.safetensors"))) > 1
+
+
+def tunes(folder: str, path: str, out: str, steps: int) -> tuple[list[float], list[float]]:
+    """Trains, exports, and returns the losses and some logits."""
+    model = sharded(folder, path)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step % 3))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    export_safetensors(model, out, files=FOLDERS[folder][1])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.arange(10)[None]).logits
+    return losses, logits.flatten().tolist()
+
+
+@pytest.mark.parametrize("folder", ["gpt_oss", "deepseek"])
+def test_a_tuned_model_is_what_others_load(
+    folder: str, two: Ranks, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """20 steps on two ranks: transformers reads the export, and computes the trainer's logits to the bit."""
+    results = two.run(tunes, folder, str(written(folder)), str(tmp_path / "out"), 20)
+    (losses, logits), _ = results
+    assert losses[-1] < losses[0] - 0.05
+    theirs = as_others_read(folder, tmp_path / "out", torch.bfloat16).eval()
+    with torch.no_grad():
+        found = theirs(input_ids=torch.arange(10)[None]).logits
+    assert found.flatten().tolist() == logits
+    assert not same_files(written(folder), tmp_path / "out")
+
+
+def test_nn_linear_alone_counts_as_a_module_that_stays_plain(written: Callable[[str], Path], tmp_path: Path) -> None:
+    """Embeddings and norms are no linear layers, and programs that read the list look for such alone."""
+    path, model = written("block"), model_of("block")
+    quantize_as_stored(model, path, files="fp8_block/compressed_tensors")
+    load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "out", files="compressed_tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert isinstance(model.lm_head, nn.Linear)
