@@ -9,5 +9,6 @@ from layoutc.checkpoint.loading import load as load
 from layoutc.checkpoint.safetensors.as_stored import quantize_as_stored as quantize_as_stored
 from layoutc.checkpoint.safetensors.export import export_safetensors as export_safetensors
 from layoutc.checkpoint.safetensors.load import load_safetensors as load_safetensors
+from layoutc.checkpoint.safetensors.streaming import stream_export as stream_export
 from layoutc.checkpoint.saving import async_save as async_save
 from layoutc.checkpoint.saving import save as save

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored, stream_export
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -344,6 +344,59 @@ def test_a_tuned_model_is_what_others_load(
         found = theirs(input_ids=torch.arange(10)[None]).logits
     assert found.flatten().tolist() == logits
     assert not same_files(written(folder), tmp_path / "out")
+
+
+def streams(path: str) -> tuple[bool, bool, bool]:
+    """Of weights that are cast on gather: whether a stream, an export and the forward pass have the same bytes."""
+    torch.manual_seed(3)
+    model = model_of("mxfp8")
+    layoutc.cast_on_gather_(model, "mxfp8", param_filter=["*_proj.weight"])
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model)
+    model(input_ids=torch.arange(10)[None])
+    gathered = {
+        name: param.planes()["rowwise_data"].clone()
+        for name, param in model.named_parameters()
+        if isinstance(param, QuantizedTensor)
+    }
+    for layer in model.model.layers:
+        layer.reshard()
+    model.reshard()
+    export_safetensors(model, path, files="compressed_tensors")
+    exported, streamed, grads = tensors_in(Path(path)), {}, True
+    for name, tensor in stream_export(model, files="compressed_tensors"):
+        grads &= torch.is_grad_enabled()
+        streamed[name] = tensor.clone()
+    same = exported.keys() == streamed.keys() and all(
+        torch.equal(one.view(torch.uint8), exported[name].view(torch.uint8)) for name, one in streamed.items()
+    )
+    of_forward = all(torch.equal(codes, exported[name].view(torch.uint8)) for name, codes in gathered.items())
+    return same, of_forward and len(gathered) == 7, grads
+
+
+def test_what_is_cast_on_gather_is_served_as_it_is_trained(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(streams, str(tmp_path / "out")) == [(True, True, True)] * 2
+    theirs = as_others_read("mxfp8", tmp_path / "out", torch.bfloat16)
+    plain = dict(model_of("mxfp8").named_parameters())
+    for name, param in theirs.named_parameters():
+        quantized = name.endswith("_proj.weight")
+        assert torch.equal(param, plain[name]) != quantized, name
+
+
+def refused_stream() -> str:
+    model = model_of("mxfp8")
+    layoutc.quantize_(model, "int8_block", param_filter=["*.q_proj.weight"])
+    try:
+        next(iter(stream_export(model, files="compressed_tensors")))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stream_that_can_not_be_is_refused_on_all_ranks(two: Ranks) -> None:
+    for message in two.run(refused_stream):
+        assert "no recipe of the model has files 'compressed_tensors'" in message
 
 
 def test_nn_linear_alone_counts_as_a_module_that_stays_plain(written: Callable[[str], Path], tmp_path: Path) -> None:

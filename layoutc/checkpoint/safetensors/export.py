@@ -30,6 +30,7 @@ from layoutc.checkpoint.safetensors.writing import Writing, write_config
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
+from layoutc.runtime.quantize import weights
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight import checksums, gathered_in_graphs, pending_writes, stored_form
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -70,8 +71,9 @@ def export_safetensors(
     it, quantized weights dequantized, under their usual names.
 
     files: the name of a binding that the specs of the model's recipes state under `files`, such as `deepseek`: weights
-    are then written as that program's files hold them, and config.json says so in its `quantization_config`. config:
-    the rest of config.json; by default that of a model of transformers.
+    are then written as that program's files hold them, and config.json says so in its `quantization_config`; weights
+    that are cast on gather too, as the forward pass quantizes them. config: the rest of config.json; by default that of
+    a model of transformers.
 
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
     the files. Of tied weights only the first is written. Values that are not tensors are left out.
@@ -89,9 +91,9 @@ def export_safetensors(
     first = rank_of(process_group) == 0
     with noted(problems):
         library()
-        state = _state(model_or_state_dict)
-        theirs = _bindings(state, files, dtype)
-        split = _split(_items(state, dtype, rename, theirs, problems), max_shard_bytes)
+        state = state_of(model_or_state_dict)
+        theirs = bindings_of(state, files, dtype)
+        split = _split(items_of(state, dtype, rename, theirs, problems), max_shard_bytes)
         if first and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError(f"{folder} exists and is not empty: export into a new folder")
     described = repr([[(item.name, item.tensors) for item in file] for file in split])
@@ -126,7 +128,7 @@ def export_safetensors(
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
-def _state(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+def state_of(source: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name, each once: of several names of the same memory, the first."""
     state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
     tensors = {}
@@ -148,15 +150,13 @@ def _identity(value: Tensor) -> Any:
     return storage, plain.storage_offset(), tuple(value.shape), plain.stride()
 
 
-def _bindings(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype | None) -> list[Bound]:
+def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype | None) -> list[Bound]:
     """The binding of this name of each recipe of the model. Raises ValueError, LayoutError."""
     if files is None:
         return []
     if dtype is not None:
         raise ValueError(f"files={files!r} keeps weights quantized, and dtype={dtype} does not: pass one of them")
-    classes = {
-        type(local): None for local in map(meshes.local_of, state.values()) if isinstance(local, QuantizedTensor)
-    }
+    classes = {cls: None for cls in map(_class_of, state.values()) if cls is not None}
     found = recognize.chosen(files, recognize.bindings_of(classes))
     have = {one.cls.LAYOUT.layout_id for one in found}
     if lacking := [cls.LAYOUT.name for cls in classes if cls.LAYOUT.layout_id not in have]:
@@ -164,7 +164,7 @@ def _bindings(state: Mapping[str, Tensor], files: str | None, dtype: torch.dtype
     return found
 
 
-def _items(
+def items_of(
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     rename: Rename | None,
@@ -211,14 +211,23 @@ def _check(name: str, value: Tensor) -> None:
         )
 
 
-def _held(name: str, value: Tensor, theirs: list[Bound]) -> tuple[Held, ...]:
-    """The tensors that another program's files hold for a quantized weight; () for a plain one, and without a
-    binding."""
+def _class_of(value: Tensor) -> type[QuantizedTensor] | None:
+    """What a weight is quantized as, or as it is gathered; None for a plain one."""
     local = meshes.local_of(value)
-    if not theirs or not isinstance(local, QuantizedTensor):
+    if isinstance(local, CastOnGather):
+        return local.QUANTIZED
+    return type(local) if isinstance(local, QuantizedTensor) else None
+
+
+def _held(name: str, value: Tensor, theirs: list[Bound]) -> tuple[Held, ...]:
+    """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
+    one, and without a binding."""
+    local, cls = meshes.local_of(value), _class_of(value)
+    if not theirs or cls is None:
         return ()
-    one = next(one for one in theirs if one.cls.LAYOUT.layout_id == local.LAYOUT.layout_id)
-    if lacking := [plane for plane in one.binding.planes if plane not in local._planes]:
+    one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
+    lacking = [plane for plane in one.binding.planes if plane not in getattr(local, "_planes", one.binding.planes)]
+    if lacking and isinstance(local, QuantizedTensor):
         raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {local._label()}")
     return held(name, tuple(value.shape), one)
 
@@ -302,14 +311,22 @@ def _gather_file(
             writing.begin(path, tensors, {"format": "pt"} | ({OURS: json.dumps(described)} if described else {}))
 
 
+def whole_planes(item: Item, whole: Tensor) -> dict[str, Tensor]:
+    """The planes of a gathered weight; one that is cast on gather is quantized as a gather does it."""
+    if not isinstance(whole, QuantizedTensor):
+        cls = _class_of(item.value)
+        assert cls is not None
+        first = next(iter(cls.LAYOUT.sources))
+        whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
+    gathered_in_graphs.check_not_resharded(whole)
+    return {plane: whole._entries(plane) for plane in whole.planes()}
+
+
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
-        assert isinstance(whole, QuantizedTensor)
-        gathered_in_graphs.check_not_resharded(whole)
-        planes = {plane: whole._entries(plane).cpu() for plane in whole.planes()}
-        for one in item.held:
-            yield one.name, one.made(planes)
+        planes = {name: plane.cpu() for name, plane in whole_planes(item, whole).items()}
+        yield from ((one.name, one.made(planes)) for one in item.held)
         return
     if not isinstance(whole, QuantizedTensor):
         tensors = {item.name: whole}
