@@ -7,6 +7,7 @@ there, that every byte is checked before a live model is written, and that preci
 from layoutc.checkpoint.inspection import inspect as inspect
 from layoutc.checkpoint.loading import load as load
 from layoutc.checkpoint.safetensors.as_stored import quantize_as_stored as quantize_as_stored
+from layoutc.checkpoint.safetensors.convert import convert_safetensors as convert_safetensors
 from layoutc.checkpoint.safetensors.export import export_safetensors as export_safetensors
 from layoutc.checkpoint.safetensors.load import load_safetensors as load_safetensors
 from layoutc.checkpoint.safetensors.streaming import stream_export as stream_export

@@ -40,6 +40,7 @@ _FAMILIES = {
     "layout": ("show", "breaking"),
     "recipe": ("new", "test"),
     "estimate": ("estimate",),
+    "files": ("convert",),
     "measure": ("bench",),
 }
 

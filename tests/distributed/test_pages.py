@@ -79,6 +79,24 @@ class Transformer(nn.Module):
         return out
 
 
+class Engine:
+    """What serves a model, and is sent its weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def update(self, name: str, tensor: Tensor) -> None:
+        self.weights[name] = tensor
+
+
+def quantized_plain() -> nn.Module:
+    """A sharded model in fp8_block."""
+    model: Any = Transformer()
+    layoutc.quantize_(model, "fp8_block")
+    sharded: nn.Module = fully_shard(model)
+    return sharded
+
+
 def names() -> dict[str, Any]:
     """What blocks use and do not define."""
     torch.manual_seed(0)
@@ -89,6 +107,7 @@ def names() -> dict[str, Any]:
     plain: Any = fully_shard(Transformer())
     checkpoint.save({"model": plain.state_dict()}, "run/bf16")
     checkpoint.export_safetensors(plain, "llama")
+    checkpoint.export_safetensors(quantized_plain(), "DeepSeek-V3", files="deepseek")
     layoutc.quantize_(model, "fp8_block")
     for layer in model.layers:
         fully_shard(layer)
@@ -101,7 +120,7 @@ def names() -> dict[str, Any]:
     found = {"Transformer": Transformer, "config": None, "model": model, "optimizer": optimizer, "x": x}
     found |= {"experts": experts, "tokens": torch.randn(6, 128), "offsets": torch.tensor([4, 6], dtype=torch.int32)}
     found |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
-    return found | {"torch": torch, "F": F, "layoutc": layoutc, "fully_shard": fully_shard}
+    return found | {"torch": torch, "F": F, "layoutc": layoutc, "fully_shard": fully_shard, "engine": Engine()}
 
 
 def runs(page: Path, folder: Path) -> None:
@@ -125,8 +144,13 @@ def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "sh")], ids=lambda page: page.name)
-def test_commands(page: Path, tmp_path: Path) -> None:
+def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """layoutc's own, and those that start a program of the page."""
+    if page.name == "files.md":
+        monkeypatch.chdir(tmp_path)
+        model = Transformer()
+        layoutc.quantize_(model, "fp8_block")
+        checkpoint.export_safetensors(model, "DeepSeek-V3", files="deepseek")
     for block in of_page(page, "python"):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, load_safetensors, quantize_as_stored, stream_export
+from layoutc.checkpoint import (
+    convert_safetensors,
+    export_safetensors,
+    inspect,
+    load_safetensors,
+    quantize_as_stored,
+    stream_export,
+)
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -409,3 +416,93 @@ def test_nn_linear_alone_counts_as_a_module_that_stays_plain(written: Callable[[
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert isinstance(model.lm_head, nn.Linear)
+
+
+# ------------------------------------------------------------------------------------------------------ without a model
+@pytest.mark.parametrize("folder", ["deepseek", "gpt_oss", "mxfp4", "mxfp8", "block"])
+def test_a_folder_converts_to_what_others_read(folder: str, written: Callable[[str], Path], tmp_path: Path) -> None:
+    """The values of each weight are those that the format's own package gives, and a model loads them as they are."""
+    source = {"gpt_oss": "mxfp4_gpt_oss/gpt_oss"}.get(folder)
+    done = convert_safetensors(
+        written(folder), tmp_path / "out", dtype=torch.float32, source_files=source, max_shard_bytes=300_000
+    )
+    assert len(done.files) > 1
+    assert not done.quantized
+    theirs, plain = as_others_read(folder, written(folder), torch.float32), model_of(folder).float()
+    if folder != "deepseek":  # whose files have an expert a tensor
+        load_safetensors(plain, tmp_path / "out")
+        assert all(torch.equal(one, dict(theirs.named_parameters())[name]) for name, one in plain.named_parameters())
+    else:
+        expected = deepseek_names(dict(theirs.state_dict()))
+        found = tensors_in(tmp_path / "out")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(one.float(), expected[name]) for name, one in found.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def deepseek_names(state: Tensors) -> Tensors:
+    """Stacked experts under the names of their files."""
+    tensors = {}
+    for name, value in state.items():
+        if value.dim() == 3:
+            for expert, w in enumerate(value):
+                for part, rows in zip(*_parts(name, w), strict=True):
+                    tensors[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = rows
+        else:
+            tensors[name] = value
+    return tensors
+
+
+def test_the_same_layout_moves_its_bytes_to_another_binding_and_back(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kinds = [entry.kind for entry in inspect(written("deepseek")).entries]
+    assert kinds.count("fp8_block/deepseek") == sum(
+        name.endswith("_scale_inv") for name in tensors_in(written("deepseek"))
+    )
+    done = convert_safetensors(written("deepseek"), tmp_path / "a", files="fp8_block/compressed_tensors")
+    assert not done.left
+    assert sorted(done.quantized) == sorted(
+        name.removesuffix("_scale_inv") for name in tensors_in(written("deepseek")) if name.endswith("_scale_inv")
+    )
+    convert_safetensors(tmp_path / "a", tmp_path / "b", files="fp8_block/deepseek")
+    assert same_files(written("deepseek"), tmp_path / "b")
+
+
+def test_plain_matrices_are_quantized_as_a_model_would(written: Callable[[str], Path], tmp_path: Path) -> None:
+    """By name; the same bytes as a quantized model's export, also from the command line."""
+    from click.testing import CliRunner
+
+    from layoutc.cli.app import main
+
+    model = model_of("mxfp8")
+    export_safetensors(model, tmp_path / "plain", config={"model_type": "llama"})
+    options = ["--files", "mxfp8/compressed_tensors", "--match", "*_proj.weight", "--json"]
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "plain"), str(tmp_path / "a"), *options])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["quantized"]) == 7
+    layoutc.quantize_(model, "mxfp8", param_filter=["*_proj.weight"])
+    export_safetensors(model, tmp_path / "b", files="compressed_tensors")
+    assert same_files(tmp_path / "a", tmp_path / "b")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_what_can_not_be_converted_says_why_and_leaves_nothing(written: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments, message in (
+        ({"files": "mxfp4/compressed_tensors"}, r"is a stack of experts"),
+        ({"files": "compressed_tensors"}, r"several recipes have such files: choose one of"),
+        ({"dtype": torch.bfloat16}, r"may be files of several recipes: say which, of mxfp4/gpt_oss, mxfp4_gpt_oss"),
+    ):
+        options: Any = {"source_files": "mxfp4/gpt_oss"} if "files" in arguments else {}
+        with pytest.raises(LayoutError, match=message):
+            convert_safetensors(written("gpt_oss"), out, **arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"no tensor is named like 'nothing'"):
+        convert_safetensors(written("block"), out, files="fp8_block/deepseek", match=["nothing"])
+    with pytest.raises(LayoutError, match=r"layernorm.weight is F32 of \[192\]: `match` takes"):
+        convert_safetensors(written("block"), out, files="fp8_block/deepseek", match=["*norm.weight"])
+    with pytest.raises(ValueError, match=r"pass files= for quantized weights, or dtype="):
+        convert_safetensors(written("block"), out)
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from layoutc.checkpoint.safetensors import places
 from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.facts import BoundPlane
-from layoutc.runtime.bindings.names import parts_of, tensor_name
+from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
@@ -140,26 +140,32 @@ def _place(about: str, pattern: BoundPlane, plane: Facts, matrices: int | None) 
 
 
 class Found(NamedTuple):
-    """A weight in files: the source of each plane, and the names of all tensors that belong to it."""
+    """A weight in files: its shape, the source of each plane, and the names of all tensors that belong to it."""
 
     bound: Bound
+    shape: tuple[int, ...]
     planes: Mapping[str, BoundSource]
     tensors: frozenset[str]
 
 
-def find(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored]) -> Found | None:
-    """The weight of this name and shape in the files, if they hold it quantized by this binding.
+def find(
+    name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, Stored], *, whole: bool = False
+) -> Found | None:
+    """The weight of this name and shape in the files, if they hold it quantized by this binding. whole: not in parts.
 
     Raises LayoutError if tensors are missing, or have other shapes or dtypes than the binding says.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
+    if whole:
+        binding = binding._replace(parts=())
+        bound = bound._replace(binding=binding)
     named = parts_of(binding, name, prod(shape[:-2]) if len(shape) > 2 else None)
     scales = [pattern.name for plane, pattern in binding.planes.items() if "data" not in plane]
     if len(shape) < 2 or not any(tensor_name(pattern, part) in tensors for pattern in scales for part in named):
         return None
     about = f"{name} in files of {bound.label}"
     parameters, each, matrices = _parts(about, name, shape, bound)
-    whole, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
+    facts, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
     found, names = {}, set[str]()
     for plane, pattern in binding.planes.items():
         parts = []
@@ -172,10 +178,32 @@ def find(name: str, shape: tuple[int, ...], bound: Bound, tensors: Mapping[str, 
             parts.append((stored, place))
             names.add(tensor)
         shared = layout.stored[plane].rows_per_value is None
-        found[plane] = BoundSource(f"{plane} of {name}", whole[plane], tuple(parts), shared)
+        found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared)
     beside = [*binding.ignored, *((binding.shape[0],) if binding.shape else ())]
     names |= {tensor_name(pattern, parameter) for pattern in beside for parameter in parameters}
-    return Found(bound, found, frozenset(names))
+    return Found(bound, shape, found, frozenset(names))
+
+
+def weights_in(bound: Bound, tensors: Mapping[str, Stored]) -> dict[str, Found]:
+    """All weights that the files hold quantized by a binding, by name, in the order of their scales.
+
+    Raises LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says.
+    """
+    layout, planes = bound.cls.LAYOUT, bound.binding.planes
+    data = next(plane for plane in planes if plane.endswith("_data"))
+    scale = next(plane for plane in planes if plane.endswith("_scale"))
+    found = {}
+    for tensor in tensors:
+        name = parameter_name(planes[scale].name, tensor)
+        stored = tensors.get(tensor_name(planes[data].name, name)) if name else None
+        if name is None or stored is None:
+            continue
+        shape = places.weight_shape(planes[data], stored.shape, layout.stored[data].columns_per_value or 1)
+        weight = find(name, shape, bound, tensors, whole=True) if shape else None
+        if weight is None:
+            raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
+        found[name] = weight
+    return found
 
 
 class Fit(NamedTuple):

@@ -23,10 +23,10 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import Held, held
-from layoutc.checkpoint.safetensors.files import DTYPES, INDEX, OURS, SINGLE, library
+from layoutc.checkpoint.safetensors.files import DTYPES, OURS, SINGLE, library
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.checkpoint.safetensors.writing import Writing, write_config
+from layoutc.checkpoint.safetensors.writing import Planned, Writing, write_config, write_index
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -359,13 +359,8 @@ def _description(name: str, whole: QuantizedTensor, made: Mapping[str, Tensor]) 
 def _finish(partly: Path, folder: Path, names: Sequence[str], files: Sequence[Sequence[Item]]) -> None:
     """Writes the index, if there are several files, and gives the folder its name."""
     if len(files) > 1:
-        where = {
-            tensor: name for name, file in zip(names, files, strict=True) for item in file for tensor in item.tensors
-        }
-        total = sum(item.nbytes for file in files for item in file)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (partly / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        sync(partly / INDEX)
+        tensors = ([Planned(*one) for item in file for one in item.tensors.items()] for file in files)
+        write_index(partly, dict(zip(names, tensors, strict=True)))
     sync(partly)
     os.replace(partly, folder)  # which is empty, if it exists
     sync(folder.parent)

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.checkpoint.common.entries import EntryFacts, entry_of
-from layoutc.checkpoint.safetensors.files import DTYPES, Stored, read_folder
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors.bound import Found, weights_in
+from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored, read_folder
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.stored_form import FORMAT, is_facts
 
 
@@ -22,15 +25,45 @@ def entries(folder: Path) -> tuple[EntryFacts, ...]:
         contents = read_folder(folder)
     except FileNotFoundError as error:
         raise LayoutError(str(error)) from error
+    theirs = _of_others(folder, contents)
+    of_weights = {tensor: name for name, found in theirs.items() for tensor in found.tensors}
     owners = {f"{name}.{plane}": name for name, entry in contents.described.items() for plane in entry["planes"]}
     facts: dict[str, EntryFacts] = {}
     for tensor in sorted(contents.tensors.values(), key=lambda tensor: (tensor.path.name, tensor.begin)):
-        if (name := owners.get(tensor.name)) is None:
+        if (weight := of_weights.get(tensor.name)) is not None:
+            facts[weight] = facts.get(weight) or _held(weight, theirs[weight])
+        elif (name := owners.get(tensor.name)) is None:
             facts[tensor.name] = _plain(tensor)
         elif name not in facts:
             planes = [contents.tensors[f"{name}.{plane}"] for plane in contents.described[name]["planes"]]
             facts[name] = _quantized(name, contents.described[name], planes)
     return tuple(facts.values())
+
+
+def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
+    """The weights that another program's files hold quantized, by the binding that config.json tells of; none if no
+    installed recipe has one that fits."""
+    if not (config := recognize.quantization_config(folder)):
+        return {}
+    for one in recognize.recognized(config, recognize.installed()):
+        try:
+            if found := weights_in(one, contents.tensors):
+                return found
+        except LayoutError:
+            continue
+    return {}
+
+
+def _held(name: str, found: Found) -> EntryFacts:
+    """A weight by a binding, which is its kind."""
+    cls = found.bound.cls
+    header = stored_form.describe(cls.LAYOUT) | {
+        "recipe": found.bound.label,
+        "planes": list(found.planes),
+        "orientations": [next(iter(cls.LAYOUT.sources))],
+    }
+    stored = sum(part.end - part.begin for plane in found.planes.values() for part, _ in plane.parts)
+    return entry_of(name, found.shape, "bfloat16", [header], 1, stored)
 
 
 def _plain(tensor: Stored) -> EntryFacts:

@@ -73,6 +73,26 @@ def _split(stated: Sequence[int], whole: int, matrices: int) -> tuple[int, ...]:
     return tuple(whole // known if size == REST else matrices if size == MATRICES else size for size in stated)
 
 
+def weight_shape(bound: BoundPlane, stored: Sequence[int], per_entry: float) -> tuple[int, ...] | None:
+    """The shape of the weight whose codes a file's tensor of this shape holds; None if no weight's do.
+
+    per_entry: the codes in an entry of the plane.
+    """
+    if not stored or len(stored) not in (len(bound.order), len(bound.order) - (MATRICES in bound.rows)):
+        return None
+    values = [*stored[:-1], stored[-1] * 8 * _width(bound.dtype) // bound.bits]
+    sizes = [*bound.rows, *bound.columns]
+    stacked = len(stored) == len(bound.order)
+    kept = [i for i in bound.order if stacked or sizes[i] != MATRICES]
+    if any(sizes[i] > 0 and sizes[i] != value and i != kept[-1] for i, value in zip(kept, values, strict=True)):
+        return None
+    dims = dict(zip(kept, values, strict=True))
+    rows = [dims[i] for i in range(len(bound.rows)) if i in dims and sizes[i] != MATRICES]
+    columns = [dims[i] for i in range(len(bound.rows), len(sizes))]
+    lead = (dims[sizes.index(MATRICES)],) if stacked and MATRICES in bound.rows else ()
+    return (*lead, prod(rows), round(prod(columns) * (1 if bound.bits < 8 else per_entry)))
+
+
 # ----------------------------------------------------------------------------------------------------------------- read
 def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
     """Entries rows x columns of the plane, of the plane's dtype. fetch: gives a box of the file's tensor."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.folders import sync
-from layoutc.checkpoint.safetensors.files import library
+from layoutc.checkpoint.safetensors.files import INDEX, OF_OTHERS, library
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
 
 
 class Writing:
@@ -48,6 +51,51 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     library().save_file(tensors, path, metadata=metadata)
     path.chmod(mode)
     sync(path)
+
+
+class Planned(NamedTuple):
+    """A tensor that a file will hold, before it is made."""
+
+    name: str
+    facts: Facts
+
+
+def write_streamed(path: Path, planned: Sequence[Planned], made: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes a file of safetensors with one tensor in memory at a time. made: all that is planned, in any order.
+
+    As the library does, wider dtypes come first, so that every tensor is aligned. Raises LayoutError for a tensor that
+    is not as planned, OSError if writing fails.
+    """
+    names = {dtype: name for name, dtype in OF_OTHERS.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for one in sorted(planned, key=lambda one: (-one.facts.dtype.itemsize, one.name)):
+        span = [end, end := end + one.facts.nbytes]
+        header[one.name] = {"dtype": names[one.facts.dtype], "shape": list(one.facts.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    left = {one.name: one.facts for one in planned}
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in made:
+            if (facts := left.pop(name, None)) != Facts(tuple(tensor.shape), tensor.dtype):
+                raise LayoutError(f"{name} is {tensor.dtype} of {list(tensor.shape)}, not {facts} as planned")
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.truncate(8 + len(text) + end)
+        file.flush()
+        os.fsync(file.fileno())
+    if left:
+        raise LayoutError(f"{next(iter(left))} was planned, and not made")
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
+    """Writes the index of several files."""
+    where = {one.name: file for file, planned in files.items() for one in planned}
+    total = sum(one.facts.nbytes for planned in files.values() for one in planned)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    sync(folder / INDEX)
 
 
 def write_config(

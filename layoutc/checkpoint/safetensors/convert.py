@@ -1,0 +1,287 @@
+"""Converts a folder of safetensors between bindings, or to plain values: with one weight in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors.bound import Found, held, weights_in
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, SINGLE, Contents, Slices, Stored, library, read_folder
+from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
+from layoutc.checkpoint.safetensors.writing import Planned, write_index, write_streamed
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+from layoutc.runtime.quantize import weights
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+class Converted(NamedTuple):
+    """The files that a conversion wrote, the weights that are quantized in them, and the tensors that it left out."""
+
+    files: tuple[str, ...]
+    quantized: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+class Job(NamedTuple):
+    """A weight or a plain tensor: what is written for it."""
+
+    name: str
+    source: Found | Stored
+    into: Bound | None  # None: plain values
+    tensors: tuple[Planned, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
+        return sum(one.facts.nbytes for one in self.tensors)
+
+
+@torch.no_grad()
+def convert_safetensors(
+    source: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    files: str | None = None,
+    dtype: torch.dtype | None = None,
+    match: Sequence[str] = (),
+    source_files: str | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> Converted:
+    """Writes a folder of safetensors anew, as another program holds it; in one process, without a model.
+
+    files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
+    quantized, as torch.bfloat16. Weights that the source holds in the same layout keep their bytes; others are
+    dequantized, and quantized in the recipe. match: patterns of names, as fnmatch reads them, of plain tensors of two
+    dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default the
+    one that its config.json tells of.
+
+    Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
+    since programs differ in what such a stack is. Tensors beside weights that only the source's program reads, such as
+    scales of activations, are left out, and named in the result. Other files of the source are not copied.
+
+    Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
+    LayoutError or ValueError before anything is written.
+    """
+    if (files is None) == (dtype is None):
+        raise ValueError("pass files= for quantized weights, or dtype= for plain ones")
+    if dtype is not None and (match or not dtype.is_floating_point):
+        raise ValueError(f"match= goes with files=, and dtype= is floating point, not {dtype}")
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
+    library()
+    path, out = Path(source), Path(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not empty: convert into a new folder")
+    contents, every = read_folder(path), recognize.installed()
+    into = _one(recognize.chosen(files, every)) if files is not None else None
+    found = _quantized(path, contents, every, source_files, into)
+    jobs = _jobs(contents, found, into, dtype, match)
+    partly = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partly"
+    partly.mkdir(parents=True)
+    try:
+        names = _write(partly, jobs, contents, dtype, max_shard_bytes)
+        plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
+        _write_config(path, partly, into, plain)
+        sync(partly)
+        os.replace(partly, out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(partly, ignore_errors=True)
+    taken = {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
+    left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
+    return Converted(tuple(names), tuple(job.name for job in jobs if job.into is not None), tuple(left))
+
+
+def _one(bound: Sequence[Bound]) -> Bound:
+    if len(bound) > 1:
+        raise LayoutError(f"several recipes have such files: choose one of {', '.join(one.label for one in bound)}")
+    return bound[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+def _quantized(
+    path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Bound | None
+) -> dict[str, Found]:
+    """The weights that the source holds quantized, by the binding that it has. Raises LayoutError."""
+    if contents.described:
+        raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
+    config = recognize.quantization_config(path)
+    told = recognize.chosen(files, every) if files is not None else recognize.recognized(config, every)
+    if not told:
+        if config:
+            labels = ", ".join(sorted(one.label for one in every))
+            raise LayoutError(
+                f"{path}: config.json has a quantization_config that no installed recipe knows: {dict(config)}. Known "
+                f"are {labels}"
+            )
+        return {}
+    fits, refused = list[dict[str, Found]](), list[LayoutError]()
+    target = into.cls.LAYOUT.layout_id if into is not None else ""
+    for one in sorted(told, key=lambda one: one.cls.LAYOUT.layout_id != target):  # first the one whose bytes are kept
+        try:
+            if found := weights_in(one, contents.tensors):
+                fits.append(found)
+        except LayoutError as error:
+            refused.append(error)
+    if not fits:
+        raise refused[0] if refused else LayoutError(f"{path} holds no weight in files of {told[0].label}")
+    bound = [next(iter(found.values())).bound for found in fits]
+    if any(dict(one.binding.planes) != dict(bound[0].binding.planes) for one in bound):
+        labels = ", ".join(one.label for one in bound)
+        raise LayoutError(f"{path} may be files of several recipes: say which, of {labels} (source_files, --from)")
+    return fits[0]
+
+
+def _jobs(
+    contents: Contents,
+    found: Mapping[str, Found],
+    into: Bound | None,
+    dtype: torch.dtype | None,
+    match: Sequence[str],
+) -> list[Job]:
+    """What is written, in the order of names. Raises LayoutError for what the target can't hold."""
+    of_weights = {tensor for weight in found.values() for tensor in weight.tensors}
+    jobs = [_weight(name, weight, weight.shape, into, dtype) for name, weight in found.items()]
+    for name, stored in contents.tensors.items():
+        if name in of_weights:
+            continue
+        if stored.dtype not in OF_OTHERS:
+            raise LayoutError(f"{name} is {stored.dtype}, which torch has no dtype for")
+        facts = Facts(stored.shape, OF_OTHERS[stored.dtype])
+        chosen = into is not None and any(fnmatchcase(name, pattern) for pattern in match)
+        if chosen and (len(facts.shape) != 2 or facts.dtype not in weights.FLOATS):
+            raise LayoutError(
+                f"{name} is {stored.dtype} of {list(stored.shape)}: `match` takes F32, BF16, F16 of two dims"
+            )
+        if chosen:
+            jobs.append(_weight(name, stored, stored.shape, into, dtype))
+        else:
+            jobs.append(Job(name, stored, None, (Planned(name, facts),)))
+    if unused := [pattern for pattern in match if not any(fnmatchcase(job.name, pattern) for job in jobs)]:
+        raise LayoutError(f"no tensor is named like {unused[0]!r}")
+    taken: dict[str, str] = {}
+    for job in jobs:
+        for tensor in job.tensors:
+            if tensor.name in taken:
+                raise LayoutError(f"{job.name} and {taken[tensor.name]} would both be named {tensor.name}")
+            taken[tensor.name] = job.name
+    return sorted(jobs, key=lambda job: job.name)
+
+
+def _weight(
+    name: str, source: Found | Stored, shape: tuple[int, ...], into: Bound | None, dtype: torch.dtype | None
+) -> Job:
+    if into is None:
+        assert dtype is not None
+        return Job(name, source, None, (Planned(name, Facts(shape, dtype)),))
+    if len(shape) > 2 and not (isinstance(source, Found) and source.bound.binding.planes == into.binding.planes):
+        raise LayoutError(
+            f"{name} is a stack of experts, which no other binding is known to hold alike: load and export it"
+        )
+    try:
+        into.cls.LAYOUT.check_shape(shape, name)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error
+    alone = into._replace(binding=into.binding._replace(parts=()))
+    return Job(name, source, into, tuple(Planned(one.name, one.facts) for one in held(name, shape, alone)))
+
+
+def _is_linear(job: Job) -> bool:
+    """A guess by name and dims, since files don't say what a module is; more names in such a list do no harm."""
+    shape = job.tensors[0].facts.shape
+    return len(shape) == 2 and job.name.endswith(".weight") and "norm" not in job.name and "embed" not in job.name
+
+
+# ---------------------------------------------------------------------------------------------------------------- write
+def _write(folder: Path, jobs: Sequence[Job], contents: Contents, dtype: torch.dtype | None, limit: int) -> list[str]:
+    split: list[list[Job]] = [[]]
+    used = 0
+    for job in jobs:
+        if split[-1] and used + job.nbytes > limit:
+            split.append([])
+            used = 0
+        split[-1].append(job)
+        used += job.nbytes
+    names = [SINGLE]
+    if len(split) > 1:
+        names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
+    planned = [[one for job in some for one in job.tensors] for some in split]
+    with Slices() as slices:
+        for name, some, tensors in zip(names, split, planned, strict=True):
+            made = (tensor for job in some for tensor in _made(job, slices, dtype))
+            write_streamed(folder / name, tensors, made)
+    if len(split) > 1:
+        write_index(
+            folder,
+            {name: [one for job in some for one in job.tensors] for name, some in zip(names, split, strict=True)},
+        )
+    return names
+
+
+def _made(job: Job, slices: Slices, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one weight."""
+    if isinstance(job.source, Stored):
+        plain = slices.read(job.source, ())
+        if job.into is None:
+            yield job.name, plain
+            return
+        planes = _planes(job.into, plain)
+    else:
+        fetch = slices.read
+        stored = {
+            name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in job.source.planes.items()
+        }
+        if job.into is not None and job.source.bound.cls.LAYOUT.layout_id == job.into.cls.LAYOUT.layout_id:
+            planes = stored
+        else:
+            values = _values(job.source, stored, torch.float32 if dtype is None else dtype)
+            if job.into is None:
+                yield job.name, values
+                return
+            planes = _planes(job.into, values)
+    alone = job.into._replace(binding=job.into.binding._replace(parts=()))
+    for one in held(job.name, job.source.shape, alone):
+        yield one.name, one.made(planes)
+
+
+def _values(found: Found, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """What a weight's planes stand for."""
+    cls = found.bound.cls
+    sources = cls.LAYOUT.sources
+    given = next(name for name, needed in sources.items() if set(needed) <= planes.keys())
+    viewed = {name: plane.contiguous().view(cls.LAYOUT.dtypes[name]) for name, plane in planes.items()}
+    whole: QuantizedTensor = cls(viewed, found.shape, dtype, orientations=(given,))
+    return whole.dequantize(dtype)
+
+
+def _planes(into: Bound, values: Tensor) -> dict[str, Tensor]:
+    first = next(iter(into.cls.LAYOUT.sources))
+    return weights.quantize(into.cls, values.contiguous(), orientations=(first,)).planes()
+
+
+def _write_config(source: Path, folder: Path, into: Bound | None, plain: Sequence[str]) -> None:
+    """config.json of the source, with the quantization_config of the target."""
+    path = source / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config.pop("quantization_config", None)
+    if into is not None:
+        wanted = dict(into.binding.config)
+        if into.binding.plain:
+            wanted[into.binding.plain] = sorted(name.removesuffix(".weight") for name in plain)
+        config["quantization_config"] = wanted
+    if config:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        sync(folder / CONFIG)

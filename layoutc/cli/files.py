@@ -1,0 +1,72 @@
+"""The command that rewrites files of models: convert."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from layoutc.cli.shared import refuse
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", metavar="DST", type=click.Path(path_type=Path))
+@click.option("--files", metavar="RECIPE/BINDING", help="What to write, such as mxfp8/compressed_tensors.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Instead: plain values of weights that are quantized.")
+@click.option("--match", multiple=True, metavar="PATTERN", help="Names of plain matrices to quantize as well.")
+@click.option("--from", "source_files", metavar="RECIPE/BINDING", help="What SRC holds.  [default: by its config.json]")
+@click.option("--json", "as_json", is_flag=True, help="What was written, as one JSON object.")
+def convert(
+    source: Path,
+    folder: Path,
+    files: str | None,
+    dtype: str | None,
+    match: tuple[str, ...],
+    source_files: str | None,
+    as_json: bool,
+) -> None:
+    """Rewrite a folder of safetensors as another program holds it, one weight at a time, without a model.
+
+    `layoutc show RECIPE --files` prints the bindings of a recipe. Weights of the same layout keep their bytes.
+
+    \b
+    layoutc convert DeepSeek-V3 plain --dtype bfloat16
+    layoutc convert Llama-3-8B served --files mxfp8/compressed_tensors --match "*_proj.weight"
+    layoutc convert DeepSeek-V3 served --files fp8_block/compressed_tensors
+    """
+    if (files is None) == (dtype is None):
+        refuse("say what to write: --files RECIPE/BINDING, or --dtype")
+    if dtype is not None and match:
+        refuse("--match chooses what --files quantizes; --dtype quantizes nothing")
+    try:
+        import torch
+
+        from layoutc.checkpoint import convert_safetensors
+        from layoutc.runtime.errors import LayoutError
+    except ImportError as error:
+        raise click.UsageError(f"`layoutc convert` needs torch: {error}") from error
+    try:
+        done = convert_safetensors(
+            source,
+            folder,
+            files=files,
+            dtype=getattr(torch, dtype) if dtype else None,
+            match=match,
+            source_files=source_files,
+        )
+    except (LayoutError, ValueError, OSError, ImportError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(done._asdict()))
+        return
+    what = f"{len(done.quantized)} weights quantized" if files else "no weight quantized"
+    click.echo(f"{folder}: {', '.join(done.files)}; {what}", err=True)
+    if done.left:
+        shown = ", ".join(done.left[:4]) + (f" and {len(done.left) - 4} more" if len(done.left) > 4 else "")
+        click.echo(f"left out, since only the source's program reads them: {shown}", err=True)
