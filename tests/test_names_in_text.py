@@ -112,7 +112,7 @@ def check(span: str, path: Path) -> None:
         return
     if re.search(r"[{}<>]", span) or EXAMPLES.search(span):
         return
-    if span == "layoutc.json":  # of a checkpoint
+    if span in ("layoutc.json", "config.json"):  # of checkpoints
         return
     if FILE.fullmatch(span):
         places = (

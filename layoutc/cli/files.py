@@ -14,9 +14,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
 @click.argument("folder", metavar="DST", type=click.Path(path_type=Path))
-@click.option("--files", metavar="RECIPE/BINDING", help="What to write, such as mxfp8/compressed_tensors.")
+@click.option("--files", metavar="RECIPE/BINDING", help="What to write; `layoutc show RECIPE --files` lists bindings.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Instead: plain values of weights that are quantized.")
 @click.option("--match", multiple=True, metavar="PATTERN", help="Names of plain matrices to quantize as well.")
 @click.option("--from", "source_files", metavar="RECIPE/BINDING", help="What SRC holds.  [default: by its config.json]")
@@ -43,11 +43,11 @@ def convert(
         refuse("say what to write: --files RECIPE/BINDING, or --dtype")
     if dtype is not None and match:
         refuse("--match chooses what --files quantizes; --dtype quantizes nothing")
+    if not source.is_dir():
+        refuse(f"{source} is no folder")
     try:
-        import torch
-
         from layoutc.checkpoint import convert_safetensors
-        from layoutc.runtime.errors import LayoutError
+        from layoutc.checkpoint.inspection import LayoutError
     except ImportError as error:
         raise click.UsageError(f"`layoutc convert` needs torch: {error}") from error
     try:
@@ -55,7 +55,7 @@ def convert(
             source,
             folder,
             files=files,
-            dtype=getattr(torch, dtype) if dtype else None,
+            dtype=dtype,
             match=match,
             source_files=source_files,
         )

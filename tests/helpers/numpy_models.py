@@ -55,8 +55,9 @@ def recipe_layout(name: str) -> Layout:
 
 
 def variant(name: str, edit: Callable[[dict[str, Any]], None]) -> Layout:
-    """The layout of a recipe in specs/ after an edit of its parsed YAML."""
+    """The layout of a recipe in specs/ after an edit of its parsed YAML, without its bindings."""
     data = yaml.safe_load((SPECS / f"{name}.yaml").read_text(encoding="utf-8"))
+    data.pop("files", None)
     edit(data)
     return layout_of(yaml.safe_dump(data, sort_keys=False, width=200), data["name"])
 

@@ -32,7 +32,8 @@ def text_of(name: str, edit: Edit | None = None, rename: str | None = None) -> s
     if rename:
         data["name"] = rename
     if edit:
-        edit(data)
+        data.pop("files", None)  # which an edit may not fit
+    edit(data)
     return yaml.safe_dump(data, sort_keys=False)
 
 

@@ -55,7 +55,7 @@ def convert_safetensors(
     folder: str | PathLike[str],
     *,
     files: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     match: Sequence[str] = (),
     source_files: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
@@ -63,10 +63,10 @@ def convert_safetensors(
     """Writes a folder of safetensors anew, as another program holds it; in one process, without a model.
 
     files: the binding to write, such as `mxfp8/compressed_tensors`; or dtype: plain values of weights that are
-    quantized, as torch.bfloat16. Weights that the source holds in the same layout keep their bytes; others are
-    dequantized, and quantized in the recipe. match: patterns of names, as fnmatch reads them, of plain tensors of two
-    dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default the
-    one that its config.json tells of.
+    quantized, as torch.bfloat16 or its name. Weights that the source holds in the same layout keep their bytes; others
+    are dequantized, and quantized in the recipe. match: patterns of names, as fnmatch reads them, of plain tensors of
+    two dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default
+    the one that its config.json tells of.
 
     Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
     since programs differ in what such a stack is. Tensors beside weights that only the source's program reads, such as
@@ -75,10 +75,12 @@ def convert_safetensors(
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
     LayoutError or ValueError before anything is written.
     """
+    if isinstance(dtype, str):
+        dtype = {str(one).removeprefix("torch."): one for one in weights.FLOATS}.get(dtype, torch.uint8)
     if (files is None) == (dtype is None):
         raise ValueError("pass files= for quantized weights, or dtype= for plain ones")
-    if dtype is not None and (match or not dtype.is_floating_point):
-        raise ValueError(f"match= goes with files=, and dtype= is floating point, not {dtype}")
+    if dtype is not None and (match or dtype not in weights.FLOATS):
+        raise ValueError("match= goes with files=, and dtype= is float32, bfloat16 or float16")
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     library()
