@@ -33,7 +33,7 @@ def text_of(name: str, edit: Edit | None = None, rename: str | None = None) -> s
         data["name"] = rename
     if edit:
         data.pop("files", None)  # which an edit may not fit
-    edit(data)
+        edit(data)
     return yaml.safe_dump(data, sort_keys=False)
 
 
