@@ -145,7 +145,7 @@ def floor_power_of_two(x: Tensor) -> Tensor:
 
 def _lane(bits: int) -> torch.dtype:
     """The integer that holds a group of packed codes."""
-    return torch.int32 if bits < 32 else torch.int64
+    return torch.uint8 if bits == 8 else torch.int32 if bits < 32 else torch.int64
 
 
 def pack(codes: Tensor, bits: int, low_first: bool) -> Tensor:

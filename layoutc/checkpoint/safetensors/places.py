@@ -16,6 +16,7 @@ from layoutc.runtime.facts import Facts
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 Range = tuple[int, int]
+AT_A_TIME = 1 << 22  # bytes of packed codes that are rearranged at a time
 
 
 class Place(NamedTuple):
@@ -95,7 +96,33 @@ def weight_shape(bound: BoundPlane, stored: Sequence[int], per_entry: float) -> 
 
 # ----------------------------------------------------------------------------------------------------------------- read
 def read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Entries rows x columns of the plane, of the plane's dtype. fetch: gives a box of the file's tensor."""
+    """Entries rows x columns of the plane, of the plane's dtype. fetch: gives a box of the file's tensor.
+
+    Codes that are packed anew take several times their bytes on the way, so they are read some rows at a time.
+    """
+    each = _rows_at_a_time(at, columns)
+    if rows[1] - rows[0] <= each:
+        return _read(at, rows, columns, fetch)
+    out = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=at.plane.dtype)
+    for first in range(rows[0] // each * each, rows[1], each):
+        part = max(first, rows[0]), min(first + each, rows[1])
+        out[part[0] - rows[0] : part[1] - rows[0]] = _read(at, part, columns, fetch)
+    return out
+
+
+def _rows_at_a_time(at: Place, columns: Range) -> int:
+    """So many rows of a plane that they make AT_A_TIME bytes, and end where the inner dims of its rows do."""
+    if not at.packs or not at.rows:
+        return max(1, at.plane.shape[0])
+    wanted, rows = max(1, AT_A_TIME // max(1, columns[1] - columns[0])), 1
+    for size in reversed(at.rows):
+        if rows * size > wanted and rows > 1:
+            return rows * max(1, wanted // rows)
+        rows *= size
+    return rows
+
+
+def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
     plane, bound = at.plane, at.bound
     if len(plane.shape) == 1 or bound.scalar:
         return _undone(bound, _as(fetch(()).reshape(1), plane.dtype)).reshape(plane.shape)
@@ -192,8 +219,24 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
     if len(at.plane.shape) == 1 or bound.scalar:
         return values.reshape(at.shape).clone()
     if at.packs:
-        values = num.unpack(values.contiguous(), bound.bits, low_first=bound.plane_low_first)
+        return _packed_anew(at, values).reshape(-1).view(dtype).reshape(at.shape)
     values = values.reshape((*at.rows, *at.columns)).permute(bound.order).contiguous()
-    if at.packs:
-        values = num.pack(values, bound.bits, low_first=bound.low_first)
     return values.reshape(-1).view(dtype).reshape(at.shape).clone()
+
+
+def _packed_anew(at: Place, plane: Tensor) -> Tensor:
+    """The bytes of the file's tensor, where codes share bytes with others than in the plane: some rows at a time."""
+    bound, inner = at.bound, prod(at.rows[1:])
+    sizes = (*at.rows, *at.columns)
+    out = plane.new_empty([sizes[i] for i in bound.order[:-1]] + [sizes[bound.order[-1]] * bound.bits // 8])
+    outermost, whole = bound.order.index(0), sizes[0]
+    each = max(1, AT_A_TIME // max(1, inner * plane.shape[1]))
+    if outermost == len(bound.order) - 1:  # the dim that is packed, which can't be cut anywhere
+        each = whole
+    for first in range(0, whole, each):
+        count = min(each, whole - first)
+        rows = plane[first * inner : (first + count) * inner].contiguous()
+        codes = num.unpack(rows, bound.bits, low_first=bound.plane_low_first).reshape((count, *sizes[1:]))
+        packed = num.pack(codes.permute(bound.order).contiguous(), bound.bits, low_first=bound.low_first)
+        out.narrow(outermost, first if each < whole else 0, packed.shape[outermost]).copy_(packed)
+    return out
