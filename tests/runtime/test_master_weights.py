@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import layoutc
 from layoutc.runtime.dispatch import update_warnings
+from layoutc.runtime.train import replaced_parameters
 
 WIDTH = 64
 
@@ -344,3 +346,26 @@ def test_masters_stay_as_fine_as_they_are_where_a_module_is_moved(recipe: str) -
     assert not warned(lambda: steps(model, optimizer))
     steps(other, untouched)
     assert all(torch.equal(a, b) for a, b in zip(states_of(untouched), states_of(optimizer), strict=True))
+
+
+def test_where_parameters_are_is_known_of_converted_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's collector, which looks at every object of the process, is asked about other parameters alone."""
+    asked: list[set[int]] = []
+    referrers = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *of: (asked.append({id(one) for one in of}), referrers(*of))[1])
+    converted = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    layoutc.quantize_(converted, "mxfp8")
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    alone = nn.Parameter(torch.zeros(3))
+
+    def expected(model: nn.Module) -> dict[torch.Tensor, tuple[int, str]]:
+        every = [(name, module, param) for module in model.modules() for name, param in module._parameters.items()]
+        return {param: (id(module._parameters), name) for name, module, param in every if param is not None}
+
+    def found(*params: torch.Tensor) -> dict[torch.Tensor, tuple[int, str]]:
+        return {param: (id(owner), name) for param, (owner, name) in replaced_parameters.places(params).items()}
+
+    assert found(*converted.parameters()) == expected(converted)
+    assert asked == []
+    assert found(*converted.parameters(), *plain.parameters(), alone) == expected(converted) | expected(plain)
+    assert asked[0] == {id(param) for param in (*plain.parameters(), alone)}

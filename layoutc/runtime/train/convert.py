@@ -21,6 +21,7 @@ from layoutc.runtime.dispatch import update_warnings
 from layoutc.runtime.dispatch.broadcasts import keep_quantized
 from layoutc.runtime.quantize.weights import FLOATS, quantize
 from layoutc.runtime.sharding import meshes, registry
+from layoutc.runtime.train import replaced_parameters
 from layoutc.runtime.train.choosing import Filter, ParamFilter, Use, check_ties, choose
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -122,6 +123,7 @@ def _replace(
             keep_quantized(module)
         if caller == "cast_on_gather_":
             keep_plain(module)
+    replaced_parameters.note(roots)
     return chosen
 
 
