@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
 from harness import Ranks
@@ -143,9 +148,22 @@ def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
     two.run(runs, page, tmp_path)
 
 
+def runs_program(file: Path, arguments: list[str]) -> str:
+    """What a program prints that torchrun starts, in ranks that are there already."""
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(file), *arguments]),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        redirect_stdout(printed),
+    ):
+        runpy.run_path(str(file), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "sh")], ids=lambda page: page.name)
-def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """layoutc's own, and those that start a program of the page."""
+def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """layoutc's own, and those that start a program of the page: torchrun itself once, with its last arguments."""
     if page.name == "files.md":
         monkeypatch.chdir(tmp_path)
         model = Transformer()
@@ -154,22 +172,26 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for block in of_page(page, "python"):
         if block.title is not None:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-    lines = "".join(block.text for block in of_page(page, "sh")).replace("\\\n", " ").splitlines()
+    text = "".join(block.text for block in of_page(page, "sh")).replace("\\\n", " ")
+    lines = [line.removeprefix(".venv/bin/") for line in text.splitlines() if not line.startswith(OF_CI)]
+    starts = [line for line in lines if line.startswith("torchrun")]
     for line in lines:
-        if line.startswith(OF_CI):
-            continue
-        word, *arguments = shlex.split(line.removeprefix(".venv/bin/"))
+        word, *arguments = shlex.split(line)
         if word == "layoutc":
             done = CliRunner().invoke(main, arguments)
             assert done.exit_code == 0, (line, done.output)
             continue
         assert word == "torchrun", line
-        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        ran = subprocess.run(
-            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert ran.returncode == 0, (line, ran.stderr[-3000:])
-        assert re.search(r": loss \d\.\d+", ran.stdout), ran.stdout
+        assert arguments[:2] == ["--nproc-per-node", "2"], line
+        if line == starts[-1]:
+            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]
+            command += ["--rdzv-endpoint=localhost:0", *arguments]
+            ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+            assert ran.returncode == 0, (line, ran.stderr[-3000:])
+            printed = ran.stdout
+        else:
+            printed = two.run(runs_program, tmp_path / arguments[2], arguments[3:])[0]
+        assert re.search(r": loss \d\.\d+", printed), (line, printed)
 
 
 def test_what_runs_elsewhere_is_python() -> None:
