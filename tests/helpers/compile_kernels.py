@@ -1,11 +1,13 @@
 """Compiles every kernel of every recipe for a card that need not be there: python compile_kernels.py 90 -> JSON lines.
 
-Names of recipes may follow (`all`, if none, are those that are shipped), `amaxes` (of batches and of whole rows; in
-`all`), and `checks`: what compares a card's conversions with arithmetic.
+Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
+kernels, `amaxes` (of batches and of whole rows; in `all`), and `checks`: what compares a card's conversions with
+arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
 kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
 conversions, instructions for each element. That takes as long as compiling. A process of its own, since the
-interpreter that other tests start can't be turned off again.
+interpreter that other tests start can't be turned off again; `--serve` answers lists of these arguments, a line each,
+and ends each answer with an empty line (tests/helpers/kernel_compiler.py).
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,6 @@ import torch
 import triton
 import triton.language as tl
 import unshipped
-from places import EXCHANGED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -227,33 +230,46 @@ def _read(option: str, name: str) -> str:
 
 def main() -> None:
     """Prints one JSON object for each kernel."""
+    if sys.argv[1:] != ["--serve"]:
+        answer(sys.argv[1:])
+        return
+    for line in sys.stdin:
+        answer(json.loads(line))
+        print(flush=True)
+
+
+def answer(arguments: list[str]) -> None:
+    """Compiles what is asked for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("capability", type=int)
     parser.add_argument("names", nargs="*", default=["all"])
     parser.add_argument("--count", nargs="*", default=[])
-    options = parser.parse_args()
-    capability, named, counted = options.capability, set(options.names), set(options.count)
+    options = parser.parse_args(arguments)
+    capability, counted = options.capability, set(options.count)
+    asked: dict[str, list[str]] = {}
+    for recipe, _, pattern in (name.partition("/") for name in options.names):
+        asked.setdefault(recipe, []).append(pattern or "*")
 
     def tell(recipe: str, name: str, kernel: Any, tile: Tile) -> None:
         found = figures(kernel, tile, bool({f"{recipe}/{name}", "all"} & counted))
         print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
 
-    folder = Path(layoutc.recipes.__file__).parent
-    if {"all", "amaxes"} & named:
-        for name, kernel, constants, tile, dtype in amax_variants():
-            tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
+    for name, kernel, constants, tile, dtype in amax_variants() if {"all", "amaxes"} & asked.keys() else ():
+        tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
     level = launch.level_of(divmod(capability, 10))
-    for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in named else ():
+    for name, convert, expect in conversion_checks.COMPARISONS[level] if "checks" in asked else ():
         tell("checks", name, compiled_check(convert, expect, capability), (*conversion_checks.TILE, 1, 4, None))
-    every = sorted(path.parent.name for path in folder.glob("*/kernels.py"))
-    unshipped.add_all()
-    unshipped.add_all(EXCHANGED)
-    for recipe in sorted({*(every if "all" in named else ()), *named} - {"all", "amaxes", "checks"}):
+    if "all" in asked:
+        folder = Path(layoutc.recipes.__file__).parent
+        asked |= {path.parent.name: ["*"] for path in folder.glob("*/kernels.py")}
+    for recipe in sorted(asked.keys() - {"all", "amaxes", "checks"}):
+        unshipped.add_if_known(recipe)
         kernels = importlib.import_module(f"layoutc.recipes.{recipe}.kernels").KERNELS
         layout = importlib.import_module(f"layoutc.recipes.{recipe}.layout").LAYOUT
-        for name, kernel, asked, tile, dtype in variants(kernels, layout):
-            fixed, given = constants_of(name, kernels, asked), parameters(name, kernels, layout)
-            tell(recipe, name, compiled(kernel, fixed, tile, dtype, capability, given), tile)
+        for name, kernel, written, tile, dtype in variants(kernels, layout):
+            if any(fnmatchcase(name, pattern) for pattern in asked[recipe]):
+                fixed, given = constants_of(name, kernels, written), parameters(name, kernels, layout)
+                tell(recipe, name, compiled(kernel, fixed, tile, dtype, capability, given), tile)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ def add_all(folder: Path = UNSHIPPED) -> list[str]:
     return [path.stem for path in paths]
 
 
+def add_if_known(name: str) -> None:
+    """Makes the package of a recipe of these folders; others are there already."""
+    for folder in (UNSHIPPED, EXCHANGED):
+        if (path := folder / f"{name}.yaml").is_file():
+            add(name, path.read_text(encoding="utf-8"))
+
+
+@cache
 def add(name: str, text: str) -> None:
     """Makes the package of a spec's text, which must have no error, unless it is there."""
     folder = _folder() / name

@@ -6,19 +6,13 @@ shows here first.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from places import HELPERS
+from kernel_compiler import EVERY, QUANTIZING, SOME, compiled, some
 
 pytest.importorskip("triton", reason="needs triton, whose wheel carries the assemblers")
 pytestmark = pytest.mark.slow
-PROGRAM = HELPERS / "compile_kernels.py"
 
 # Instructions an element on sm_90 that a kernel may take, everything in it counted.
 BUDGETS = {
@@ -66,42 +60,45 @@ SPILLS = {
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability: int) -> None:
-    """Those that read bf16, of a recipe of each kind of code and block; all of all with LAYOUTC_ALL_KERNELS=1. On newer
-    cards conversions are looked at as well, so that they are compiled once. One process compiles all that is for one
-    card: starting it takes as long as a dozen kernels."""
-    budgets = BUDGETS if capability == 90 else BUDGETS_100
-    every = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))
-    named = {*LIKE_OLDER, *({recipe for recipe, _ in BUDGETS if recipe} | OLDER if capability == 90 else CONVERSIONS)}
-    recipes = ["all"] if every else ["amaxes", *sorted(named - {BY_CHANCE})]
-    recipes += ["checks"] if capability >= 100 else []
-    found = compiled(capability, *recipes, *OTHER_SIZES, BY_CHANCE, count=[*budgets, *BUDGETS_BY_CHANCE])
-    check_other_sizes([one for one in found if one["recipe"] in OTHER_SIZES])
+    """Of a recipe of each kind of code and block, those that read bf16 and have between them all of its code; on newer
+    cards those that quantize, whose conversions are looked at as well. All of all with LAYOUTC_ALL_KERNELS=1."""
+    is_old = capability == 90
+    budgets = BUDGETS if is_old else BUDGETS_100
+    recipes = {*LIKE_OLDER, *({recipe for recipe, _ in BUDGETS if recipe} | OLDER if is_old else CONVERSIONS)}
+    names = ["all" if EVERY else "amaxes"] if is_old or EVERY else []
+    for recipe in (*sorted(recipes - {BY_CHANCE}), BY_CHANCE, *(OTHER_SIZES if is_old or EVERY else ())):
+        names += some(recipe, SOME if is_old else QUANTIZING)
+    names += [f"{recipe}/{kernel}" for recipe, kernel in {**budgets, **BUDGETS_BY_CHANCE} if recipe and not EVERY]
+    names += [] if is_old else ["checks"]
+    found = compiled(capability, *names, count={**budgets, **BUDGETS_BY_CHANCE})
+    if is_old or EVERY:
+        check_other_sizes([one for one in found if one["recipe"] in OTHER_SIZES])
     check_by_chance([one for one in found if one["recipe"] == BY_CHANCE])
-    found = [one for one in found if one["recipe"] not in OTHER_SIZES and (every or one["recipe"] != BY_CHANCE)]
+    found = [one for one in found if one["recipe"] not in {*OTHER_SIZES, BY_CHANCE}]
     if capability >= 100:
         check_conversions(found, CONVERSIONS)
         found = [one for one in found if one["recipe"] != "checks"]
-    names = {(one["recipe"], one["kernel"]): one for one in found}
-    assert len(names) == len(found) > (200 if every else 60)
-    spills = {name: one["spills"] for name, one in names.items() if one["stack"]}
+    kernels = {(one["recipe"], one["kernel"]): one for one in found}
+    assert len(kernels) == len(found) > (200 if EVERY else 50 if is_old else 15)
+    spills = {name: one["spills"] for name, one in kernels.items() if one["stack"]}
     assert {name: count for name, count in spills.items() if count > SPILLS[capability].get(name, 0)} == {}
     narrow = [
         name
-        for name, one in names.items()
+        for name, one in kernels.items()
         if not name[1].startswith("lay_out")
         and not {"ld 256", "ld 128", "ld 64"} & set(one["accesses"])
         and not {"st 128", "st 64"} & set(one["accesses"])
     ]
     assert not narrow, "neither reads nor writes 8 bytes at a time"
-    for (recipe, name), one in names.items():
+    for (recipe, name), one in kernels.items():
         if "_batch" in name and recipe:  # addresses from a table are as good as a launch's own
-            lost = set(names[recipe, name.replace("_batch", "")]["accesses"]) - set(one["accesses"])
+            lost = set(kernels[recipe, name.replace("_batch", "")]["accesses"]) - set(one["accesses"])
             assert not lost, (recipe, name)
-    for recipe in ("fp8_block", "fp8_current", "nvfp4", "int8_block"):
-        assert {"st 128", "st 64"} & set(names[recipe, "lay_out"]["accesses"]), recipe
-    for name in BUDGETS:
-        assert "ld 128" in names[name]["accesses"] or name[1].startswith(("dequantize", "lay_out")), name
-    taken = {name: names[name]["per_element"] for name in budgets}
+    for recipe in ("fp8_block", "fp8_current", "nvfp4", "int8_block") if is_old or EVERY else ():
+        assert {"st 128", "st 64"} & set(kernels[recipe, "lay_out"]["accesses"]), recipe
+    for name in BUDGETS if is_old or EVERY else ():
+        assert "ld 128" in kernels[name]["accesses"] or name[1].startswith(("dequantize", "lay_out")), name
+    taken = {name: kernels[name]["per_element"] for name in budgets}
     assert {name: count for name, count in taken.items() if count > budgets[name]} == {}
 
 
@@ -202,16 +199,6 @@ CONVERSIONS = {
 }
 
 
-def compiled(capability: int, *names: str, count: Iterable[tuple[str, str]] = ()) -> list[dict[str, Any]]:
-    """What the program tells of each kernel."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    counted = ("--count", *(f"{recipe}/{kernel}" for recipe, kernel in count)) if count else ()
-    command = [sys.executable, str(PROGRAM), str(capability), *names, *counted]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def check_conversions(found: list[dict[str, Any]], expected: dict[str, set[str]]) -> None:
     """Newer cards convert by themselves, and in no other way: elements of 4 bits don't go through a format of 8."""
     compared = [(one["kernel"], one["asked"]) for one in found if one["recipe"] == "checks"]
@@ -231,4 +218,5 @@ def check_conversions(found: list[dict[str, Any]], expected: dict[str, set[str]]
 def test_the_newest_cards_convert_by_themselves() -> None:
     """Their instructions are those of sm_100, for which everything is compiled."""
     expected = {name: CONVERSIONS[name] for name in ("mxfp4", "nvfp4")}
-    check_conversions(compiled(103, "checks", *expected), expected)
+    kernels = [one for recipe in expected for one in some(recipe, QUANTIZING)]
+    check_conversions(compiled(103, "checks", *kernels), expected)
