@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from weight_recipes import WEIGHTS
 
 import layoutc
-from layoutc.checkpoint import export_safetensors, load_safetensors
+from layoutc.checkpoint import export_safetensors, inspect, load_safetensors
 from layoutc.checkpoint.common.regions import Box, entries_of, rows_of
 from layoutc.checkpoint.safetensors import export
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
@@ -296,6 +297,28 @@ def test_forged_headers_are_refused_and_nothing_is_written(change: Any, words: s
     with pytest.raises(LayoutError, match=words):
         load_safetensors(other, tmp_path / "out")
     assert state(other) == before
+
+
+def test_metadata_of_another_kind_is_refused_by_inspect_and_load(tmp_path: Path) -> None:
+    """Each fact of a weight as something else that JSON can hold: told in words of ours, or of no matter to inspect."""
+    model, other = tied("mxfp8"), tied("mxfp8")
+    export_safetensors(model, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    content, entry = file.read_bytes(), {}
+    rewritten(file, described(entry.update))
+    before, shown = state(other), inspect(tmp_path / "out")
+    for fact, value in entry.items():
+        for wrong in (None, "x", 1.5, -1, [], [-1], [None], {}, {"x": None}):
+            if type(wrong) is type(value) and wrong in ("x", -1, {}, []):
+                continue
+            file.write_bytes(content)
+            rewritten(file, described(lambda e, fact=fact, wrong=wrong: e.update({fact: wrong})))
+            with pytest.raises(LayoutError):
+                load_safetensors(other, tmp_path / "out")
+            assert state(other) == before
+            with suppress(LayoutError):
+                found = inspect(tmp_path / "out")
+                assert [one.shape for one in found.entries] == [one.shape for one in shown.entries], (fact, wrong)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

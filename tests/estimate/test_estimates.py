@@ -191,3 +191,12 @@ def test_residuals_are_as_stated() -> None:
         median, largest = STATED[key]
         assert sorted(errors)[len(errors) // 2] <= median, key
         assert max(errors) <= largest, key
+
+
+@pytest.mark.parametrize("what", ["dim", "ffn", "heads", "kv_heads", "layers", "sequence", "batch"])
+@pytest.mark.parametrize("size", [0, -3])
+def test_sizes_that_no_model_has_are_refused_by_name(what: str, size: int) -> None:
+    sizes = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "layers": 2, "sequence": 8, "batch": 1}
+    assert llama("small", **sizes).dim == 64
+    with pytest.raises(ValueError, match=f"^{what.replace('_', '-')} is {size}, and must be 1 or more"):
+        llama("small", **(sizes | {what: size}))

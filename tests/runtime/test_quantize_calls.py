@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import TESTS
 from quantized_cases import (
     RECIPES,
     SHARED,
@@ -31,6 +34,16 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation
 
 
 # ------------------------------------------------------------------------------------------------------------- quantize
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_delayed", "fp8_rowwise", "int8_rowwise", "nvfp4", "nvfp4_gradient"]
+)
+def test_docstrings_say_what_a_recipe_takes(name: str, golden: Callable[[Path, str], None]) -> None:
+    """They are made of the layout's facts: an amax of the tensor or of columns, a history, random bits, multiples."""
+    package = importlib.import_module(f"layoutc.recipes.{name}")
+    text = "\n\n".join(map(inspect.cleandoc, (package.quantize.__doc__, package.quantize_buffers.__doc__)))
+    golden(TESTS / "golden" / "docstrings" / f"{name}.txt", text + "\n")
+
+
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_quantize_stores_what_the_reference_gives(recipe: str, dtype: torch.dtype) -> None:
