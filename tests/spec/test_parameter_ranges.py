@@ -1,0 +1,38 @@
+"""The numbers that a rule's parameters can be: the last that is taken at each end, and the first that is not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from layoutc.spec.checks.read import read_spec
+from layoutc.spec.formats import F32_MAX
+
+LARGEST = 126  # a power of two with it, and with its negative, is a normal number of fp32
+TINIEST = 2.0**-126  # the smallest normal number of fp32
+
+
+def codes(parameter: str, value: object) -> set[str]:
+    """What is found in a spec with this parameter of amax-over-max."""
+    text = (
+        "layoutc: 1\nname: one\nsummary: One scale for the whole weight\nelement: {format: e4m3}\n"
+        f"scale: {{format: f32, rule: amax-over-max, {parameter}: {value}}}\n"
+        "orientations:\n  rowwise: {block: {m: all, k: all}, data: {layout: m k}, scale: {layout: scalar}}\n"
+    )
+    return {item.code for item in read_spec(text, "one.yaml")[1] if parameter in item.message}
+
+
+TAKEN = {"epsilon": [0.0, TINIEST, 1.0, F32_MAX], "margin": [0, 1, -1, LARGEST, -LARGEST]}
+REFUSED = {
+    "epsilon": [-1.0, math.nextafter(TINIEST, 0), math.nextafter(F32_MAX, math.inf)],
+    "margin": [LARGEST + 1, -LARGEST - 1, 10**9, -(10**9)],
+}
+
+
+@pytest.mark.parametrize("parameter", TAKEN)
+def test_ends_of_a_range(parameter: str) -> None:
+    written = {value: f"{value:.20e}" if parameter == "epsilon" else str(value) for value in TAKEN[parameter]}
+    assert {value for value, text in written.items() if codes(parameter, text)} == set()
+    written = {value: f"{value:.20e}" if parameter == "epsilon" else str(value) for value in REFUSED[parameter]}
+    assert {value for value, text in written.items() if codes(parameter, text) != {"LC322"}} == set()
