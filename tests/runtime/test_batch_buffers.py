@@ -169,6 +169,22 @@ def test_new_buffers_of_one_shape_share_an_allocation(launches: list[int]) -> No
     assert all(one["rowwise_data"] is tensor.rowwise_data for one, tensor in zip(found, tensors, strict=True))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_allocated_is_on_the_device_that_was_asked_for(name: str) -> None:
+    """Buffers and planes of one weight and of many; on `meta`, since a machine without a card has no other."""
+    layout, device = recipe(name).LAYOUT, torch.device("meta")
+    m, k = 2 * max(layout.multiple_m, 64), 2 * max(layout.multiple_k, 64)
+    one = buffers.new(layout, m, k, layout.orientations, device)
+    planes = buffers.planes_as_buffers(layout, m, k, layout.orientations, device)
+    held = {
+        plane: torch.empty(shape, dtype=dtype, device=device) for plane, (shape, dtype) in layout.planes(m, k).items()
+    }
+    many = buffers.new_for_batch(layout, [(m, k)] * 2, layout.orientations, [held] * 2)
+    assert {tensor.device for made in (one, planes, *many) for tensor in made.values()} == {device}
+    facts = {buffer: (tuple(tensor.shape), tensor.dtype) for buffer, tensor in one.items()}
+    assert all({buffer: (tuple(t.shape), t.dtype) for buffer, t in made.items()} == facts for made in many)
+
+
 def test_a_table_is_made_once_for_the_same_places() -> None:
     batches._tables.cache_clear()
     tensors = tensors_of("nvfp4", 3)
