@@ -135,6 +135,37 @@ def test_a_save_that_fails_is_its_own_callers_matter(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir() if not one.name.startswith(".")] == ["b"]
 
 
+def test_a_stager_is_closed_by_whoever_made_it(tmp_path: Path) -> None:
+    """What a save makes for itself when the save is done, or has failed; a caller's own by the caller."""
+    made: list[DefaultStager] = []
+    closed: list[DefaultStager] = []
+
+    class Watched(DefaultStager):
+        def __init__(self, *options: Any) -> None:
+            super().__init__(*options)
+            made.append(self)
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    state = {"weight": torch.ones(4)}
+    with patch.object(saving, "DefaultStager", Watched):
+        checkpoint.async_save(state, tmp_path / "a").result()
+        with patch.object(saving.Writer, "finish", side_effect=RuntimeError("no room")):
+            failed = checkpoint.async_save(state, tmp_path / "b")
+            with pytest.raises(CheckpointException, match="no room"):
+                failed.result()
+        deadline = time.monotonic() + 20
+        while len(closed) < 2 and time.monotonic() < deadline:  # just after the result is there
+            time.sleep(0.01)
+        assert [set(closed), len(made)] == [set(made), 2]
+        own = Watched(StagingOptions(False, False, False, False))
+        checkpoint.async_save(state, tmp_path / "c", async_stager=own).result()
+        assert own not in closed
+        own.close()
+
+
 def in_processes(kind: str, folder: str, rank: int) -> None:
     """A rank by itself, since a daemon can't have the process that writes."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

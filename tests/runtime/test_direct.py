@@ -157,6 +157,13 @@ def test_a_triton_that_specializes_on_more_is_found_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(jit, "native_specialize_impl", finer)
     assert not direct.tells_apart(target)
 
+    def finer_of_addresses(backend: Any, arg: Any, *flags: bool) -> Any:
+        kind, special = real(backend, arg, *flags)
+        return kind, f"{special}S" if isinstance(arg, torch.Tensor) and arg.data_ptr() % 64 == 0 else special
+
+    monkeypatch.setattr(jit, "native_specialize_impl", finer_of_addresses)
+    assert not direct.tells_apart(target)
+
     def broken(*_: Any) -> Any:
         raise TypeError("other arguments by now")
 

@@ -1,4 +1,4 @@
-"""The numbers that a rule's parameters can be: the last that is taken at each end, and the first that is not."""
+"""The numbers that a spec can state: the last that is taken at each end of a range, and the first that is not."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def test_ends_of_a_range(parameter: str) -> None:
     assert {value for value, text in written.items() if codes(parameter, text)} == set()
     written = {value: f"{value:.20e}" if parameter == "epsilon" else str(value) for value in REFUSED[parameter]}
     assert {value for value, text in written.items() if codes(parameter, text) != {"LC322"}} == set()
+
+
+@pytest.mark.parametrize("exponent", [-126, -125, -121, -120, 0, 125, 126, 127])
+def test_magnitudes_of_a_codebook(exponent: int) -> None:
+    """From 2^-120, below which fp32 has no room to round between two values, to 2^126."""
+    largest = f"{2.0**exponent:.17e}"
+    text = (
+        "layoutc: 1\nname: book\nsummary: a codebook of three values\nshape: {k: 32}\n"
+        f"formats:\n  c2: {{values: [-{largest}, 0, {largest}]}}\n"
+        "element: {format: c2}\nscale: {format: f32, rule: scale-first}\n"
+        "orientations:\n  rowwise: {block: {m: 1, k: 32}, data: {layout: m k}, scale: {layout: m k/32}}\n"
+    )
+    found = [(item.code, item.message) for item in read_spec(text, "book.yaml")[1]]
+    inside = -120 <= exponent <= 126
+    assert found == [] if inside else [code for code, message in found if "fp32 can't hold" in message] == ["LC305"]
