@@ -16,8 +16,8 @@ from places import HELPERS
 PROGRAM = HELPERS / "compile_kernels.py"
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))
 # Without them a recipe has each piece of its code in one kernel at least: that of two orientations has that of each.
-SOME = ("quantize* all *", "quantize* rowwise+*", "quantize rowwise *", "lay_out*", "dequantize rowwise *")
-QUANTIZING = ("quantize all *", "quantize rowwise*")  # what newer cards convert in
+SOME = ("quantize* all *", "quantize* rowwise+*", "lay_out*", "dequantize rowwise *")
+QUANTIZING = ("quantize all *", "quantize rowwise+*")  # what newer cards convert in
 
 
 def some(recipe: str, patterns: Iterable[str] = SOME) -> list[str]:
