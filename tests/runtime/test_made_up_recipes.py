@@ -7,8 +7,10 @@ codes by definition; bytes are placed by chains. It shares no text with the gene
 from __future__ import annotations
 
 import itertools
+import sys
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -106,14 +108,17 @@ def specs(draw: st.DrawFn) -> Spec:
 
 
 def load(spec: Spec) -> tuple[ModuleType, ModuleType]:
-    """The generated reference and layout of a spec, run from text."""
-    files = compile_spec(spec, "0" * 64)
-    modules = []
-    for name in ("reference", "layout"):
-        module = ModuleType(f"made_up_{name}")
-        exec(compile(files[f"{name}.py"], f"{name}.py", "exec"), module.__dict__)
-        modules.append(module)
-    return modules[0], modules[1]
+    """The generated reference and layout of a spec, run from text, in a package of that moment."""
+    files, package = compile_spec(spec, "0" * 64), ModuleType("made_up")
+    package.__path__ = []
+    modules = {"made_up": package}
+    with mock.patch.dict(sys.modules, modules):
+        for name in ("reference", "files", "layout"):
+            if (text := files.get(f"{name}.py")) is not None:
+                modules[name] = sys.modules[f"made_up.{name}"] = module = ModuleType(f"made_up.{name}")
+                module.__package__ = "made_up"
+                exec(compile(text, f"{name}.py", "exec"), module.__dict__)
+    return modules["reference"], modules["layout"]
 
 
 def weight(seed: int, special: float | None) -> torch.Tensor:
