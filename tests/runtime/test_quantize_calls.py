@@ -42,6 +42,9 @@ def test_docstrings_say_what_a_recipe_takes(name: str, golden: Callable[[Path, s
     package = importlib.import_module(f"layoutc.recipes.{name}")
     text = "\n\n".join(map(inspect.cleandoc, (package.quantize.__doc__, package.quantize_buffers.__doc__)))
     golden(TESTS / "golden" / "docstrings" / f"{name}.txt", text + "\n")
+    for function in (package.quantize, package.quantize_buffers):  # where tracebacks and help() say that they are
+        assert function.__module__ == package.Tensor.__module__
+        assert function.__qualname__ == function.__name__
 
 
 @each_recipe
