@@ -8,12 +8,14 @@ values laid out as the spec says, by a chain of steps (layoutc.layout.chain).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, prod
 from typing import TYPE_CHECKING, Literal
 
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.bindings import Binding, Stored, bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
+from layoutc.layout.formula import Formula, RepeatUpTo, Size, of_plane, swizzle_chain, swizzle_steps
 from layoutc.layout.quantization import Block, Quantization, Transform
 from layoutc.spec import formats
 from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
@@ -150,18 +152,20 @@ class Buffer:
         *lead, last = (dim.size(m, k) for dim in self.dims)
         return (*lead, last * self.plane.bits // 8 if self.plane.bits < 8 else last)
 
-    def steps(self, m: int, k: int) -> tuple[Step, ...]:
-        """The steps from the plane's values, as a (rows, columns) array, to the buffer."""
-        axes = self.axes
-        steps: list[Step] = []
+    @cached_property
+    def formula(self) -> Formula:
+        """From the plane's values, as an array of (rows, columns), or of the one axis that the buffer has, to bytes."""
+        steps: list[Permute | RepeatUpTo | Pad] = []
         if self.permutes:
-            steps.append(Permute(tuple(("m", "k").index(axis) for axis in axes)))
+            steps.append(Permute(tuple(("m", "k").index(axis) for axis in self.axes)))
         for d, dim in enumerate(self.dims):
             if (times := self.repeats[d]) > 1:
-                steps.append(Repeat(d, times, cdiv(m if dim.axis == "m" else k, dim.per)))
+                steps.append(RepeatUpTo(d, times, Size(dim.axis, dim.per)))
         if self.pads:
             steps.append(Pad(tuple(dim.multiple for dim in self.dims)))
-        return tuple(steps)
+        whole = of_plane(self.plane.per_m, self.plane.per_k, self.plane.bits, self.low_first)
+        start = whole.start if len(self.dims) == 2 else tuple(size for size in whole.start if size.axis in self.axes)
+        return Formula(start or (Size(),), tuple(steps), self.plane.bits, self.low_first)
 
     @property
     def made_by(self) -> tuple[str, ...]:
@@ -177,12 +181,7 @@ class Buffer:
 
     def chain(self, m: int, k: int) -> Chain:
         """The chain from the plane's values to bytes."""
-        if not self.dims:
-            return Chain((1,), (), self.plane.bits)
-        rows = cdiv(m, self.plane.per_m or m)
-        columns = cdiv(k, self.plane.per_k or k)
-        start = (rows, columns) if len(self.dims) == 2 else (max(rows, columns),)
-        return Chain(start, self.steps(m, k), self.plane.bits, self.low_first)
+        return self.formula.at(m, k)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -358,16 +357,14 @@ def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
     return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
 
 
-def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
-    """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
-    sizes = dict(swizzle.sizes)
-    first, second = swizzle.groups
-    steps: tuple[Step, ...] = (
-        Split(0, tuple(sizes[name] for name in first[1:])),
-        Split(len(first), tuple(sizes[name] for name in second[1:])),
-        Permute(tuple((*first, *second).index(name) for name in swizzle.order)),
-    )
-    return Chain(shape, steps, bits)
+def swizzled_formula(layout: Layout, buffer: Buffer) -> Formula:
+    """From a plane's values to the bytes that a GEMM reads, of a buffer that is swizzled.
+
+    The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
+    """
+    assert layout.swizzle is not None
+    transposed = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
+    return buffer.formula.then(*swizzle_steps(layout.swizzle, transposed))
 
 
 __all__ = [
@@ -384,11 +381,13 @@ __all__ = [
     "Repeat",
     "Source",
     "Split",
+    "Step",
     "Transform",
     "cdiv",
     "codes_per_group",
     "is_swizzled",
     "resolve",
     "swizzle_chain",
+    "swizzled_formula",
     "up",
 ]

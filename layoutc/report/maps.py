@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutc.layout.chain import Chain, Index
-from layoutc.layout.layout import Buffer, Layout, is_swizzled, swizzle_chain
+from layoutc.layout.layout import Buffer, Layout, is_swizzled, swizzled_formula
 from layoutc.plan.plan import Plan
 
 
@@ -63,16 +63,7 @@ def plane_index(buffer: Buffer, value: Index) -> Index:
 
 def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:
     """(row, column) in the plane of each byte of a swizzled scale buffer, in the order that a GEMM reads them."""
-    assert layout.swizzle is not None
-    chain = buffer.chain(m, k)
-    # The pattern is over (free axis, contraction axis): rows first rowwise, columns first columnwise.
-    transposed = buffer.axes != (("m", "k") if buffer.orientation == "rowwise" else ("k", "m"))
-    shape = buffer.shape(m, k)
-    swizzle = swizzle_chain(layout.swizzle, shape[::-1] if transposed else shape, buffer.plane.bits)
-    size = buffer.plane.bits // 8
-    for byte in range(0, swizzle.nbytes, size):
-        entry = swizzle.value_at(byte, 0)
-        assert entry is not None
-        row, column = entry[::-1] if transposed else entry
-        value = chain.value_at((row * shape[1] + column) * size, 0)
+    chain = swizzled_formula(layout, buffer).at(m, k)
+    for byte in range(0, chain.nbytes, buffer.plane.bits // 8):
+        value = chain.value_at(byte, 0)
         yield None if value is None else plane_index(buffer, value)

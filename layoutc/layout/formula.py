@@ -1,0 +1,86 @@
+"""Chains for weights of every size: the same steps, with sizes that follow from rows and columns when they are known.
+
+A formula is data. What shows layouts elsewhere, in a page for instance, takes formulas and needs no rule of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutc.ints.sizes import cdiv
+from layoutc.layout.chain import Chain, Index, Pad, Permute, Repeat, Shape, Split
+from layoutc.spec.notation import Axis, Swizzle
+
+
+@dataclass(frozen=True)
+class Size:
+    """Entries along an axis of the weight, one for each `per` steps; without an axis, one entry in all."""
+
+    axis: Axis | None = None
+    per: int = 1
+
+    def at(self, m: int, k: int) -> int:
+        """How many there are in a weight of (m, k)."""
+        return 1 if self.axis is None else cdiv(m if self.axis == "m" else k, self.per)
+
+    def index(self, row: int, column: int) -> int:
+        """The entry that serves an element."""
+        return 0 if self.axis is None else (row if self.axis == "m" else column) // self.per
+
+
+@dataclass(frozen=True)
+class RepeatUpTo:
+    """A Repeat whose limit is a size of the weight."""
+
+    dim: int
+    times: int
+    limit: Size
+
+
+@dataclass(frozen=True)
+class Formula:
+    """From the values of a plane to bytes, for any weight: sizes of the plane's array, then steps as of a Chain."""
+
+    start: tuple[Size, ...]
+    steps: tuple[Permute | RepeatUpTo | Pad | Split, ...]
+    bits: int
+    low_first: bool = True
+
+    def at(self, m: int, k: int) -> Chain:
+        """The chain for a weight of (m, k)."""
+        steps = tuple(
+            Repeat(step.dim, step.times, step.limit.at(m, k)) if isinstance(step, RepeatUpTo) else step
+            for step in self.steps
+        )
+        return Chain(tuple(size.at(m, k) for size in self.start), steps, self.bits, self.low_first)
+
+    def index(self, row: int, column: int) -> Index:
+        """The index in the start array of the value that serves an element."""
+        return tuple(size.index(row, column) for size in self.start)
+
+    def then(self, *steps: Permute | Pad | Split) -> Formula:
+        """The formula with more steps before its values are packed."""
+        return Formula(self.start, (*self.steps, *steps), self.bits, self.low_first)
+
+
+def of_plane(per_m: int | None, per_k: int | None, bits: int, low_first: bool) -> Formula:
+    """Of a plane, which holds each value once, in order of rows. per_m, per_k: as of the plane."""
+    start = (Size("m", per_m) if per_m else Size(), Size("k", per_k) if per_k else Size())
+    return Formula(start, (), bits, low_first)
+
+
+def swizzle_steps(swizzle: Swizzle, transposed: bool = False) -> tuple[Permute | Split, ...]:
+    """The steps of a GEMM's swizzle on an array; transposed: which is (contraction, free), and not the other way."""
+    sizes = dict(swizzle.sizes)
+    first, second = swizzle.groups
+    return (
+        *((Permute((1, 0)),) if transposed else ()),
+        Split(0, tuple(sizes[name] for name in first[1:])),
+        Split(len(first), tuple(sizes[name] for name in second[1:])),
+        Permute(tuple((*first, *second).index(name) for name in swizzle.order)),
+    )
+
+
+def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
+    """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
+    return Chain(shape, swizzle_steps(swizzle), bits)
