@@ -1,0 +1,300 @@
+"""What the page knows of a recipe, as frozen values: formulas of its maps, and figures for each stop of the sliders.
+
+Nothing is computed anew here: places come from formulas of layoutc.layout, figures from layoutc.report.describe and
+layoutc.ints.cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from layoutc.explorer.decides import Line, generated_lines, spec_lines
+from layoutc.ints.cuts import Cuts
+from layoutc.layout.chain import Pad, Permute, Split
+from layoutc.layout.formula import Formula, RepeatUpTo, of_plane
+from layoutc.layout.layout import Layout, Plane, is_swizzled, swizzled_formula
+from layoutc.plan.plan import Gather, Plan
+from layoutc.report.describe import Description, describe, problems
+
+# What sliders stop at, where all recipes of a page take it. The first shape and world cut an nvfp4 block at row 24.
+ROWS = (16, 24, 32, 48, 64, 96, 100, 128, 144, 256, 512, 4096)
+COLUMNS = (32, 48, 64, 100, 128, 256, 4096)
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+FIRST_ROWS, FIRST_COLUMNS, FIRST_WORLD = 96, 64, 4
+FEWEST = 4  # stops of a slider, also for recipes that take none of the sizes above
+MOST = 2**31  # rows times columns, which is what browsers count exactly with room to spare
+
+StepData = tuple[str | int | tuple[str | int | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class FormulaData:
+    """A formula as lists: sizes are (axis, per), steps are (name, arguments...)."""
+
+    start: tuple[tuple[str | None, int], ...]
+    steps: tuple[StepData, ...]
+    bits: int
+    low_first: bool
+
+
+@dataclass(frozen=True)
+class PlaneData:
+    """A stored plane. A history of amaxes has no place for elements, so no formula."""
+
+    name: str
+    kind: str
+    dtype: str
+    format: str
+    covers: tuple[int | None, int | None]
+    sharded: bool
+    formula: FormulaData
+
+
+@dataclass(frozen=True)
+class BufferData:
+    """A buffer that a GEMM reads, as it is laid out and, if it is swizzled, as it is then read."""
+
+    name: str
+    kind: str
+    orientation: str
+    plane: str
+    dtype: str
+    format: str
+    made_by: tuple[str, ...]
+    formula: FormulaData
+    swizzled: FormulaData | None
+
+
+@dataclass(frozen=True)
+class PassData:
+    """Planes that a pass gathers, and the orientations that they serve."""
+
+    name: str
+    planes: tuple[str, ...]
+    serves: tuple[str, ...]
+    large_weight: float
+
+
+@dataclass(frozen=True)
+class CutData:
+    """Where `world` ranks cut m rows. ranks: first row, last row (exclusive), rows of halo before and after.
+
+    inside: how many of the cuts fall inside a block; parts: how many ranks hold a part of one; free_rows, free_worlds:
+    the nearest sizes without.
+    """
+
+    ranks: tuple[tuple[int, int, int, int], ...]
+    inside: int
+    parts: int
+    free_rows: tuple[int, ...]
+    free_worlds: tuple[int, ...]
+    shards_have_buffers: bool
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Figures of one shape. planes, buffers: bytes; padding: of each buffer; worlds: for each number of ranks, and
+
+    there for each pass bytes a rank, of them filling, and doubled; last, bytes a rank exchanges in an optimizer step.
+    """
+
+    planes: tuple[int, ...]
+    buffers: tuple[int, ...]
+    padding: tuple[int, ...]
+    worlds: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about a recipe; cuts are by rows and world, stops by rows and columns."""
+
+    name: str
+    summary: str
+    layout_id: str
+    elements: str
+    blocks: tuple[tuple[str, int | None, int | None], ...]
+    block_rows: int
+    free_cuts: tuple[int, str]
+    exchanged: str
+    swizzle: str | None
+    planes: tuple[PlaneData, ...]
+    buffers: tuple[BufferData, ...]
+    passes: tuple[PassData, ...]
+    origins: tuple[tuple[str, str], ...]
+    cuts: tuple[tuple[CutData, ...], ...]
+    stops: tuple[tuple[Stop, ...], ...]
+    spec: tuple[Line, ...]
+    generated: tuple[tuple[str, tuple[Line, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What the sliders stop at, and where they are first."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    worlds: tuple[int, ...]
+    first: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a page shows."""
+
+    version: int
+    stops: Stops
+    recipes: tuple[Recipe, ...]
+
+
+def stops_of(plans: Sequence[Plan], shape: tuple[int, int] | None, world: int | None) -> Stops:
+    """Sizes that all recipes take, and the shape and world that are shown first.
+
+    Raises ValueError for a shape that a recipe doesn't take, with the nearest sizes, and for one beyond 2^31 elements.
+    """
+    if shape is not None:
+        for plan in plans:
+            if found := problems(plan, *shape, path=plan.layout.name):
+                raise ValueError("; ".join(f"{item.message}: {item.help}" for item in found))
+        if shape[0] * shape[1] > MOST:
+            raise ValueError(f"a page shows weights of at most {MOST:,} elements; give a smaller --shape")
+    rows = _taken(ROWS, lcm(*(plan.layout.multiple_m for plan in plans)), shape and shape[0])
+    columns = _taken(COLUMNS, lcm(*(plan.layout.multiple_k for plan in plans)), shape and shape[1])
+    worlds = tuple(sorted({*WORLDS, *((world,) if world else ())}))
+    first_m, first_k = shape or (_nearest(rows, FIRST_ROWS), _nearest(columns, FIRST_COLUMNS))
+    return Stops(rows, columns, worlds, (first_m, first_k, world or FIRST_WORLD))
+
+
+def _taken(sizes: tuple[int, ...], multiple: int, own: int | None) -> tuple[int, ...]:
+    taken = {size for size in sizes if size % multiple == 0}
+    if len(taken) < FEWEST:
+        taken |= {multiple * count for count in range(1, FEWEST + 1)}
+    return tuple(sorted(taken | ({own} if own else set())))
+
+
+def _nearest(sizes: tuple[int, ...], wanted: int) -> int:
+    return min(sizes, key=lambda size: (abs(size - wanted), size))
+
+
+def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops: Stops) -> Recipe:
+    """A recipe's plan -> what the page shows of it. text, path: its spec; generated: file names and their text."""
+    layout = plan.layout
+    facts = [[[describe(plan, m, k, world) for world in stops.worlds] for k in stops.columns] for m in stops.rows]
+    whole = facts[0][0][0]
+    return Recipe(
+        name=layout.name,
+        summary=layout.summary,
+        layout_id=plan.layout_id,
+        elements=", ".join(dict.fromkeys(source.quantization.element.name for source in layout.sources)),
+        blocks=tuple((name, *_block(layout, name)) for name in layout.orientations),
+        block_rows=plan.block_rows,
+        free_cuts=(plan.shard_rows, plan.shard_reason),
+        exchanged="extremes" if plan.extremes else "values",
+        swizzle=whole.swizzle,
+        planes=tuple(_plane(layout, plane) for plane in layout.planes),
+        buffers=tuple(_buffers(layout)),
+        passes=tuple(_pass(one) for one in (plan.forward, plan.backward, plan.both)),
+        origins=tuple((origin.orientation, origin.reason) for origin in whole.derivations),
+        cuts=tuple(
+            tuple(_cuts(plan, m, world, by_world[w]) for w, world in enumerate(stops.worlds))
+            for m, by_world in zip(stops.rows, (by_columns[0] for by_columns in facts), strict=True)
+        ),
+        stops=tuple(tuple(_stop(by_world) for by_world in by_columns) for by_columns in facts),
+        spec=spec_lines(layout, text, path),
+        generated=tuple((name, generated_lines(layout, content)) for name, content in generated.items()),
+    )
+
+
+def formula_data(formula: Formula) -> FormulaData:
+    """A formula as the page reads it."""
+    steps: list[StepData] = []
+    for step in formula.steps:
+        match step:
+            case Permute(order):
+                steps.append(("permute", order))
+            case RepeatUpTo(dim, times, limit):
+                steps.append(("repeat", dim, times, (limit.axis, limit.per)))
+            case Pad(multiples):
+                steps.append(("pad", multiples))
+            case Split(dim, sizes):
+                steps.append(("split", dim, sizes))
+    start = tuple((size.axis, size.per) for size in formula.start)
+    return FormulaData(start, tuple(steps), formula.bits, formula.low_first)
+
+
+def plane_formula(layout: Layout, plane: Plane) -> Formula:
+    """Where a plane holds the value that serves an element."""
+    low_first = next((s.quantization.low_first for s in layout.sources if plane in s.planes), True)
+    return of_plane(plane.per_m, plane.per_k, plane.bits, low_first)
+
+
+def _block(layout: Layout, orientation: str) -> tuple[int | None, int | None]:
+    block = layout.source(orientation).quantization.block
+    return block.m, block.k
+
+
+def _format(layout: Layout, plane: Plane) -> str:
+    for source in layout.sources:
+        q = source.quantization
+        for one, fmt in ((source.data, q.element), (source.scale, q.scale), (source.zero, q.zero)):
+            if one == plane and fmt is not None:
+                return fmt.name
+    return plane.dtype
+
+
+def _plane(layout: Layout, plane: Plane) -> PlaneData:
+    sharded, covers = plane.per_m is not None, (plane.per_m, plane.per_k)
+    formula = formula_data(plane_formula(layout, plane))
+    return PlaneData(plane.name, plane.kind, plane.dtype, _format(layout, plane), covers, sharded, formula)
+
+
+def _buffers(layout: Layout) -> Sequence[BufferData]:
+    return [
+        BufferData(
+            name=buffer.name,
+            kind=buffer.kind,
+            orientation=buffer.orientation,
+            plane=buffer.plane.name,
+            dtype=buffer.dtype,
+            format=_format(layout, buffer.plane),
+            made_by=buffer.made_by,
+            formula=formula_data(buffer.formula),
+            swizzled=formula_data(swizzled_formula(layout, buffer)) if is_swizzled(layout, buffer) else None,
+        )
+        for buffer in layout.buffers
+    ]
+
+
+def _pass(gather: Gather) -> PassData:
+    planes = tuple(plane.name for plane in gather.planes)
+    return PassData(gather.name, planes, gather.serves, float(gather.bytes_per_element))
+
+
+def _cuts(plan: Plan, m: int, world: int, facts: Description) -> CutData:
+    cuts, at = Cuts.of(m, world), facts.alignment
+    halos = [cuts.halo(rank, plan.block_rows) for rank in range(world)]
+    return CutData(
+        ranks=tuple((*cuts.bounds(rank), halo.before, halo.after) for rank, halo in enumerate(halos)),
+        inside=at.cut_blocks.cuts if at.cut_blocks else 0,
+        parts=at.cut_blocks.ranks if at.cut_blocks else 0,
+        free_rows=at.free_rows,
+        free_worlds=at.free_worlds,
+        shards_have_buffers=at.shards_have_buffers,
+    )
+
+
+def _stop(by_world: Sequence[Description]) -> Stop:
+    facts = by_world[0]
+    worlds = []
+    for at in by_world:
+        figures = [figure for one in at.passes for figure in (one.bytes_per_rank, one.filling, one.doubled)]
+        cut = at.alignment.cut_blocks
+        worlds.append((*figures, cut.exchange_bytes_per_rank if cut else 0))
+    laid_out = [buffer for buffer in facts.buffers if buffer.orientation]
+    return Stop(
+        planes=tuple(plane.nbytes for plane in facts.planes),
+        buffers=tuple(buffer.nbytes for buffer in laid_out),
+        padding=tuple(buffer.padding_bytes for buffer in laid_out),
+        worlds=tuple(worlds),
+    )

@@ -1,0 +1,148 @@
+"""Which parts of a layout each line of a spec decides, and which lines of generated code came of them.
+
+A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts or the products, by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from layoutc.layout.layout import Layout, Source
+from layoutc.spec import source as yaml_source
+
+SHAPE, CUTS, SWIZZLE, PRODUCTS = "shape", "cuts", "swizzle", "products"
+# Names in generated code beside those of planes and buffers.
+_WORDS = {
+    "multiple_m": SHAPE,
+    "multiple_k": SHAPE,
+    "shard_rows": CUTS,
+    "shard_reason": CUTS,
+    "swizzled": SWIZZLE,
+    "swizzle": SWIZZLE,
+    "products": PRODUCTS,
+    "operands": PRODUCTS,
+}
+_FIELD = re.compile(r"#\s*((?:orientations|element|scale|tensor|shape|gemm)(?:\.\w+)+)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text, and the parts that it decides or that it came of."""
+
+    text: str
+    parts: tuple[str, ...]
+
+
+def spec_lines(layout: Layout, text: str, path: str) -> tuple[Line, ...]:
+    """The lines of a sound spec."""
+    source, _ = yaml_source.read(text, path)
+    lines = text.split("\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    parts: list[dict[str, None]] = [{} for _ in lines]
+    for key, span in source.keys.items() if source else ():
+        assert source is not None
+        last = source.values[key].end_line if key in source.values else span.line
+        for number in range(span.line, min(last, len(lines)) + 1):
+            parts[number - 1] |= dict.fromkeys(decided(layout, key, source.data))
+    return tuple(Line(line, tuple(found)) for line, found in zip(lines, parts, strict=True))
+
+
+def decided(layout: Layout, path: tuple[str | int, ...], data: dict[str, object]) -> tuple[str, ...]:
+    """The parts that the value at a path of a spec decides."""
+    match path:
+        case ("shape", *_):
+            return (SHAPE,)
+        case ("element", *_):
+            return tuple(_planes(_without_own(layout, data, "element"), ("data",)))
+        case ("scale", *_):
+            return tuple(_planes(_without_own(layout, data, "scale"), ("scale", "zero")))
+        case ("tensor", *_):
+            return ("plane:amax",)
+        case ("formats", str(name), *_):
+            return tuple(_of_format(layout, name))
+        case ("gemm", "scale", *_):
+            return (SWIZZLE,)
+        case ("gemm", str(), *_):
+            return (PRODUCTS,)
+        case ("orientations", str(name), *rest) if name in layout.orientations:
+            return tuple(_of_orientation(layout, name, rest))
+    return ()
+
+
+def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterator[str]:
+    source = layout.source(name)
+    match rest:
+        case []:
+            yield f"block:{name}"
+            yield from (f"buffer:{buffer.name}" for buffer in layout.buffers if buffer.orientation == name)
+        case ["block", *_]:
+            yield from (f"block:{name}", *_planes((source,), ("scale", "zero")), CUTS)
+        case ["data", *_]:
+            yield f"buffer:{name}_data"
+        case ["scale", *_]:
+            yield from (
+                f"buffer:{buffer.name}"
+                for buffer in layout.buffers
+                if buffer.orientation == name and buffer.kind != "data"
+            )
+        case ["quantize", "element", *_]:
+            yield from _planes((source,), ("data",))
+        case ["quantize", "scale", *_]:
+            yield from _planes((source,), ("scale", "zero"))
+        case _:
+            yield from _planes((source,), ("data", "scale", "zero"))
+
+
+def _planes(sources: Iterable[Source], kinds: tuple[str, ...]) -> Iterator[str]:
+    for source in sources:
+        yield from (f"plane:{plane.name}" for plane in source.planes if plane.kind in kinds)
+
+
+def _without_own(layout: Layout, data: dict[str, object], key: str) -> list[Source]:
+    """The sources whose orientation takes the spec's own element or scale."""
+    stated = data.get("orientations")
+    found = []
+    for source in layout.sources:
+        orientation = stated.get(source.name) if isinstance(stated, dict) else None
+        own = orientation.get("quantize") if isinstance(orientation, dict) else None
+        if not (isinstance(own, dict) and key in own):
+            found.append(source)
+    return found
+
+
+def _of_format(layout: Layout, name: str) -> Iterator[str]:
+    for source in layout.sources:
+        quantization = source.quantization
+        formats = (quantization.element, quantization.scale, quantization.zero)
+        for plane, fmt in zip((source.data, source.scale, source.zero), formats, strict=True):
+            if plane is not None and fmt is not None and fmt.name == name:
+                yield f"plane:{plane.name}"
+
+
+def generated_lines(layout: Layout, text: str) -> tuple[Line, ...]:
+    """Lines of a generated file: what they name, and below a comment that names a field of the spec, what that decides.
+
+    Such a comment speaks for the lines up to the next one, to a blank line, or to the end of the indented block.
+    """
+    names: dict[str, list[str]] = {word: [part] for word, part in _WORDS.items()}
+    for plane in layout.planes:
+        names.setdefault(plane.name, []).append(f"plane:{plane.name}")
+    for buffer in layout.buffers:
+        names.setdefault(buffer.name, []).append(f"buffer:{buffer.name}")
+    field: tuple[str, ...] = ()
+    indent = 0
+    found = []
+    for line in text.rstrip("\n").split("\n"):
+        depth = len(line) - len(line.lstrip())
+        if match := _FIELD.search(line):
+            field, indent = decided(layout, tuple(match[1].split(".")), {}), depth
+        elif not line.strip() or depth < indent:
+            field = ()
+        parts = dict.fromkeys(field)
+        for word in re.findall(r"[a-z]\w*", line):
+            parts |= dict.fromkeys(names.get(word, ()))
+        found.append(Line(line, tuple(parts)))
+    return tuple(found)

@@ -1,0 +1,40 @@
+"""The page: its template, style and scripts in one HTML text, with the exported data in it. Nothing is loaded."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+
+from layoutc.explorer.data import Page
+from layoutc.report.describe import as_data
+
+SCRIPTS = ("maps", "state", "words", "weight", "memory", "readout", "figures", "spec", "main")
+LARGEST = 500 * 1000  # bytes of a page
+
+
+def render(page: Page) -> str:
+    """A page's HTML. The same data gives the same text.
+
+    Raises ValueError if it would have more than LARGEST bytes.
+    """
+    folder = files("layoutc.explorer").joinpath("page")
+    parts = {
+        "title": html.escape(f"{', '.join(recipe.name for recipe in page.recipes)} – layoutc"),
+        "style": folder.joinpath("page.css").read_text(encoding="utf-8").rstrip(),
+        "data": _as_json(page),
+        "script": "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS).rstrip(),
+    }
+    before, *rest = folder.joinpath("page.html").read_text(encoding="utf-8").split("@")
+    # Names and text between them take turns: a part's own text is never looked at again.
+    text = "".join((before, *(parts[name] if at % 2 == 0 else name for at, name in enumerate(rest))))
+    if len(text.encode()) > LARGEST:
+        count = len(page.recipes)
+        raise ValueError(f"a page of {count} recipes would have more than {LARGEST:,} bytes; name fewer recipes")
+    return text
+
+
+def _as_json(page: Page) -> str:
+    """JSON that can stand in a script element: no text of a spec ends it."""
+    text = json.dumps(as_data(page), ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

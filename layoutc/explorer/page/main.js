@@ -1,0 +1,115 @@
+// The page: controls that all recipes share, and an article for each recipe.
+
+function slider(id, label, stops, key, words) {
+  const input = node("input", { type: "range", id, min: 0, max: stops.length - 1, step: 1,
+    oninput: () => change({ [key]: stops[Number(input.value)] }) });
+  const output = node("output", { for: id });
+  const box = node("p", { class: "slider" }, node("label", { for: id }, label), input, output);
+  return { box, draw() {
+    input.value = stops.indexOf(state[key]);
+    output.textContent = words(state[key]);
+    input.setAttribute("aria-valuetext", words(state[key]));
+  } };
+}
+
+// The first row or column that the pictures show.
+function position(id, label, key, size, shown) {
+  const input = node("input", { type: "range", id, min: 0, step: 8, oninput: () => change({ [key]: Number(input.value) }) });
+  const output = node("output", { for: id });
+  const box = node("p", { class: "slider" }, node("label", { for: id }, label), input, output);
+  return { box, draw() {
+    const most = Math.max(0, state[size] - view[shown]);
+    input.max = Math.ceil(most / 8) * 8;
+    input.disabled = most === 0;
+    input.value = state[key];
+    output.textContent = range(state[key], Math.min(state[size], state[key] + view[shown]) - 1);
+    input.setAttribute("aria-valuetext", output.textContent);
+  } };
+}
+
+function orientations() {
+  const names = ["rowwise", "columnwise"].filter((name) => page.recipes.some((recipe) => recipe.blocks.some(([one]) => one === name)));
+  const inputs = names.map((name) => node("input", { type: "radio", name: "blocks", id: `blocks-${name}`, value: name,
+    onchange: () => change({ blocks: name }) }));
+  const box = node("fieldset", {}, node("legend", {}, "Blocks"),
+    names.map((name, i) => node("label", { for: `blocks-${name}` }, inputs[i], name)));
+  return { box, draw() {
+    for (const input of inputs) input.checked = input.value === state.blocks;
+  } };
+}
+
+function article(recipe) {
+  const parts = {};
+  const draw = () => parts.memory.draw();
+  parts.weight = weightPicture(recipe);
+  parts.readout = readout(recipe);
+  parts.memory = memoryPicture(recipe, draw);
+  parts.cuts = cutsBox(recipe);
+  parts.budget = budgetBox(recipe);
+  parts.spec = specBox(recipe);
+  const blocks = recipe.blocks.map(([name, m, k]) => `${m ?? "all"} × ${k ?? "all"} ${name}`).join(", ");
+  const made = node("article", { "aria-labelledby": `name-${recipe.name}`, id: `recipe-${recipe.name}` },
+    node("header", {}, node("h2", { id: `name-${recipe.name}` }, recipe.name), node("p", {}, recipe.summary),
+      node("p", { class: "note" }, `Blocks: ${blocks}. Layout id ${recipe.layout_id}.`)),
+    node("div", { class: "columns" },
+      node("div", {}, node("section", { class: "lightable", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame,
+        node("p", { class: "legend" },
+          node("i", { class: "swatch block" }), "its block ", node("i", { class: "swatch byte" }), "same byte ",
+          node("i", { class: "swatch rank" }), "ranks ", node("i", { class: "swatch cut" }), "cut inside of a block")),
+      parts.memory.box, parts.cuts.box),
+      node("div", {}, parts.readout.box, parts.budget.box, parts.spec.box)));
+  made.addEventListener("pointerover", (event) => {
+    const row = event.target.closest ? event.target.closest("[data-part]") : null;
+    parts.spec.reverse(row ? [row.dataset.part] : []);
+  });
+  return { made, draw() {
+    for (const one of ["weight", "readout", "memory", "cuts", "budget"]) parts[one].draw();
+    light(made, lit.parts);
+  } };
+}
+
+// How many elements the pictures show: fewer on a phone. True if that has changed.
+function fit() {
+  const phone = window.innerWidth < 560;
+  const wide = window.innerWidth >= (page.recipes.length === 1 ? 1100 : 1500);
+  const [rows, columns] = [phone ? 26 : 32, phone ? 20 : wide ? 40 : 32];
+  const changed = columns !== view.columns || rows !== view.rows;
+  Object.assign(view, { columns, rows });
+  return changed;
+}
+
+function build() {
+  const controls = [
+    slider("rows", "Rows", page.stops.rows, "m", number),
+    slider("columns", "Columns", page.stops.columns, "k", number),
+    slider("ranks", "Ranks", page.stops.worlds, "world", number),
+    position("top", "Show rows", "top", "m", "rows"),
+    position("left", "Show columns", "left", "k", "columns"),
+    orientations(),
+  ];
+  const articles = page.recipes.map(article);
+  const recipes = document.getElementById("recipes");
+  document.getElementById("controls").replaceChildren(...controls.map((one) => one.box));
+  recipes.replaceChildren(...articles.map((one) => one.made));
+  recipes.classList.toggle("several", articles.length > 1);
+  listeners.length = 0;
+  listeners.push(() => {
+    for (const one of [...controls, ...articles]) one.draw();
+    speak();
+  });
+}
+
+let speaking = 0;
+function speak() { // once a movement has ended
+  clearTimeout(speaking);
+  speaking = setTimeout(() => { document.getElementById("live").textContent = spoken(); }, 150);
+}
+
+fit();
+build();
+change(recalled());
+window.addEventListener("hashchange", () => change(recalled()));
+window.addEventListener("resize", () => {
+  if (fit()) build();
+  change({});
+});
