@@ -38,6 +38,7 @@ COMPILER = {
     "estimate": ("ints plan", ""),
     "emit": ("spec layout plan", "jinja2"),
     "report": ("ints diagnostics spec layout plan estimate checkpoint checkpoint.common", "rich"),
+    "explorer": ("ints spec layout plan report", ""),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
@@ -91,8 +92,8 @@ ABOVE = {
         "torch numpy",
     ),
     "cli": (
-        "diagnostics spec spec.checks plan estimate build report checkpoint conformance bench",
-        "click",
+        "diagnostics spec spec.checks plan estimate build report explorer checkpoint conformance bench",
+        "click resvg_py",
     ),
 }
 ROOMS = COMPILER | RUNTIME | ABOVE

@@ -52,6 +52,14 @@ def read(content: bytes, path: str) -> tuple[schema.Spec | None, dict[str, str],
         return None, {}, [*diagnostics, _unprintable(error, path)]
 
 
+def written(content: bytes, path: str) -> dict[str, str]:
+    """The files that `build` would write of a spec without errors, by name, and their text; {} of one with errors.
+
+    Raises RuntimeError if ruff is missing.
+    """
+    return emit.format_files(read(content, path)[1])
+
+
 def check(content: bytes, path: str) -> list[Diagnostic]:
     """All findings about a spec file's bytes, of the whole pipeline up to text that Python compiles. Never raises."""
     _, texts, diagnostics = read(content, path)

@@ -28,10 +28,11 @@ WIDTH = 120  # of a picture that is not printed on a terminal
 MAP_BYTES = 2**20  # the largest index map that --json writes
 # What is shown alone, and why no size goes with it.
 PARTS = {"kernels": "kernels are the same", "products": "products are the same", "files": "bindings are the same"}
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("recipe", metavar="[RECIPE|SPEC]", required=False)
+@click.argument("recipes", metavar="[RECIPE|SPEC]...", nargs=-1)
 @specs_option("Where RECIPE is looked up.")
 @click.option(
     "--shape",
@@ -52,10 +53,15 @@ PARTS = {"kernels": "kernels are the same", "products": "products are the same",
     help="Instead of a spec: what a folder of a saved model holds.",
 )
 @click.option("--thorough", is_flag=True, help="With --checkpoint: read the header of every piece of a tensor.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write a page to explore one or more recipes in a browser.")
+@click.option("--serve", is_flag=True, help="Serve that page to this machine's browser.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --serve.  [default: any that is free]")
+@click.option("--svg", type=_FILE, metavar="FILE", help="Write a picture, for papers; --picture says of which buffer.")
+@click.option("--png", type=_FILE, metavar="FILE", help="The same as PNG; needs the package resvg-py.")
 @click.pass_context
 def show(
     ctx: click.Context,
-    recipe: str | None,
+    recipes: tuple[str, ...],
     folder: Path,
     shape: tuple[int, int] | None,
     world: int,
@@ -66,6 +72,11 @@ def show(
     as_json: bool,
     checkpoint: Path | None,
     thorough: bool,
+    html: Path | None,
+    serve: bool,
+    port: int,
+    svg: Path | None,
+    png: Path | None,
 ) -> None:
     """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
 
@@ -82,23 +93,36 @@ def show(
     layoutc show fp8_block --files                            the tensors of a DeepSeek checkpoint that hold it
     layoutc show mxfp8 --json | jq .passes                    for a machine
     layoutc show --checkpoint runs/step-1000                  a saved model
+    layoutc show nvfp4 mxfp8 --html layouts.html              a page to explore them, side by side
+    layoutc show nvfp4 --serve                                the same, at an address of this machine
+    layoutc show nvfp4 --svg nvfp4.svg --picture rowwise_scale
     """
+    drawing = ("html", "serve", "port", "svg", "png")
     if checkpoint is not None:
-        spec_options = [
-            *(name for name in ("folder", "shape", "world", "picture", "kernels", "products") if _is_given(ctx, name)),
-            *(["files"] if files else []),
-        ]
-        if recipe is not None or spec_options:
+        spec_only = ("folder", "shape", "world", "picture", *PARTS, *drawing)
+        spec_options = [name for name in spec_only if _is_given(ctx, name)]
+        if recipes or spec_options:
             raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
         if not checkpoint.is_dir():
             raise click.UsageError(f"{checkpoint} does not exist")
         _show_checkpoint(checkpoint, thorough, as_json)
         return
-    if recipe is None or thorough:
-        raise click.UsageError("--thorough needs --checkpoint" if recipe else "name a RECIPE, or a --checkpoint")
+    if not recipes or thorough:
+        raise click.UsageError("--thorough needs --checkpoint" if recipes else "name a RECIPE, or a --checkpoint")
+    paths = tuple(spec_of(recipe, folder) for recipe in recipes)
+    if any(_is_given(ctx, name) for name in drawing):
+        from layoutc.cli import explore
+
+        if kernels or products or files or as_json or not (html or serve or svg or png):
+            raise click.UsageError("--html, --serve, --svg and --png go with --shape, --world and --picture alone")
+        asked = explore.Asked(paths, shape, world if _is_given(ctx, "world") else None, picture)
+        explore.draw(asked, html, serve, port, svg, png)
+        return
+    if len(paths) > 1:
+        raise click.UsageError("tables show one RECIPE; several go with --html or --serve")
     from layoutc.report import describe
 
-    path = spec_of(recipe, folder)
+    path = paths[0]
     plan = plan_of(path)
     if only := [part for part, given in zip(PARTS, (kernels, products, files), strict=True) if given]:
         if as_json or picture or shape or len(only) > 1:

@@ -20,7 +20,7 @@ def render(page: Page) -> str:
     """
     folder = files("layoutc.explorer").joinpath("page")
     parts = {
-        "title": html.escape(f"{', '.join(recipe.name for recipe in page.recipes)} – layoutc"),
+        "title": html.escape(f"{', '.join(recipe.name for recipe in page.recipes)} - layoutc"),
         "style": folder.joinpath("page.css").read_text(encoding="utf-8").rstrip(),
         "data": _as_json(page),
         "script": "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS).rstrip(),

@@ -62,6 +62,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
     ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py")),
+    ("layoutc/explorer/*", ("explorer/*", "cli/*")),
     ("layoutc/bench/*", ("bench/*", "cli/*")),
     ("layoutc/integrations/*", ("integrations/*",)),
     (

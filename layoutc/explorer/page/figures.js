@@ -56,8 +56,8 @@ function cutsFacts(recipe) {
   const [first, last, before, after] = cuts.ranks[rankOf(recipe, state.row)];
   facts.push(
     `${cuts.inside} of ${plural(withRows.length - 1, "cut")} inside of a block of ${recipe.block_rows} rows; ${plural(cuts.parts, "rank")} with part of one.`,
-    `Halo of the chosen row's rank: ${plural(before + after, "row")} of blocks whose rest is its own (rows ${range(first, last - 1)}).`,
-    `More bytes a rank sends, for scales that two ranks have: ${more}.`,
+    `The chosen row's rank has rows ${range(first, last - 1)}; its halo, the rest of the blocks that its cuts split, has ${plural(before + after, "row")}.`,
+    `Sent besides, for scales that several ranks have: ${more} a rank.`,
     `Optimizer step: ${plural(figures[figures.length - 1], "byte")} a rank, ${recipe.exchanged === "extremes" ? "the least and greatest value" : "all values"} of each column of its first and last block.`,
   );
   const free = [];
@@ -74,8 +74,8 @@ function budgetBox(recipe) {
       node("table", { class: "budget" },
         node("thead", {}, node("tr", {}, ["", "Bytes", "Of bf16", ""].map((head, i) => (i === 0 || i === 3
           ? node("td", {}) : node("th", { scope: "col" }, head))))), body),
-      node("p", { class: "legend" }, node("i", { class: "swatch data" }), "elements ", node("i", { class: "swatch scale" }), "scales and zero points ",
-        node("i", { class: "swatch pad" }), "padding")),
+      node("p", { class: "legend" }, [["data", "elements"], ["scale", "scales and zero points"], ["pad", "padding"], ["sent", "sent, of both"]]
+        .map(([kind, words]) => node("span", {}, node("i", { class: `swatch ${kind}` }), words)))),
     draw() { body.replaceChildren(...budgetRows(recipe)); },
   };
 }
@@ -85,29 +85,29 @@ function budgetRows(recipe) {
   const figures = stop.worlds[at.world];
   const whole = state.m * state.k * BF16;
   const kind = (tensor) => (tensor.kind === "data" ? 0 : 1);
-  const rows = [["bf16, the whole weight", whole, [0, 0, 0], whole]];
+  const rows = [["bf16, the whole weight", whole, [0, 0, 0], "plain"]];
   const sums = (tensors, bytes, padding) => tensors.reduce((sum, tensor, i) => {
     sum[kind(tensor)] += bytes[i] - (padding ? padding[i] : 0);
     sum[2] += padding ? padding[i] : 0;
     return sum;
   }, [0, 0, 0]);
-  rows.push(["stored", null, sums(recipe.planes, stop.planes), whole]);
+  rows.push(["stored", null, sums(recipe.planes, stop.planes)]);
   for (const [orientation] of recipe.blocks) {
     const mine = recipe.buffers.map((one, i) => [one, i]).filter(([one]) => one.orientation === orientation);
     rows.push([`read ${orientation}`, null,
-      sums(mine.map(([one]) => one), mine.map(([, i]) => stop.buffers[i]), mine.map(([, i]) => stop.padding[i])), whole]);
+      sums(mine.map(([one]) => one), mine.map(([, i]) => stop.buffers[i]), mine.map(([, i]) => stop.padding[i]))]);
   }
   recipe.passes.slice(0, 2).forEach((pass, i) => {
     const sent = figures[i * 3] * state.world;
-    rows.push([`gathered in ${pass.name}, all ranks`, sent, [sent, 0, 0], whole, "sent"]);
+    rows.push([`gathered in ${pass.name}, all ranks`, sent, [0, 0, 0], "sent"]);
   });
-  return rows.map(([name, stated, parts, base, kindOfRow]) => {
-    const total = stated ?? parts[0] + parts[1] + parts[2];
-    const width = (part) => `width:${Math.min(100, (100 * part) / base).toFixed(2)}%`;
-    const bars = kindOfRow === "sent" || name.startsWith("bf16")
-      ? [node("i", { class: kindOfRow === "sent" ? "sent" : "plain", style: width(total) })]
-      : ["data", "scale", "pad"].map((one, i) => node("i", { class: one, style: width(parts[i]) }));
-    return node("tr", {}, node("th", { scope: "row" }, name), node("td", { class: "figure" }, number(total)),
-      node("td", { class: "figure" }, `${((100 * total) / base).toFixed(1)} %`), node("td", { class: "bar" }, node("div", {}, bars)));
+  const totals = rows.map(([, stated, parts]) => stated ?? parts[0] + parts[1] + parts[2]);
+  const longest = Math.max(...totals);
+  return rows.map(([name, , parts, kindOfRow], i) => {
+    const width = (part) => `width:${((100 * part) / longest).toFixed(2)}%`;
+    const bars = kindOfRow ? [node("i", { class: kindOfRow, style: width(totals[i]) })]
+      : ["data", "scale", "pad"].map((one, at) => node("i", { class: one, style: width(parts[at]) }));
+    return node("tr", {}, node("th", { scope: "row" }, name), node("td", { class: "figure" }, number(totals[i])),
+      node("td", { class: "figure" }, `${((100 * totals[i]) / whole).toFixed(1)} %`), node("td", { class: "bar" }, node("div", {}, bars)));
   });
 }

@@ -38,6 +38,12 @@ function orientations() {
   } };
 }
 
+function legend(recipe) {
+  const pairs = [["block", "its block"], ["byte", "same byte"], ["rank", "ranks, and a cut between blocks"]];
+  if (recipe.block_rows > 1) pairs.push(["cut", "a cut inside of a block"], ["halo", "halo: rows of its block on other ranks"]);
+  return node("p", { class: "legend" }, pairs.map(([kind, words]) => node("span", {}, node("i", { class: `swatch ${kind}` }), words)));
+}
+
 function article(recipe) {
   const parts = {};
   const draw = () => parts.memory.draw();
@@ -52,12 +58,10 @@ function article(recipe) {
     node("header", {}, node("h2", { id: `name-${recipe.name}` }, recipe.name), node("p", {}, recipe.summary),
       node("p", { class: "note" }, `Blocks: ${blocks}. Layout id ${recipe.layout_id}.`)),
     node("div", { class: "columns" },
-      node("div", {}, node("section", { class: "lightable", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame,
-        node("p", { class: "legend" },
-          node("i", { class: "swatch block" }), "its block ", node("i", { class: "swatch byte" }), "same byte ",
-          node("i", { class: "swatch rank" }), "ranks ", node("i", { class: "swatch cut" }), "cut inside of a block")),
-      parts.memory.box, parts.cuts.box),
-      node("div", {}, parts.readout.box, parts.budget.box, parts.spec.box)));
+      node("section", { class: "lightable", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame, legend(recipe)),
+      parts.readout.box,
+      node("div", {}, parts.memory.box, parts.cuts.box),
+      node("div", {}, parts.budget.box, parts.spec.box)));
   made.addEventListener("pointerover", (event) => {
     const row = event.target.closest ? event.target.closest("[data-part]") : null;
     parts.spec.reverse(row ? [row.dataset.part] : []);

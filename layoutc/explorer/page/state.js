@@ -2,7 +2,7 @@
 // link leads to one exact picture.
 
 const page = JSON.parse(document.getElementById("data").textContent);
-const state = { m: 0, k: 0, world: 0, row: 0, column: 0, top: 0, left: 0, blocks: "rowwise" };
+const state = { m: 0, k: 0, world: 0, row: 20, column: 5, top: 0, left: 0, blocks: "rowwise" };
 const view = { rows: 32, columns: 32 };
 const listeners = [];
 const number = (value) => value.toLocaleString("en");
