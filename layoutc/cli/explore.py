@@ -88,9 +88,7 @@ def _png(text: str) -> bytes:
         refuse("--png needs the package resvg-py: pip install 'layoutc[png]'; or write --svg, which needs nothing")
     drawn: bytes = bytes(resvg_py.svg_to_bytes(svg_string=text, zoom=ZOOM))
     if drawn == bytes(resvg_py.svg_to_bytes(svg_string=text, zoom=ZOOM, skip_system_fonts=True)):
-        refuse(
-            "--png finds no font on this machine, so the picture would have no text; install one, such as DejaVu Sans"
-        )
+        refuse("--png finds no font on this machine, and would draw no text; install one, such as DejaVu Sans")
     return drawn
 
 

@@ -22,7 +22,8 @@ WIDE, HIGH = 34, 14  # of such a value
 LEFT, TOP, GAP = 44, 44, 74
 
 _STYLE = (
-    "text{font:10px Arial,'Liberation Sans','DejaVu Sans',sans-serif;fill:#444;text-anchor:middle}.h{font-size:12px;fill:#000;text-anchor:start}"
+    "text{font:10px Arial,'Liberation Sans','DejaVu Sans',sans-serif;fill:#444;text-anchor:middle}"
+    ".h{font-size:12px;fill:#000;text-anchor:start}"
     ".e{text-anchor:end}.v{font-size:9px;fill:#000}.g{stroke:#ddd;stroke-width:.6}.b{stroke:#1f5fbf;stroke-width:1.4}"
     ".r{fill:#6b4fb3;fill-opacity:.12}.c,.i{stroke:#6b4fb3;stroke-width:2}.i{stroke:#c0262d;stroke-dasharray:6 3}"
     ".m{stroke:#ccc;stroke-width:.6}.p{fill:#eee}.w{fill:#fff}.k,.o{fill:#f0b451;fill-opacity:.5}.o{fill-opacity:.2}"

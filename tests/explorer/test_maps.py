@@ -1,0 +1,94 @@
+"""The page's own maps, in node, against the compiler's chains and against plain numpy, for every recipe there is."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from explored import ALL, as_read, laid_out, numbered, plan_of, shapes_of
+
+from layoutc.explorer.data import formula_data, plane_formula
+from layoutc.layout.formula import Formula
+from layoutc.layout.layout import Layout, is_swizzled, swizzled_formula
+from layoutc.report.describe import as_data
+
+HERE = Path(__file__).parent
+MAPS = files("layoutc.explorer").joinpath("page", "maps.js")
+Case = tuple[str, Formula, np.ndarray, tuple[int, int]]
+
+
+def cases(layout: Layout) -> list[Case]:
+    """All maps of a recipe: name, formula, and the numbers of values where they lie."""
+    found: list[Case] = []
+    for m, k in shapes_of(layout):
+        for plane in layout.planes:
+            found.append((plane.name, plane_formula(layout, plane), numbered(plane, m, k), (m, k)))
+        for buffer in layout.buffers:
+            found.append((buffer.name, buffer.formula, laid_out(buffer, m, k), (m, k)))
+            if is_swizzled(layout, buffer):
+                formula = swizzled_formula(layout, buffer)
+                found.append((f"{buffer.name} swizzled", formula, as_read(layout, buffer, m, k), (m, k)))
+    return found
+
+
+def elements(m: int, k: int, count: int = 60) -> list[tuple[int, int]]:
+    """Random elements, and those in the corners."""
+    chance = random.Random(m * 1000 + k)
+    corners = [(0, 0), (m - 1, 0), (0, k - 1), (m - 1, k - 1)]
+    return corners + [(chance.randrange(m), chance.randrange(k)) for _ in range(count)]
+
+
+def in_node(asked: list[Case]) -> list[dict[str, Any]]:
+    """What maps.js says of each case."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node: apt-get install nodejs")
+    given = [
+        {"formula": as_data(formula_data(formula)), "m": m, "k": k, "elements": elements(m, k)}
+        for _, formula, _, (m, k) in asked
+    ]
+    command = [node, str(HERE / "maps_in_node.js"), str(MAPS)]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=True, timeout=120)
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_the_pages_maps_are_the_compilers_and_numpys(path: Path) -> None:
+    layout = plan_of(path).layout
+    asked = cases(layout)
+    for (name, formula, numbers, (m, k)), answer in zip(asked, in_node(asked), strict=True):
+        chain = formula.at(m, k)
+        assert answer["bytes"] == chain.nbytes, name
+        start = np.arange(1, np.prod(chain.start, dtype=int) + 1).reshape(chain.start)
+        by_code = [0 if value is None else int(start[tuple(value)]) for value in answer["values"]]
+        assert by_code == numbers.ravel().tolist(), f"{name} of {m} x {k}: which value is where"
+        for at, element in enumerate(elements(m, k)):
+            index = formula.index(*element)
+            assert [tuple(place) for place in answer["positions"][at]] == list(chain.positions(index)), (name, element)
+            number = int(start[index])
+            assert sorted(answer["codes"][at]) == np.flatnonzero(numbers.ravel() == number).tolist(), (name, element)
+            assert formula.index(*answer["back"][at]) == index
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_formulas_are_the_chains_of_every_small_shape(path: Path) -> None:
+    """Enumerated: every value of every buffer, both ways, at every shape up to three multiples."""
+    layout = plan_of(path).layout
+    for m in range(layout.multiple_m, 3 * layout.multiple_m + 1, layout.multiple_m):
+        for k in range(layout.multiple_k, 2 * layout.multiple_k + 1, layout.multiple_k):
+            if k % max(plane.column_multiple for plane in layout.planes if plane.kind == "data"):
+                continue
+            for buffer in layout.buffers:
+                chain, numbers = buffer.chain(m, k), laid_out(buffer, m, k).ravel()
+                start = np.arange(1, np.prod(chain.start, dtype=int) + 1).reshape(chain.start)
+                for code, expected in enumerate(numbers):
+                    value = chain.value_at(*divmod(code * chain.bits, 8))
+                    assert (0 if value is None else start[value]) == expected, (buffer.name, m, k, code)
