@@ -16,7 +16,7 @@ from layoutc.layout.chain import Pad, Permute, Split
 from layoutc.layout.formula import Formula, RepeatUpTo, of_plane
 from layoutc.layout.layout import Layout, Plane, is_swizzled, swizzled_formula
 from layoutc.plan.plan import Gather, Plan
-from layoutc.report.describe import Description, describe, problems
+from layoutc.report.describe import alignment, describe, passes, problems
 
 # What sliders stop at, where all recipes of a page take it. The first shape and world cut an nvfp4 block at row 24.
 ROWS = (16, 24, 32, 48, 64, 96, 100, 128, 144, 256, 512, 4096)
@@ -41,7 +41,7 @@ class FormulaData:
 
 @dataclass(frozen=True)
 class PlaneData:
-    """A stored plane. A history of amaxes has no place for elements, so no formula."""
+    """A stored plane, and where it holds the value that serves an element."""
 
     name: str
     kind: str
@@ -69,12 +69,11 @@ class BufferData:
 
 @dataclass(frozen=True)
 class PassData:
-    """Planes that a pass gathers, and the orientations that they serve."""
+    """Planes that a pass gathers, and their bytes for each element of a large weight."""
 
     name: str
     planes: tuple[str, ...]
-    serves: tuple[str, ...]
-    large_weight: float
+    bytes_per_element: float
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,10 @@ class CutData:
 
 @dataclass(frozen=True)
 class Stop:
-    """Figures of one shape. planes, buffers: bytes; padding: of each buffer; worlds: for each number of ranks, and
+    """Figures of one shape, in bytes: of each plane and buffer, and of a buffer's padding.
 
-    there for each pass bytes a rank, of them filling, and doubled; last, bytes a rank exchanges in an optimizer step.
+    worlds: for each number of ranks, three figures of each pass (those that a rank sends, of them filling, and those
+    that several ranks send), and last what a rank exchanges in an optimizer step.
     """
 
     planes: tuple[int, ...]
@@ -113,7 +113,6 @@ class Recipe:
     name: str
     summary: str
     layout_id: str
-    elements: str
     blocks: tuple[tuple[str, int | None, int | None], ...]
     block_rows: int
     free_cuts: tuple[int, str]
@@ -180,13 +179,11 @@ def _nearest(sizes: tuple[int, ...], wanted: int) -> int:
 def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops: Stops) -> Recipe:
     """A recipe's plan -> what the page shows of it. text, path: its spec; generated: file names and their text."""
     layout = plan.layout
-    facts = [[[describe(plan, m, k, world) for world in stops.worlds] for k in stops.columns] for m in stops.rows]
-    whole = facts[0][0][0]
+    whole = describe(plan, *stops.first)
     return Recipe(
         name=layout.name,
         summary=layout.summary,
         layout_id=plan.layout_id,
-        elements=", ".join(dict.fromkeys(source.quantization.element.name for source in layout.sources)),
         blocks=tuple((name, *_block(layout, name)) for name in layout.orientations),
         block_rows=plan.block_rows,
         free_cuts=(plan.shard_rows, plan.shard_reason),
@@ -196,11 +193,8 @@ def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops
         buffers=tuple(_buffers(layout)),
         passes=tuple(_pass(one) for one in (plan.forward, plan.backward, plan.both)),
         origins=tuple((origin.orientation, origin.reason) for origin in whole.derivations),
-        cuts=tuple(
-            tuple(_cuts(plan, m, world, by_world[w]) for w, world in enumerate(stops.worlds))
-            for m, by_world in zip(stops.rows, (by_columns[0] for by_columns in facts), strict=True)
-        ),
-        stops=tuple(tuple(_stop(by_world) for by_world in by_columns) for by_columns in facts),
+        cuts=tuple(tuple(_cuts(plan, m, stops.columns[0], world) for world in stops.worlds) for m in stops.rows),
+        stops=tuple(tuple(_stop(plan, m, k, stops.worlds) for k in stops.columns) for m in stops.rows),
         spec=spec_lines(layout, text, path),
         generated=tuple((name, generated_lines(layout, content)) for name, content in generated.items()),
     )
@@ -268,11 +262,11 @@ def _buffers(layout: Layout) -> Sequence[BufferData]:
 
 def _pass(gather: Gather) -> PassData:
     planes = tuple(plane.name for plane in gather.planes)
-    return PassData(gather.name, planes, gather.serves, float(gather.bytes_per_element))
+    return PassData(gather.name, planes, float(gather.bytes_per_element))
 
 
-def _cuts(plan: Plan, m: int, world: int, facts: Description) -> CutData:
-    cuts, at = Cuts.of(m, world), facts.alignment
+def _cuts(plan: Plan, m: int, k: int, world: int) -> CutData:
+    cuts, at = Cuts.of(m, world), alignment(plan, m, k, world)
     halos = [cuts.halo(rank, plan.block_rows) for rank in range(world)]
     return CutData(
         ranks=tuple((*cuts.bounds(rank), halo.before, halo.after) for rank, halo in enumerate(halos)),
@@ -284,17 +278,18 @@ def _cuts(plan: Plan, m: int, world: int, facts: Description) -> CutData:
     )
 
 
-def _stop(by_world: Sequence[Description]) -> Stop:
-    facts = by_world[0]
-    worlds = []
-    for at in by_world:
-        figures = [figure for one in at.passes for figure in (one.bytes_per_rank, one.filling, one.doubled)]
-        cut = at.alignment.cut_blocks
-        worlds.append((*figures, cut.exchange_bytes_per_rank if cut else 0))
+def _stop(plan: Plan, m: int, k: int, worlds: Sequence[int]) -> Stop:
+    figures = []
+    for world in worlds:
+        gathers = passes(plan, m, k, world)
+        cut = alignment(plan, m, k, world).cut_blocks
+        of_passes = [figure for one in gathers for figure in (one.bytes_per_rank, one.filling, one.doubled)]
+        figures.append((*of_passes, cut.exchange_bytes_per_rank if cut else 0))
+    facts = describe(plan, m, k, worlds[0])
     laid_out = [buffer for buffer in facts.buffers if buffer.orientation]
     return Stop(
         planes=tuple(plane.nbytes for plane in facts.planes),
         buffers=tuple(buffer.nbytes for buffer in laid_out),
         padding=tuple(buffer.padding_bytes for buffer in laid_out),
-        worlds=tuple(worlds),
+        worlds=tuple(figures),
     )

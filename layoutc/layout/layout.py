@@ -167,7 +167,7 @@ class Buffer:
         start = whole.start if len(self.dims) == 2 else tuple(size for size in whole.start if size.axis in self.axes)
         return Formula(start or (Size(),), tuple(steps), self.plane.bits, self.low_first)
 
-    @property
+    @cached_property
     def made_by(self) -> tuple[str, ...]:
         """The steps from the plane to the buffer, in words; () if the buffer is the plane as it is."""
         words = ["transposed"] if self.permutes else []
@@ -183,7 +183,7 @@ class Buffer:
         """The chain from the plane's values to bytes."""
         return self.formula.at(m, k)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of its dims, in order."""
         return tuple(dim.axis for dim in self.dims)
@@ -193,18 +193,18 @@ class Buffer:
         """The dim that carries m, if one does."""
         return self.axes.index("m") if "m" in self.axes else None
 
-    @property
+    @cached_property
     def permutes(self) -> bool:
         """True if k comes before m."""
         return self.axes == ("k", "m")
 
-    @property
+    @cached_property
     def repeats(self) -> tuple[int, ...]:
         """For each dim, how many times in a row a value of the plane is stored."""
         per = {"m": self.plane.per_m, "k": self.plane.per_k}
         return tuple((per[dim.axis] or dim.per) // dim.per for dim in self.dims)
 
-    @property
+    @cached_property
     def pads(self) -> bool:
         """True if some dim has a padding multiple."""
         return any(dim.multiple > 1 for dim in self.dims)

@@ -190,8 +190,8 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
         buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
         swizzle=_swizzle(layout),
-        alignment=_alignment(plan, m, k, world),
-        passes=tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both)),
+        alignment=alignment(plan, m, k, world),
+        passes=passes(plan, m, k, world),
         derivations=tuple(Derived(d.orientation, d.source, d.reason) for d in plan.derivations),
         views=tuple(View(rule.operators, rule.condition) for rule in plan.dispatch),
     )
@@ -207,7 +207,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(done)
 
 
-def _alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
+def alignment(plan: Plan, m: int, k: int, world: int) -> Alignment:
+    """Where FSDP2 cuts the rows of a weight of (m, k), and what that costs."""
     per_rank, accepted = cdiv(m, world), plan.layout.multiple_m
     free = Cuts.of(m, world).aligned(plan.shard_rows)
     return Alignment(
@@ -297,6 +298,11 @@ def _swizzle(layout: Layout) -> str | None:
         return None
     sizes = ", ".join(f"{name} = {size}" for name, size in layout.swizzle.sizes)
     return layout.swizzle.pattern + (f" with {sizes}" if sizes else "")
+
+
+def passes(plan: Plan, m: int, k: int, world: int) -> tuple[PassFacts, ...]:
+    """What forward, backward and both gather of a weight of (m, k)."""
+    return tuple(_pass(plan, gather, m, k, world) for gather in (plan.forward, plan.backward, plan.both))
 
 
 def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:

@@ -133,7 +133,7 @@ const svg = document.querySelector(`#recipe-${arguments[0]} svg.weight`);
 svg.scrollIntoView({block: "center", behavior: "instant"});
 const box = svg.getBoundingClientRect();
 const scale = box.width / svg.viewBox.baseVal.width;
-return [box.left + (LEFT + (arguments[2] + 0.5) * CELL) * scale, box.top + (TOP + (arguments[1] + 0.5) * CELL) * scale];
+return [box.left + (LEFT + (arguments[2] + 0.5) * view.cell) * scale, box.top + (TOP + (arguments[1] + 0.5) * view.cell) * scale];
 """
 
 
@@ -228,6 +228,14 @@ def test_memory_has_the_map_of_the_chosen_buffer(window: Browser, pages: Path) -
             assert window.js(marked) == sum(value == index for value in values)
 
 
+def test_larger_pictures_show_more_elements(window: Browser, pages: Path) -> None:
+    window.view(*DESKTOP)
+    window.open(f"{address(pages, 'fp8_block')}#m=256&k=256&world=3&row=170&column=130&zoom=4")
+    assert window.js("return [view.rows, view.columns, state.top, state.left]") == [128, 160, 43, 0]
+    window.point(*window.js(CELL, "fp8_block", 100, 120))
+    assert window.js(SAYS, "fp8_block") == expected(plan_of(SPECS / "fp8_block.yaml"), 256, 256, 3, 143, 120)
+
+
 def test_a_line_of_the_spec_lights_up_what_it_decides_and_shows_its_code(window: Browser, pages: Path) -> None:
     window.view(*DESKTOP)
     window.open(address(pages, "nvfp4"))
@@ -270,7 +278,7 @@ def test_all_is_reached_by_keys_and_said_aloud(window: Browser, pages: Path) -> 
     for _ in range(12):
         window.keys("Tab")
         reached.append(window.js("const on = document.activeElement; return on.id || on.className"))
-    assert reached[1:7] == ["rows", "columns", "ranks", "top", "left", "blocks-rowwise"]
+    assert reached[1:7] == ["rows", "columns", "ranks", "top", "left", "zoom"]
     assert "frame" in reached
     window.js("document.querySelector('.frame').focus()")
     window.keys("Shift+ArrowDown", "End")

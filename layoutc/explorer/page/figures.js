@@ -50,7 +50,9 @@ function cutsFacts(recipe) {
   const shortRows = short[1] - short[0];
   const facts = [`${plural(each, "row")} a rank${shortRows !== each ? `, the last ${number(shortRows)}` : ""}`
     + `${withRows.length < state.world ? `; ${plural(state.world - withRows.length, "rank")} without rows` : ""}.`];
-  if (!cuts.inside) return [...facts, "No cut falls inside of a block."];
+  if (!cuts.inside) facts.push("No cut falls inside of a block.");
+  if (!cuts.shards_have_buffers) facts.push("A shard has no buffers by itself: the gathered weight has them.");
+  if (!cuts.inside) return facts;
   const figures = figuresOf(recipe).worlds[at.world];
   const more = recipe.passes.slice(0, 2).map((pass, i) => `${plural(figures[i * 3 + 2], "byte")} in ${pass.name}`).join(", ");
   const [first, last, before, after] = cuts.ranks[rankOf(recipe, state.row)];
@@ -69,14 +71,21 @@ function cutsFacts(recipe) {
 
 function budgetBox(recipe) {
   const body = node("tbody");
+  let drawn = "";
+  const large = recipe.passes.slice(0, 2).map((pass) => `${pass.bytes_per_element.toFixed(4)} in ${pass.name}`).join(", ");
   return {
     box: node("section", {}, node("h3", {}, "Bytes, beside bf16"),
+      node("p", { class: "note" }, `Of a large weight, a gather moves ${large} bytes for each element; bf16 ${BF16}.`),
       node("table", { class: "budget" },
         node("thead", {}, node("tr", {}, ["", "Bytes", "Of bf16", ""].map((head, i) => (i === 0 || i === 3
           ? node("td", {}) : node("th", { scope: "col" }, head))))), body),
       node("p", { class: "legend" }, [["data", "elements"], ["scale", "scales and zero points"], ["pad", "padding"], ["sent", "sent, of both"]]
         .map(([kind, words]) => node("span", {}, node("i", { class: `swatch ${kind}` }), words)))),
-    draw() { body.replaceChildren(...budgetRows(recipe)); },
+    draw() {
+      const now = [state.m, state.k, state.world].join();
+      if (now !== drawn) body.replaceChildren(...budgetRows(recipe));
+      drawn = now;
+    },
   };
 }
 

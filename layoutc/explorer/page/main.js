@@ -22,8 +22,9 @@ function position(id, label, key, size, shown) {
     input.max = Math.ceil(most / 8) * 8;
     input.disabled = most === 0;
     input.value = state[key];
-    output.textContent = range(state[key], Math.min(state[size], state[key] + view[shown]) - 1);
-    input.setAttribute("aria-valuetext", output.textContent);
+    const last = Math.min(state[size], state[key] + view[shown]) - 1;
+    output.textContent = `${number(state[key])}–${number(last)}`;
+    input.setAttribute("aria-valuetext", range(state[key], last));
   } };
 }
 
@@ -56,12 +57,15 @@ function article(recipe) {
   const blocks = recipe.blocks.map(([name, m, k]) => `${m ?? "all"} × ${k ?? "all"} ${name}`).join(", ");
   const made = node("article", { "aria-labelledby": `name-${recipe.name}`, id: `recipe-${recipe.name}` },
     node("header", {}, node("h2", { id: `name-${recipe.name}` }, recipe.name), node("p", {}, recipe.summary),
-      node("p", { class: "note" }, `Blocks: ${blocks}. Layout id ${recipe.layout_id}.`)),
+      node("p", { class: "note" }, `Blocks: ${blocks}. Layout id ${recipe.layout_id}.`),
+      recipe.origins.map(([orientation, reason]) => node("p", { class: "note" }, `${orientation}: ${reason}.`))),
     node("div", { class: "columns" },
-      node("section", { class: "lightable", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame, legend(recipe)),
+      node("div", { class: "group" },
+        node("section", { class: "lightable first", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame, legend(recipe)),
+        parts.cuts.box),
       parts.readout.box,
-      node("div", {}, parts.memory.box, parts.cuts.box),
-      node("div", {}, parts.budget.box, parts.spec.box)));
+      parts.memory.box,
+      node("div", { class: "last" }, parts.budget.box, parts.spec.box)));
   made.addEventListener("pointerover", (event) => {
     const row = event.target.closest ? event.target.closest("[data-part]") : null;
     parts.spec.reverse(row ? [row.dataset.part] : []);
@@ -72,23 +76,14 @@ function article(recipe) {
   } };
 }
 
-// How many elements the pictures show: fewer on a phone. True if that has changed.
-function fit() {
-  const phone = window.innerWidth < 560;
-  const wide = window.innerWidth >= (page.recipes.length === 1 ? 1100 : 1500);
-  const [rows, columns] = [phone ? 26 : 32, phone ? 20 : wide ? 40 : 32];
-  const changed = columns !== view.columns || rows !== view.rows;
-  Object.assign(view, { columns, rows });
-  return changed;
-}
-
 function build() {
   const controls = [
     slider("rows", "Rows", page.stops.rows, "m", number),
     slider("columns", "Columns", page.stops.columns, "k", number),
     slider("ranks", "Ranks", page.stops.worlds, "world", number),
-    position("top", "Show rows", "top", "m", "rows"),
-    position("left", "Show columns", "left", "k", "columns"),
+    position("top", "From row", "top", "m", "rows"),
+    position("left", "From column", "left", "k", "columns"),
+    slider("zoom", "Picture", ZOOMS, "zoom", () => `${view.rows} × ${view.columns}`),
     orientations(),
   ];
   const articles = page.recipes.map(article);
@@ -109,11 +104,7 @@ function speak() { // once a movement has ended
   speaking = setTimeout(() => { document.getElementById("live").textContent = spoken(); }, 150);
 }
 
-fit();
 build();
 change(recalled());
 window.addEventListener("hashchange", () => change(recalled()));
-window.addEventListener("resize", () => {
-  if (fit()) build();
-  change({});
-});
+window.addEventListener("resize", () => change({}));

@@ -14,7 +14,7 @@ function readout(recipe) {
     node("thead", {}, node("tr", {}, ["Pass", "Plane", "Sent by", "Place in what is sent"].map((head) => node("th", { scope: "col" }, head)))),
     travels);
   return {
-    box: node("section", {}, node("h3", {}, "This element"), where, block,
+    box: node("section", { class: "second" }, node("h3", {}, "This element"), where, block,
       node("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Where it lies, ${recipe.name}` }, table),
       node("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `How it travels, ${recipe.name}` }, passes)),
     draw() {
@@ -48,7 +48,7 @@ function blockText(recipe) {
   const extent = `Its block is rows ${range(block.top, block.bottom - 1)} and columns ${range(block.left, block.right - 1)}`;
   if (ranks.length === 1) return `${extent}, all on one rank.`;
   const plane = recipe.planes.find((one) => one.kind === "scale" && one.sharded);
-  const each = plane ? `which each store and send the block's scale` : `whose shared amax ranks agree on`;
+  const each = plane ? "which each store and send the block's scale" : "which agree on its amax";
   return `${extent}, cut between ranks ${ranks.slice(0, 8).join(", ")}${ranks.length > 8 ? ", …" : ""}, ${each}.`;
 }
 

@@ -2,8 +2,8 @@
 // link leads to one exact picture.
 
 const page = JSON.parse(document.getElementById("data").textContent);
-const state = { m: 0, k: 0, world: 0, row: 20, column: 5, top: 0, left: 0, blocks: "rowwise" };
-const view = { rows: 32, columns: 32 };
+const state = { m: 0, k: 0, world: 0, row: 20, column: 5, top: 0, left: 0, zoom: 1, blocks: "rowwise" };
+const view = { rows: 32, columns: 32, cell: 15 }; // elements that a picture shows, and their size in it
 const listeners = [];
 const number = (value) => value.toLocaleString("en");
 
@@ -28,10 +28,11 @@ const clamp = (value, least, most) => Math.max(least, Math.min(value, most));
 function change(changes) {
   const was = { ...state };
   Object.assign(state, changes);
+  fit();
   if (state.m !== was.m || state.k !== was.k) mapsMade.clear();
   state.row = clamp(state.row, 0, state.m - 1);
   state.column = clamp(state.column, 0, state.k - 1);
-  if ("row" in changes || "column" in changes) { // the picture follows the element
+  if ("row" in changes || "column" in changes || "zoom" in changes) { // the picture follows the element
     state.top = clamp(state.top, state.row - view.rows + 1, state.row);
     state.left = clamp(state.left, state.column - view.columns + 1, state.column);
   }
@@ -39,6 +40,15 @@ function change(changes) {
   state.left = clamp(state.left, 0, Math.max(0, state.k - view.columns));
   for (const listener of listeners) listener(state);
   remember();
+}
+
+// How many elements the pictures show: fewer on a phone.
+const ZOOMS = [1, 2, 4];
+function fit() {
+  const phone = window.innerWidth < 560;
+  const wide = window.innerWidth >= (page.recipes.length === 1 ? 1100 : 1500);
+  const [rows, columns] = [phone ? 26 : 32, phone ? 20 : wide ? 40 : 32];
+  Object.assign(view, { rows: rows * state.zoom, columns: columns * state.zoom, cell: 15 / state.zoom });
 }
 
 let remembering = 0;
@@ -54,7 +64,7 @@ function recalled() {
   const [m, k, world] = page.stops.first;
   const found = { m, k, world };
   const words = new URLSearchParams(location.hash.slice(1));
-  const stops = { m: page.stops.rows, k: page.stops.columns, world: page.stops.worlds };
+  const stops = { m: page.stops.rows, k: page.stops.columns, world: page.stops.worlds, zoom: ZOOMS };
   for (const [key, value] of words) {
     if (key === "blocks" && (value === "rowwise" || value === "columnwise")) found.blocks = value;
     else if (key in state && /^\d{1,10}$/.test(value) && (!(key in stops) || stops[key].includes(Number(value)))) {

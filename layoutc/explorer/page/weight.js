@@ -1,13 +1,10 @@
 // The weight as a grid of elements: blocks, ranks and where they are cut, and the chosen element.
 
-const CELL = 15;
 const LEFT = 64;
 const TOP = 22;
 
 function weightPicture(recipe) {
-  const width = LEFT + view.columns * CELL + 2;
-  const height = TOP + view.rows * CELL + 2;
-  const picture = node("svg:svg", { viewBox: `0 0 ${width} ${height}`, class: "weight", "aria-hidden": "true" });
+  const picture = node("svg:svg", { class: "weight", "aria-hidden": "true" });
   const fixed = node("svg:g");
   const moving = node("svg:g");
   picture.append(
@@ -24,7 +21,7 @@ function weightPicture(recipe) {
     onkeydown: (event) => onKey(recipe, event),
   }, picture);
   const choose = (event) => {
-    const found = elementUnder(picture, event, width);
+    const found = elementUnder(picture, event);
     if (found && (found.row !== state.row || found.column !== state.column)) change(found);
   };
   picture.addEventListener("pointermove", choose);
@@ -33,19 +30,22 @@ function weightPicture(recipe) {
   return {
     frame,
     draw() {
-      const now = [state.m, state.k, state.world, state.top, state.left, state.blocks].join();
-      if (now !== drawn) fixed.replaceChildren(...fixedParts(recipe));
+      const now = [state.m, state.k, state.world, state.top, state.left, state.blocks, view.rows, view.columns].join();
+      if (now !== drawn) {
+        picture.setAttribute("viewBox", `0 0 ${LEFT + view.columns * view.cell + 2} ${TOP + view.rows * view.cell + 2}`);
+        fixed.replaceChildren(...fixedParts(recipe));
+      }
       drawn = now;
       moving.replaceChildren(...movingParts(recipe));
     },
   };
 }
 
-function elementUnder(picture, event, width) {
+function elementUnder(picture, event) {
   const box = picture.getBoundingClientRect();
-  const scale = width / box.width;
-  const column = Math.floor(((event.clientX - box.left) * scale - LEFT) / CELL);
-  const row = Math.floor(((event.clientY - box.top) * scale - TOP) / CELL);
+  const scale = picture.viewBox.baseVal.width / box.width;
+  const column = Math.floor(((event.clientX - box.left) * scale - LEFT) / view.cell);
+  const row = Math.floor(((event.clientY - box.top) * scale - TOP) / view.cell);
   const inside = column >= 0 && row >= 0 && column < view.columns && row < view.rows;
   const found = { row: state.top + row, column: state.left + column };
   return inside && found.row < state.m && found.column < state.k ? found : null;
@@ -72,8 +72,8 @@ function onKey(recipe, event) {
 
 const bottom = () => Math.min(state.m, state.top + view.rows);
 const right = () => Math.min(state.k, state.left + view.columns);
-const x = (column) => LEFT + (clamp(column, state.left, right()) - state.left) * CELL;
-const y = (row) => TOP + (clamp(row, state.top, bottom()) - state.top) * CELL;
+const x = (column) => LEFT + (clamp(column, state.left, right()) - state.left) * view.cell;
+const y = (row) => TOP + (clamp(row, state.top, bottom()) - state.top) * view.cell;
 const box = (top, left, below, after, attributes) => node(
   "svg:rect", { x: x(left), y: y(top), width: x(after) - x(left), height: y(below) - y(top), ...attributes });
 
@@ -89,8 +89,9 @@ function fixedParts(recipe) {
     else if (end - begin >= 12) parts.push(text(`${rank}`, 27, (begin + end) / 2 + 4, "ranktext"));
   });
   let lines = "";
-  for (let row = state.top; row <= bottom(); row += 1) lines += `M${x(state.left)} ${y(row)}H${x(right())}`;
-  for (let column = state.left; column <= right(); column += 1) lines += `M${x(column)} ${y(state.top)}V${y(bottom())}`;
+  const every = view.cell < 6 ? 8 : 1; // lines closer than that are grey
+  for (let row = ceilDiv(state.top, every) * every; row <= bottom(); row += every) lines += `M${x(state.left)} ${y(row)}H${x(right())}`;
+  for (let column = ceilDiv(state.left, every) * every; column <= right(); column += every) lines += `M${x(column)} ${y(state.top)}V${y(bottom())}`;
   parts.push(node("svg:path", { d: lines, class: "grid" }));
   let blocks = "";
   for (let row = state.top; row < bottom();) {
@@ -104,8 +105,8 @@ function fixedParts(recipe) {
     column = block.right;
   }
   parts.push(node("svg:path", { d: `${blocks}M${x(right())} ${y(state.top)}V${y(bottom())}H${x(state.left)}`, class: "blocks" }));
-  for (const row of marks(state.top, bottom())) parts.push(text(row, LEFT - 5, y(row) + 11, "tick end"));
-  for (const column of marks(state.left, right())) parts.push(text(column, x(column) + CELL / 2, TOP - 7, "tick"));
+  for (const row of marks(state.top, bottom())) parts.push(text(row, LEFT - 5, y(row) + view.cell / 2 + 4, "tick end"));
+  for (const column of marks(state.left, right())) parts.push(text(column, x(column) + view.cell / 2, TOP - 7, "tick"));
   for (const [first, last, , after] of cuts.ranks) {
     if (last > state.top && last < bottom() && last > first && last < state.m) {
       parts.push(node("svg:path", { d: `M34 ${y(last)}H${x(right())}`, class: after ? "cut inside" : "cut" }));
@@ -114,10 +115,11 @@ function fixedParts(recipe) {
   return parts;
 }
 
-// Every eighth number, and the first.
+// Every eighth number, or as many as there is room for; if there is none, the first.
 function marks(first, last) {
   const found = [];
-  for (let i = Math.ceil(first / 8) * 8; i < last; i += 8) found.push(i);
+  const step = 8 * state.zoom;
+  for (let i = Math.ceil(first / step) * step; i < last; i += step) found.push(i);
   return found.length ? found : [first];
 }
 
