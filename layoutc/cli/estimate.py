@@ -175,7 +175,7 @@ def _model(preset: str, sizes: dict[str, int | None]) -> Model:
 
 def _uses(recipes: tuple[str, ...], folder: Path, model: Model, cast: bool, low: bool) -> list[Use]:
     """bf16, then the recipes. Reports what weights can't have, for all of them, and exits with code 1."""
-    from layoutc.cli.layout import plan_of
+    from layoutc.cli.reading import plan_of
     from layoutc.estimate.step import Use
     from layoutc.report.describe import problems
 

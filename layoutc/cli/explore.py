@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from layoutc.cli.layout import plan_of
+from layoutc.cli.reading import plan_of
 from layoutc.cli.shared import refuse
 
 ADDRESS = "127.0.0.1"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from layoutc.build.lookup import spec_of, specs_in, specs_option
+from layoutc.cli.reading import content_of, plan_of, read_plan
 from layoutc.cli.shared import report, shape_of
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import FORMS
@@ -260,7 +261,7 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
     before: dict[str, Plan] = {}
     recorded: dict[str, str] = {}
     for file in old_files:
-        plan, problems = _read(file.content, str(folder / file.name))
+        plan, problems = read_plan(file.content, str(folder / file.name))
         if plan is None:
             findings.append(breaking.unreadable(str(folder / file.name), revision, problems))
         else:
@@ -271,7 +272,7 @@ def breaking(revision: str, folder: Path, out: Path, form: str | None, as_json: 
                 recorded[plan.layout.name] = layout_id
     after: dict[str, Plan] = {}
     for path in specs_in(folder):
-        plan, problems = _read(_content(path), str(path))
+        plan, problems = read_plan(content_of(path), str(path))
         findings += [item for item in problems if plan is None]
         if plan is not None:
             after[plan.layout.name] = plan
@@ -300,7 +301,7 @@ def explain_specs(paths: Iterable[Path], form: str | None) -> list[Diagnostic]:
 
     findings: list[Diagnostic] = []
     for path in paths:
-        plan, _ = _read(_content(path), str(path))
+        plan, _ = read_plan(content_of(path), str(path))
         if plan is None:
             continue
         shown = proofs.prove(plan)
@@ -328,31 +329,3 @@ def _proof_data(proof: Proof) -> dict[str, object]:
         "holds": proof.holds,
         "counter": proof.counter or None,
     }
-
-
-def plan_of(path: Path) -> Plan:
-    """The plan of a spec. If it has errors, reports its findings and exits with code 1."""
-    plan, diagnostics = _read(_content(path), str(path))
-    if plan is None:
-        report(diagnostics)
-        sys.exit(1)
-    return plan
-
-
-def _read(content: bytes, path: str) -> tuple[Plan | None, list[Diagnostic]]:
-    from layoutc.build.operands import layouts_of
-    from layoutc.build.pipeline import plan_for
-    from layoutc.spec.checks.read import read_spec_bytes
-
-    spec, diagnostics = read_spec_bytes(content, path)
-    if spec is None:
-        return None, diagnostics
-    others, findings = layouts_of(spec, content, path)
-    return (None if has_errors(findings) else plan_for(spec, others)), [*diagnostics, *findings]
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror}") from error

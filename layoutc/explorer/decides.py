@@ -1,6 +1,7 @@
 """Which parts of a layout each line of a spec decides, and which lines of generated code came of them.
 
-A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts or the products, by name.
+A part is a plane, a buffer, a block, the swizzle, the accepted shapes, the cuts, the products or files of other
+programs, by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from layoutc.layout.layout import Layout, Source
 from layoutc.spec import source as yaml_source
 
-SHAPE, CUTS, SWIZZLE, PRODUCTS = "shape", "cuts", "swizzle", "products"
+SHAPE, CUTS, SWIZZLE, PRODUCTS, FILES = "shape", "cuts", "swizzle", "products", "files"
 # Names in generated code beside those of planes and buffers.
 _WORDS = {
     "multiple_m": SHAPE,
@@ -67,6 +68,8 @@ def decided(layout: Layout, path: tuple[str | int, ...], data: dict[str, object]
             return (SWIZZLE,)
         case ("gemm", str(), *_):
             return (PRODUCTS,)
+        case ("files", *_):
+            return (FILES,)
         case ("orientations", str(name), *rest) if name in layout.orientations:
             return tuple(_of_orientation(layout, name, rest))
     return ()

@@ -164,8 +164,8 @@ def runs_program(file: Path, arguments: list[str]) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "sh")], ids=lambda page: page.name)
 def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """layoutc's own, and those that start a program of the page: torchrun itself once, with its last arguments."""
+    monkeypatch.chdir(tmp_path)
     if page.name == "files.md":
-        monkeypatch.chdir(tmp_path)
         model = Transformer()
         layoutc.quantize_(model, "fp8_block")
         checkpoint.export_safetensors(model, "DeepSeek-V3", files="deepseek")

@@ -82,7 +82,7 @@ def test_every_plane_and_buffer_is_decided_by_a_line_and_named_by_generated_code
     buffers = {f"buffer:{buffer.name}" for buffer in layout.buffers}
     assert of_sources | buffers <= decides
     assert of_sources | buffers <= named
-    known = of_sources | buffers | {"plane:amax", "shape", "cuts", "swizzle", "products"}
+    known = of_sources | buffers | {"plane:amax", "shape", "cuts", "swizzle", "products", "files"}
     assert decides | named <= known | {f"block:{name}" for name in layout.orientations}
 
 

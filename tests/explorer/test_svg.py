@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from explored import ALL, plan_of
-from places import SPECS
+from places import ROOT, SPECS
 
 from layoutc.explorer import data, svg
 from layoutc.layout.layout import is_swizzled
@@ -75,3 +76,8 @@ def test_a_picture_says_what_it_is_and_is_the_same_each_time() -> None:
 def test_unknown_buffers_are_refused() -> None:
     with pytest.raises(KeyError):
         svg.picture(plan_of(SPECS / "nvfp4.yaml"), 96, 64, 4, "nonsense")
+
+
+@pytest.mark.checkout
+def test_the_picture_of_the_pages_is_the_one_that_is_drawn(golden: Callable[[Path, str], None]) -> None:
+    golden(ROOT / "docs" / "pages" / "pictures" / "nvfp4.svg", svg.picture(plan_of(SPECS / "nvfp4.yaml"), 96, 64, 4))
