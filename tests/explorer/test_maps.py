@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from explored import ALL, as_read, laid_out, numbered, plan_of, shapes_of
 
 from layoutc.explorer.data import formula_data, plane_formula
 from layoutc.layout.formula import Formula
-from layoutc.layout.layout import Layout, is_swizzled, swizzled_formula
+from layoutc.layout.layout import Layout, is_swizzled, resolve, swizzled_formula
 from layoutc.report.describe import as_data
+from layoutc.spec.checks.read import read_spec
+from layoutc.spec.schema import Spec
 
 HERE = Path(__file__).parent
 MAPS = files("layoutc.explorer").joinpath("page", "maps.js")
@@ -60,10 +63,8 @@ def in_node(asked: list[Case]) -> list[dict[str, Any]]:
     return answers
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_the_pages_maps_are_the_compilers_and_numpys(path: Path) -> None:
-    layout = plan_of(path).layout
-    asked = cases(layout)
+def compare(asked: list[Case]) -> None:
+    """Every place of every map, both ways."""
     for (name, formula, numbers, (m, k)), answer in zip(asked, in_node(asked), strict=True):
         chain = formula.at(m, k)
         assert answer["bytes"] == chain.nbytes, name
@@ -76,6 +77,62 @@ def test_the_pages_maps_are_the_compilers_and_numpys(path: Path) -> None:
             number = int(start[index])
             assert sorted(answer["codes"][at]) == np.flatnonzero(numbers.ravel() == number).tolist(), (name, element)
             assert formula.index(*answer["back"][at]) == index
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_the_pages_maps_are_the_compilers_and_numpys(path: Path) -> None:
+    compare(cases(plan_of(path).layout))
+
+
+def test_so_are_those_of_random_specs() -> None:
+    """Random blocks, stored granularity, orders of axes, padding, packing and swizzles."""
+    layouts = [resolve(spec) for seed in range(300) if (spec := random_spec(seed)) is not None]
+    assert len(layouts) > 60
+    assert sum(layout.swizzle is not None for layout in layouts) > 15
+    assert {plane.bits for layout in layouts for plane in layout.planes} >= {4, 6, 8, 16, 32}
+    compare([case for layout in layouts for case in cases(layout)])
+
+
+def random_spec(seed: int) -> Spec | None:
+    """A spec at random; None for one that the checks refuse."""
+    chance = random.Random(seed)
+    element = chance.choice(["e4m3", "e2m1", "e3m2", "e2m3"])
+    order_of_codes = chance.choice(["low-first", "high-first"])
+    scale = chance.choice(["f32", "e8m0", "f16"])
+    tile = {"a": chance.choice([2, 4]), "b": chance.choice([1, 3, 8]), "d": chance.choice([2, 4])}
+    swizzled = scale == "e8m0" and chance.random() < 0.5
+    sizes = [1, 2, 3, 4, 8, 16] if swizzled else [1, 2, 3, 4, 8, 16, "all"]
+
+    def orientation(free: str) -> dict[str, object]:
+        block: dict[str, Any] = {axis: chance.choice(sizes) for axis in "mk"}
+        axes = chance.sample("mk", 2)
+        data: dict[str, object] = {"layout": " ".join(axes)}
+        if chance.random() < 0.5:
+            data["pad"] = [chance.choice([1, 5, 32]), chance.choice([8, 16, 32])]
+        kept = [axis for axis in chance.sample("mk", 2) if block[axis] != "all"]
+        divisors = {axis: [d for d in range(1, 17) if block[axis] % d == 0] for axis in kept}
+        steps = {axis: chance.choice(divisors[axis]) for axis in kept}
+        stored: dict[str, object] = {"layout": " ".join(f"{axis}/{steps[axis]}" for axis in kept) or "scalar"}
+        if swizzled:
+            stored["pad"] = [tile["a"] * tile["b"] if axis == free else tile["d"] for axis in kept]
+        elif kept and chance.random() < 0.5:
+            stored["pad"] = [chance.choice([1, 4, 7, 16]) for _ in kept]
+        return {"block": block, "data": data, "scale": stored}
+
+    rules = {"e8m0": "power-of-two", "f32": "amax-over-max", "f16": "scale-first"}
+    text: dict[str, object] = {
+        "layoutc": 1,
+        "name": "at_random",
+        "summary": "made by a test",
+        "shape": {"m": 8, "k": 8},
+        "element": {"format": element} | ({} if element == "e4m3" else {"pack": order_of_codes}),
+        "scale": {"format": scale, "rule": rules[scale]} | ({"round": "up"} if scale == "e8m0" else {}),
+        "orientations": {"rowwise": orientation("m"), "columnwise": orientation("k")},
+    }
+    if swizzled:
+        order = " ".join(chance.sample(["r", "a", "b", "c", "d"], 5))
+        text["gemm"] = {"scale": {"swizzle": f"(r a b) (c d) -> {order}", **tile}}
+    return read_spec(yaml.safe_dump(text, sort_keys=False, width=200), "at_random.yaml")[0]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
