@@ -59,13 +59,13 @@ function article(recipe) {
     node("header", {}, node("h2", { id: `name-${recipe.name}` }, recipe.name), node("p", {}, recipe.summary),
       node("p", { class: "note" }, `Blocks: ${blocks}. Layout id ${recipe.layout_id}.`),
       recipe.origins.map(([orientation, reason]) => node("p", { class: "note" }, `${orientation}: ${reason}.`))),
-    node("div", { class: "columns" },
+    node("div", { class: "sized" }, node("div", { class: "columns" },
       node("div", { class: "group" },
         node("section", { class: "lightable first", "data-part": "shape" }, node("h3", {}, "The weight"), parts.weight.frame, legend(recipe)),
         parts.cuts.box),
       parts.readout.box,
       parts.memory.box,
-      node("div", { class: "last" }, parts.budget.box, parts.spec.box)));
+      node("div", { class: "last" }, parts.budget.box, parts.spec.box))));
   made.addEventListener("pointerover", (event) => {
     const row = event.target.closest ? event.target.closest("[data-part]") : null;
     parts.spec.reverse(row ? [row.dataset.part] : []);
