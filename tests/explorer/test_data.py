@@ -72,6 +72,17 @@ def test_an_orientation_of_its_own_quantization_is_not_decided_by_the_specs() ->
     assert ("scale: {format: f32, rule: amax-over-max}", {"plane:columnwise_scale"}) in lines
 
 
+def test_zero_points_are_decided_as_scales_are() -> None:
+    path = SPECS / "int4_group32.yaml"
+    recipe = recipe_of(path, data.stops_of([plan_of(path)], None, None))
+    lines = {line.text.split("#")[0].strip(): set(line.parts) for line in recipe.spec}
+    both = {f"plane:{orientation}_{kind}" for orientation in ("rowwise", "columnwise") for kind in ("scale", "zero")}
+    assert lines["scale: {format: f32, rule: min-max, zero: int8}"] == both
+    assert lines["block: {m: 1, k: 32}"] == {"block:rowwise", "plane:rowwise_scale", "plane:rowwise_zero", "cuts"}
+    assert lines["scale: {layout: m k/32}"] == {"buffer:rowwise_scale", "buffer:rowwise_zero"}
+    assert lines["int4_full: {integer: 4}"] == {"plane:rowwise_data", "plane:columnwise_data"}
+
+
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_plane_and_buffer_is_decided_by_a_line_and_named_by_generated_code(path: Path) -> None:
     layout = plan_of(path).layout

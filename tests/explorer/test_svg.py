@@ -41,6 +41,13 @@ def test_cells_are_those_of_the_index_map(path: Path) -> None:
         assert [cell.text for cell in cells] == expected, buffer.name
         rows = [float(cell.get("y", 0)) for cell in cells]
         assert rows == sorted(rows), "lines follow memory"
+        width, height = float(drawn.get("width", 0)), float(drawn.get("height", 0))
+        assert drawn.get("viewBox") == f"0 0 {width:g} {height:g}"
+        lines = [one for one in drawn.iter() if one.tag.endswith("}text")]
+        assert max(float(one.get("y", 0)) for one in lines) < height
+        rects = [one for one in drawn.findall("s:rect", NAMESPACE) if one.get("class") != "w"]
+        right = max(float(one.get("x", 0)) + float(one.get("width", 0)) for one in rects)
+        assert width - 40 < right < width or len(rects) < svg.VALUES, "no cell is cut off"
 
 
 def test_cuts_are_drawn_where_ranks_begin() -> None:
