@@ -106,7 +106,7 @@ def main() -> None:
                 "load",
                 seconds(lambda: load_safetensors(model, ours, files=files), options.runs),
                 seconds(copy, options.runs),
-            ),  # noqa: B023
+            ),
             ("export", seconds(export, options.runs), seconds(save, options.runs)),
         ]
         for what, mine, plain in rows:
