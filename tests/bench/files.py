@@ -9,6 +9,7 @@ compared first.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import shutil
 import statistics
@@ -97,18 +98,13 @@ def main() -> None:
             theirs.unlink(missing_ok=True)
             save_file(tensors, theirs)
             with open(theirs, "rb") as file:
-                import os
-
                 os.fsync(file.fileno())
 
-        rows = [
-            (
-                "load",
-                seconds(lambda: load_safetensors(model, ours, files=files), options.runs),
-                seconds(copy, options.runs),
-            ),
-            ("export", seconds(export, options.runs), seconds(save, options.runs)),
-        ]
+        def load(model: nn.Module = model, files: str = files, ours: Path = ours) -> None:
+            load_safetensors(model, ours, files=files)
+
+        rows = [("load", seconds(load, options.runs), seconds(copy, options.runs))]
+        rows.append(("export", seconds(export, options.runs), seconds(save, options.runs)))
         for what, mine, plain in rows:
             shown = "  ".join(f"{a:.2f} ({b:.2f} to {c:.2f})" for a, b, c in (mine, plain))
             print(f"{recipe}/{files}  {size:.2f} GiB  {what:6}  {shown}  {plain[0] / mine[0]:.2f} of plain")
