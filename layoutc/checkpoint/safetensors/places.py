@@ -140,21 +140,44 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     kept = [i for i in bound.order if not _is_bare(at, i)]
     index = [slice(*boxes[i]) for i in kept]
     index[-1] = slice(boxes[last][0] // at.per, boxes[last][1] // at.per)
-    found = fetch(tuple(index))
-    values = (
-        num.unpack(_as(found, torch.uint8), bound.bits, low_first=bound.low_first)
-        if at.packs
-        else _as(found, plane.dtype)
-    )
-    values = values.reshape([boxes[i][1] - boxes[i][0] for i in bound.order])
+    found = _as(fetch(tuple(index)), torch.uint8 if at.packs else plane.dtype)
+    inner = len(sizes) - 1  # along which codes share bytes in the plane
+    pairs = bound.bits == 4 and last != inner and not any(end % 2 for end in (*boxes[inner], *boxes[last]))
+    widths = [b - a for a, b in boxes]
+    if pairs:
+        widths[last] //= 2
+        values = found.reshape([widths[i] for i in bound.order])
+        values = _in_other_pairs(values, bound.order.index(inner), bound.low_first, bound.plane_low_first)
+        widths[last], widths[inner], codes = widths[last] * 2, widths[inner] // 2, 1
+    else:
+        values = num.unpack(found, bound.bits, low_first=bound.low_first) if at.packs else found
+        values = values.reshape([widths[i] for i in bound.order])
     values = values.permute([bound.order.index(i) for i in range(len(bound.order))])
-    shape = [prod(b - a for a, b in part) for part in (boxes[:split], boxes[split:])]
-    values = values.reshape(shape)
-    first = [_flat(at.rows, boxes[:split]), _flat(at.columns, boxes[split:])]
-    values = values[rows[0] - first[0] : rows[1] - first[0], wanted[0] - first[1] : wanted[1] - first[1]]
-    if at.packs:
+    values = values.reshape((prod(widths[:split]), prod(widths[split:])))
+    first_row, first_column = _flat(at.rows, boxes[:split]), _flat(at.columns, boxes[split:])
+    if pairs:
+        wanted, first_column = columns, first_column // 2
+    values = values[rows[0] - first_row : rows[1] - first_row, wanted[0] - first_column : wanted[1] - first_column]
+    if at.packs and not pairs:
         values = num.pack(values.contiguous(), bound.bits, low_first=bound.plane_low_first)
     return _undone(bound, values)
+
+
+def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: bool) -> Tensor:
+    """Codes of 4 bits, packed along the last dim -> the same codes, packed along `dim`, whose size is even.
+
+    Two bytes beside each other along `dim` are two by two codes; they become two bytes beside each other along the
+    last dim. Nothing is unpacked.
+    """
+    index: list[slice] = [slice(None)] * packed.dim()
+    halves = []
+    for parity in (0, 1):
+        index[dim] = slice(parity, None, 2)
+        halves.append(packed[tuple(index)])
+    if not low_first:
+        halves = [(half << 4) | (half >> 4) for half in halves]
+    a, b = halves if then_low_first else halves[::-1]
+    return torch.stack(((a & 15) | (b << 4), (a >> 4) | (b & 0xF0)), dim=-1).flatten(-2)
 
 
 def _is_bare(at: Place, dim: int) -> bool:
@@ -233,10 +256,17 @@ def _packed_anew(at: Place, plane: Tensor) -> Tensor:
     each = max(1, AT_A_TIME // max(1, inner * plane.shape[1]))
     if outermost == len(bound.order) - 1:  # the dim that is packed, which can't be cut anywhere
         each = whole
+    last, inner_column = bound.order[-1], len(sizes) - 1
+    pairs = bound.bits == 4 and last != inner_column and not (sizes[last] % 2 or sizes[inner_column] % 2)
     for first in range(0, whole, each):
         count = min(each, whole - first)
         rows = plane[first * inner : (first + count) * inner].contiguous()
-        codes = num.unpack(rows, bound.bits, low_first=bound.plane_low_first).reshape((count, *sizes[1:]))
-        packed = num.pack(codes.permute(bound.order).contiguous(), bound.bits, low_first=bound.low_first)
+        if pairs:
+            dims = [count, *sizes[1:-1], sizes[-1] // 2]
+            packed = _in_other_pairs(rows.reshape(dims), last, bound.plane_low_first, bound.low_first)
+            packed = packed.permute(bound.order).contiguous()
+        else:
+            codes = num.unpack(rows, bound.bits, low_first=bound.plane_low_first).reshape((count, *sizes[1:]))
+            packed = num.pack(codes.permute(bound.order).contiguous(), bound.bits, low_first=bound.low_first)
         out.narrow(outermost, first if each < whole else 0, packed.shape[outermost]).copy_(packed)
     return out
