@@ -9,22 +9,29 @@ from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
 
 
-def sent_bytes(plane: Plane, m: int, k: int, world: int) -> int:
-    """The bytes of a plane that a rank sends."""
+def sent_bytes(plane: Plane, cuts: Cuts, k: int) -> int:
+    """The bytes of a plane that a rank sends, of a matrix with k columns."""
     rows = plane.per_m or 1
-    return plane.nbytes(sent_blocks(Cuts.of(m, world), rows) * rows, k)
+    return plane.nbytes(sent_blocks(cuts, rows) * rows, k)
 
 
-def own_bytes(gather: Gather, m: int, k: int, world: int) -> int:
+def own_bytes(gather: Gather, cuts: Cuts, k: int) -> int:
     """The bytes that a rank sends of a pass's planes."""
-    return sum(sent_bytes(plane, m, k, world) for plane in gather.planes)
+    return sum(sent_bytes(plane, cuts, k) for plane in gather.planes)
+
+
+def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
+    """The bytes that each plane of a pass takes, with the padding that makes both passes send as many.
+
+    FSDP2 sizes a slot once, for the larger one.
+    """
+    passes = (plan.forward, plan.backward)
+    if gather in passes and (plan.slots_differ or (plan.passes_differ and not cuts.aligned(plan.block_rows))):
+        sizes = ([sent_bytes(plane, cuts, k) for plane in one.planes] for one in passes)
+        return tuple(map(max, zip_longest(*sizes, fillvalue=0)))
+    return tuple(sent_bytes(plane, cuts, k) for plane in gather.planes)
 
 
 def bytes_per_rank(plan: Plan, gather: Gather, m: int, k: int, world: int) -> int:
-    """The same, with the padding that makes both passes send as many: FSDP2 sizes a slot once, for the larger one."""
-    passes = (plan.forward, plan.backward)
-    cut = not Cuts.of(m, world).aligned(plan.block_rows)
-    if gather in passes and (plan.slots_differ or (plan.passes_differ and cut)):
-        slots = ([sent_bytes(plane, m, k, world) for plane in one.planes] for one in passes)
-        return sum(map(max, zip_longest(*slots, fillvalue=0)))
-    return own_bytes(gather, m, k, world)
+    """The bytes that each rank sends of a weight of (m, k), which FSDP2 cuts on its rows; padding included."""
+    return sum(slots(plan, gather, Cuts.of(m, world), k))

@@ -307,7 +307,7 @@ def passes(plan: Plan, m: int, k: int, world: int) -> tuple[PassFacts, ...]:
 
 def _pass(plan: Plan, gather: Gather, m: int, k: int, world: int) -> PassFacts:
     layout = plan.layout
-    own = own_bytes(gather, m, k, world)
+    own = own_bytes(gather, Cuts.of(m, world), k)
     cut = not Cuts.of(m, world).aligned(plan.block_rows)
     per_rank = bytes_per_rank(plan, gather, m, k, world)
     share = sum(Fraction(plane.nbytes(1, k) * cdiv(m, world), plane.per_m or m) for plane in gather.planes)

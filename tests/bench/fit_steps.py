@@ -22,7 +22,8 @@ from layoutc.build.pipeline import plan_for
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import H200, NVLINK, PRODUCTS, SOCKETS, Machine
 from layoutc.estimate.model import Model, llama
-from layoutc.estimate.step import PASSES, StepEstimate, Use, copied_bytes, estimate, sent
+from layoutc.estimate.step import StepEstimate, estimate, sent
+from layoutc.estimate.work import PASSES, Use, copied_bytes
 from layoutc.ints.sizes import cdiv
 from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
@@ -103,7 +104,7 @@ def gather_alone(words: str, model: Model, world: int, copies: bool) -> Callable
         shapes = model.block.weights
         own = sum(sent(use(words), shape, world, "forward") for shape in shapes)
         rows = sum(cdiv(m, world) * k for m, k in shapes)
-        moved = 2 * own * (1 + world) if words == "bf16" else copied_bytes(use(words), model, world, own, rows)
+        moved = 2 * own * (1 + world) if words == "bf16" else copied_bytes(use(words), world, own, rows)
         return at.nvlink.gather(own, world) + (moved / at.machine.memory if copies else 0)
 
     return seconds

@@ -16,7 +16,8 @@ from places import ROOT
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import H200, NVLINK, link_of
 from layoutc.estimate.model import PRESETS, Model, llama
-from layoutc.estimate.step import PASSES, StepEstimate, Use, estimate, sent
+from layoutc.estimate.step import StepEstimate, estimate, sent
+from layoutc.estimate.work import PASSES, Use
 from layoutc.ints.sizes import cdiv
 
 SLOW = Link("slow", 9.5e9, 300e-6, 3.4e-6, 9.6e-6)

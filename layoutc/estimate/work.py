@@ -1,0 +1,244 @@
+"""The work of an FSDP group in a step, as a rank sees it: what it sends, multiplies, updates; how long that takes.
+
+Whoever knows a model says what its groups are; what a card and a link make of it is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from layoutc.estimate.links import Link
+from layoutc.estimate.machine import Machine
+from layoutc.estimate.streams import GroupTimes, run, tasks_of
+from layoutc.plan.plan import Plan
+from layoutc.plan.products import OPERANDS, ProductName, operand
+
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, Pass] = ("forward", "backward")
+BF16, FP32 = 2, 4  # bytes
+ADAM = 7 * FP32  # bytes an element: AdamW reads master, gradient and two moments, and writes all but the gradient
+PRODUCTS_OF: Mapping[Pass, tuple[ProductName, ...]] = {
+    "forward": ("forward",),
+    "backward": ("grad_input", "grad_weight"),
+}
+ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's passes, of forward's
+
+
+@dataclass(frozen=True)
+class Use:
+    """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes."""
+
+    name: str
+    plan: Plan | None = None
+    cast: bool = False
+    low: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight of (m, k) that multiplies `times` as many tokens as a rank has. quantized: it is in the recipe."""
+
+    m: int
+    k: int
+    times: float = 1.0
+    quantized: bool = True
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of a group over `ranks`: bytes that a rank sends in each pass, and elements of its shards."""
+
+    ranks: int
+    forward: int
+    backward: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A group. products: on this rank. stored: bytes of planes that an optimizer's step writes; quantized: elements of
+    the whole weights in the recipe, of which there are `weights`. attention: columns; width: of elementwise work."""
+
+    sent: tuple[Sent, ...]
+    products: tuple[Product, ...]
+    stored: int = 0
+    quantized: int = 0
+    weights: int = 0
+    attention: float = 0.0
+    width: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Elements of this rank's shards."""
+        return sum(one.rows for one in self.sent)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens of a rank in a step, in sequences of so many."""
+
+    tokens: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a rank in a step, by part, each as if it ran alone; `total` is with what overlaps.
+
+    undisturbed: the total if streams did not slow one another; how much they do, the machine's `interference`, follows
+    from two links alone. overlapped: while both streams are busy. exposed: the total without forward, backward and the
+    optimizer.
+    """
+
+    forward: float
+    backward: float
+    gather_forward: float
+    gather_backward: float
+    reduce_scatter: float
+    optimizer: float
+    host: float
+    overlapped: float
+    exposed: float
+    total: float
+    undisturbed: float
+
+
+def step(
+    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, eager: bool = True
+) -> Parts:
+    """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
+
+    eager: with the host's time; that of compiled models was not measured, and is taken as none.
+    """
+    if not groups:  # the root is all there is
+        groups, root = [root], Work((), ())
+    times: dict[Work, GroupTimes] = {}
+    for work in groups:
+        if work not in times:
+            times[work] = _times(use, work, load, link, machine, eager)
+    head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
+    head /= machine.products[""] * machine.in_step
+    made = list(_with_root([times[work] for work in groups], link, root, head))
+    optimizer = sum(_optimizer(use, work) for work in groups) + root.rows * ADAM + _written(use, root)
+    tasks = tasks_of(made, optimizer / machine.memory)
+    ran = run(tasks, machine.interference)
+    forward, backward = sum(one.forward for one in made), sum(one.backward for one in made)
+    return Parts(
+        forward=forward,
+        backward=backward,
+        gather_forward=sum(one.gather_forward for one in made),
+        gather_backward=sum(one.gather_backward for one in made),
+        reduce_scatter=sum(one.reduce for one in made),
+        optimizer=optimizer / machine.memory,
+        host=sum(one.host_forward + one.host_backward for one in made),
+        overlapped=ran.overlapped,
+        exposed=ran.total - forward - backward - optimizer / machine.memory,
+        total=ran.total,
+        undisturbed=run(tasks).total,
+    )
+
+
+def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, eager: bool) -> GroupTimes:
+    host = machine.group_host + work.weights * _weight_host(use, machine) if eager else 0.0
+    return GroupTimes(
+        gather_forward=sum(link.gather(one.forward, one.ranks) for one in work.sent),
+        forward=_compute(use, work, load, machine, "forward"),
+        gather_backward=sum(link.gather(one.backward, one.ranks) for one in work.sent if one.backward),
+        backward=_compute(use, work, load, machine, "backward"),
+        reduce=sum(link.reduce_scatter(one.rows * FP32, one.ranks) for one in work.sent),
+        host_forward=host / 2,
+        host_backward=host / 2,
+    )
+
+
+def _with_root(groups: Sequence[GroupTimes], link: Link, root: Work, head: float) -> Iterable[GroupTimes]:
+    """The groups of a step. The root is gathered before the first, kept until backward, and reduced after the first."""
+    there = root.rows > 0
+    for i, group in enumerate(groups):
+        first, last = i == 0 and there, i == len(groups) - 1
+        yield GroupTimes(
+            gather_forward=group.gather_forward
+            + (sum(link.gather(one.forward, one.ranks) for one in root.sent) if first else 0),
+            forward=group.forward + (head if last else 0),
+            gather_backward=group.gather_backward,
+            backward=group.backward + (2 * head if last else 0),
+            reduce=group.reduce
+            + (sum(link.reduce_scatter(one.rows * FP32, one.ranks) for one in root.sent) if first else 0),
+            host_forward=group.host_forward,
+            host_backward=group.host_backward,
+        )
+
+
+def _weight_host(use: Use, machine: Machine) -> float:
+    if use.plan is None:
+        return 0.0
+    return machine.cast_host if use.cast else machine.weight_host
+
+
+def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> float:
+    """Seconds of a group's compute stream in a pass: products, attention, elementwise work, and what FSDP2 copies."""
+    seconds = sum(_product(use, one, load.tokens, machine, which) for one in work.products)
+    half = load.sequence / 2  # causal
+    operations = 4 * load.tokens * half * work.attention * ATTENTION[which]
+    moved = machine.token_bytes * load.tokens * work.width * (1 if which == "forward" else 2) / 3
+    in_recipe = use.plan is not None and work.quantized > 0
+    for one in work.sent:
+        moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
+        if which == "backward":
+            moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
+    if not in_recipe:
+        return seconds + operations / machine.attention + moved / machine.memory
+    if _low_rate(use, machine, PRODUCTS_OF[which][0]):
+        entries = sum(one.times * (one.k if which == "forward" else one.m) for one in work.products if one.quantized)
+        moved += machine.operand_bytes * load.tokens * entries
+    else:
+        moved += sum(getattr(one, which) * one.ranks for one in work.sent) + BF16 * work.quantized  # dequantized
+    return seconds + operations / machine.attention + moved / machine.memory
+
+
+def copied_bytes(use: Use, world: int, own: int, rows: int) -> float:
+    """Bytes of memory that one gather of a group moves besides the collective: casts, and copies in and out.
+
+    FSDP2 copies what a rank sends into the gather's input, and what arrives out of its output.
+    """
+    moved = 2 * own + 2 * own * world
+    if use.plan is None:
+        return moved + (FP32 + BF16) * rows
+    if use.cast:
+        moved += FP32 * rows + own
+    return moved
+
+
+def _product(use: Use, one: Product, tokens: int, machine: Machine, which: Pass) -> float:
+    rates = ((one.quantized and _low_rate(use, machine, name)) or machine.products[""] for name in PRODUCTS_OF[which])
+    return sum(2 * tokens * one.times * one.m * one.k / (rate * machine.in_step) for rate in rates)
+
+
+def _low_rate(use: Use, machine: Machine, name: ProductName) -> float | None:
+    """Operations a second of a product in low precision; None if it is not wanted, or has no kernel of a known rate."""
+    products = use.plan.products if use.plan else None
+    if not use.low or use.plan is None or products is None:
+        return None
+    cards = next(one for one in products.products if one.name == name).cards
+    if cards is None or machine.capability < cards.least or (cards.below and machine.capability >= cards.below):
+        return None
+    roles = {"weight": use.plan.layout, "activation": products.activation, "gradient": products.gradient}
+    pair = OPERANDS[name]
+    role, orientation = next((one for one in pair if one[0] == "weight"), pair[0])
+    found = operand(roles[role], orientation)
+    return None if isinstance(found, str) else machine.products.get(found.scaling.name)
+
+
+def _optimizer(use: Use, work: Work) -> int:
+    """Bytes of memory that an optimizer's step moves for a group: AdamW, and quantizing masters anew."""
+    moved = ADAM * work.rows
+    if use.plan is not None and not use.cast and work.quantized:
+        moved += FP32 * work.rows + work.stored
+    return moved
+
+
+def _written(use: Use, root: Work) -> int:
+    """The same of the root, without AdamW."""
+    return _optimizer(use, root) - ADAM * root.rows
