@@ -1,0 +1,143 @@
+"""FSDP groups of a model in a recipe: which weights travel together, over how many ranks, and what that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from layoutc.budget.choice import Picks, why_plain
+from layoutc.budget.mesh import Mesh, place
+from layoutc.budget.shards import Dtypes, Gathered, Piece, gathered
+from layoutc.estimate.work import Product, Sent, Use, Work
+from layoutc.models.weights import Layer, Model, Weight
+
+
+@dataclass(frozen=True)
+class Member:
+    """A weight in a group. why_plain: "" if the recipe takes it."""
+
+    weight: Weight
+    piece: Piece
+    why_plain: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
+    FSDP2 does with the root."""
+
+    members: tuple[Member, ...]
+    ranks: int
+    stays: bool
+    dtypes: Dtypes
+
+    def gather(self, which: str) -> Gathered:
+        """Bytes of a gather, in forward or in backward. Without one, as of a root in backward: nothing is sent."""
+        if self.stays and which == "backward":
+            return Gathered(0, self.gather("forward").held)
+        return self._gathers["both" if self.stays else which]
+
+    @cached_property
+    def _gathers(self) -> dict[str, Gathered]:
+        found = {}
+        for which in ("both",) if self.stays else ("forward", "backward"):
+            each = [gathered(member.piece, which, self.dtypes) for member in self.members]
+            found[which] = Gathered(sum(one.sent for one in each), sum(one.held for one in each))
+        return found
+
+    @cached_property
+    def trained(self) -> tuple[Piece, ...]:
+        """Those that have gradients."""
+        return tuple(member.piece for member in self.members if member.piece.trains)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of the whole gradients, before they are reduced."""
+        return sum(piece.placed.matrix[0] * piece.placed.matrix[1] for piece in self.trained) * self.dtypes.gathered
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes that a rank has left of gradients after a reduce-scatter; its input has `ranks` times as many."""
+        return sum(piece.placed.shard for piece in self.trained) * self.dtypes.reduced
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of a model: of the root, and of each layer."""
+
+    root: tuple[Group, ...]
+    layers: tuple[tuple[Group, ...], ...]
+
+    @property
+    def every(self) -> list[Group]:
+        """In order, the root's first."""
+        return [*self.root, *(group for layer in self.layers for group in layer)]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Of all weights."""
+        return [member.piece for group in self.every for member in group.members]
+
+
+def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) -> Groups:
+    """The groups of a model. Layers that have the same weights are the same groups."""
+    made: dict[tuple[Weight, ...] | str, tuple[Group, ...]] = {}
+    by_name = bool(picks.only or picks.leave)
+
+    def of_layer(layer: Layer, stays: bool) -> tuple[Group, ...]:
+        key = layer.name if by_name else layer.weights
+        if key not in made:
+            made[key] = tuple(
+                Group(members, members[0].piece.placed.ranks, stays, dtypes)
+                for members in _split(layer, use, picks, mesh, stays)
+            )
+        return made[key]
+
+    return Groups(of_layer(model.root, True), tuple(of_layer(layer, False) for layer in model.layers))
+
+
+def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool) -> list[tuple[Member, ...]]:
+    """The weights of a layer by how many ranks they are cut over: dense ones first, then experts."""
+    found: dict[int, list[Member]] = {}
+    for weight in layer.weights:
+        why = why_plain(layer, weight, use, picks, mesh)
+        placed = place(weight, mesh)
+        piece = Piece(placed, None if why else use.plan, use.cast and not why, weight.trains, stays)
+        found.setdefault(placed.ranks, []).append(Member(weight, piece, why))
+    return [
+        tuple(members) for _, members in sorted(found.items(), key=lambda item: item[1][0].weight.kind == "experts")
+    ]
+
+
+def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
+    """What a layer's groups do in a step, for the estimate of its time."""
+    quantized = [member for group in groups for member in group.members if member.piece.plan is not None]
+    return Work(
+        sent=tuple(
+            Sent(
+                group.ranks,
+                group.gather("forward").sent,
+                group.gather("backward").sent,
+                sum(piece.placed.shard for piece in group.trained),
+            )
+            for group in groups
+        ),
+        products=tuple(
+            product(member, mesh) for group in groups for member in group.members if member.weight.share > 0
+        ),
+        stored=sum(gathered(member.piece, "both", groups[0].dtypes).sent for member in quantized),
+        quantized=sum(member.piece.placed.matrix[0] * member.piece.placed.matrix[1] for member in quantized),
+        weights=len(quantized),
+        attention=layer.attention / mesh.tensor,
+        width=layer.width / mesh.tensor,
+    )
+
+
+def product(member: Member, mesh: Mesh) -> Product:
+    """What a rank multiplies with a weight: of experts, as many tokens in all as if it had all of them."""
+    weight = member.weight
+    *lead, m, k = weight.shape if len(weight.shape) > 1 else (*weight.shape, 1)
+    count = lead[0] if lead else 1
+    tensor = mesh.tensor if weight.cut != "none" else 1
+    return Product(m, k, weight.share * count / tensor, member.piece.plan is not None)

@@ -1,0 +1,118 @@
+"""How ranks share a model: replicas, tensor and expert parallelism, and what FSDP2 then shards each weight over.
+
+As torchtitan lays meshes out: ranks are replicas x shards x tensor-parallel ranks. Expert parallelism takes its ranks
+from the last two; FSDP2 shards experts over those that are left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from layoutc.ints.cuts import Cuts
+from layoutc.ints.sizes import cdiv
+from layoutc.models.weights import Weight
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in all, and how many of them hold copies (HSDP), parts of a matrix (TP), or some of the experts (EP).
+
+    experts_dim: the dim of experts' weights that FSDP2 cuts: 0, its own choice, or 1, by shard_placement_fn.
+    """
+
+    world: int
+    replicas: int = 1
+    tensor: int = 1
+    experts: int = 1
+    experts_dim: int = 0
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP2 shards dense weights over."""
+        return self.world // (self.replicas * self.tensor)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that it shards experts over."""
+        if self.experts == 1:
+            return self.shards
+        return self.shards * self.tensor // self.experts
+
+    def problem(self) -> str:
+        """Why there is no such mesh; "" if there is."""
+        if self.world % (self.replicas * self.tensor):
+            return (
+                f"{self.world:,} ranks can't be divided into {self.replicas:,} replicas of {self.tensor:,} "
+                "tensor-parallel ranks each"
+            )
+        if self.shards * self.tensor % self.experts:
+            return (
+                f"{self.shards * self.tensor:,} ranks of a replica can't be divided among {self.experts:,} "
+                "expert-parallel ranks"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight's part that FSDP2 cuts over `ranks` on `dim`. shape: of the part, after TP and EP have cut the whole."""
+
+    shape: tuple[int, ...]
+    ranks: int
+    dim: int = 0
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(m, k) of the part; leading dims are rows."""
+        return prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def per_rank(self) -> int:
+        """The longest shard, of the dim that is cut."""
+        return cdiv(self.shape[self.dim], self.ranks)
+
+    @property
+    def shard(self) -> int:
+        """Elements of a shard as FSDP2 pads it."""
+        return self.per_rank * prod(self.shape) // self.shape[self.dim]
+
+    @property
+    def even(self) -> bool:
+        """True if all shards are as long."""
+        return self.shape[self.dim] % self.ranks == 0
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where rows are cut, of a dim 0; of another dim, each rank has a matrix of its own."""
+        if self.dim:
+            rows = self.shard // self.shape[-1]
+            return Cuts(rows, rows, 1)
+        inner = prod(self.shape[1:-1])
+        return Cuts(self.matrix[0], self.per_rank * inner, self.ranks)
+
+
+def place(weight: Weight, mesh: Mesh) -> Placed:
+    """The largest part of a weight that one rank of TP and EP has, and how FSDP2 cuts it."""
+    shape = list(weight.shape)
+    is_expert = weight.kind == "experts"
+    ranks = mesh.expert_shards if is_expert else mesh.shards
+    if is_expert and mesh.experts > 1:
+        shape[0] = cdiv(shape[0], mesh.experts)
+    elif weight.cut != "none" and mesh.tensor > 1:
+        at = 0 if len(shape) == 1 else len(shape) - (2 if weight.cut == "rows" else 1)
+        shape[at] = cdiv(shape[at], mesh.tensor)
+    dim = mesh.experts_dim if is_expert and len(shape) == 3 else 0
+    return Placed(tuple(shape), ranks, dim)
+
+
+def uneven(weight: Weight, mesh: Mesh) -> str:
+    """What of a weight TP or EP can't divide equally; "" if nothing."""
+    if weight.kind == "experts" and mesh.experts > 1:
+        count = weight.shape[0]
+        return f"{count} experts over {mesh.experts}" if count % mesh.experts else ""
+    if weight.cut == "none" or mesh.tensor == 1:
+        return ""
+    at = 0 if len(weight.shape) == 1 else len(weight.shape) - (2 if weight.cut == "rows" else 1)
+    size = weight.shape[at]
+    return f"{size} {weight.cut} over {mesh.tensor}" if size % mesh.tensor else ""

@@ -1,0 +1,93 @@
+"""The most bytes that gathers and gradients add during a step, beside what stays: a walk over FSDP2's own order.
+
+Looked at where it is highest: while a collective runs, and once a gather has been copied out. FSDP2 of torch 2.11 to
+2.14 keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward
+while this one computes, and keeps the input of one reduce-scatter. Activations are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutc.budget.groups import Group, Groups
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes beside weights, masters and moments. root: what stays gathered until backward is done. layer: the most that
+    any other group holds while it computes. forward, backward: the most at any time; sharded gradients count in
+    backward."""
+
+    root: int
+    layer: int
+    forward: int
+    backward: int
+
+    @property
+    def most(self) -> int:
+        """In either pass."""
+        return max(self.forward, self.backward)
+
+
+def peaks(groups: Groups) -> Peaks:
+    """Of a step whose layers compute one after another, each with all of its groups gathered."""
+    root = sum(group.gather("forward").held for group in groups.root)
+    layer = max((sum(_most_held(group) for group in one) for one in groups.layers), default=0)
+    return Peaks(root, layer, _forward(groups), _backward(groups, root))
+
+
+def _most_held(group: Group) -> int:
+    return max(group.gather("forward").held, group.gather("backward").held)
+
+
+def _buffer(group: Group, which: str) -> int:
+    """Bytes of the collective's buffer; its input is a part of its output."""
+    return group.gather(which).sent * group.ranks if group.ranks > 1 else 0
+
+
+def _forward(groups: Groups) -> int:
+    most = kept = held = 0
+    for layer in (groups.root, *groups.layers):
+        inside = 0
+        for group in layer:
+            buffer = _buffer(group, "forward")
+            inside += group.gather("forward").held
+            most = max(most, held + inside + kept + buffer)  # the last buffer is let go of when this one is copied out
+            kept = buffer
+        if layer is groups.root:
+            held = inside
+    return most
+
+
+def _backward(groups: Groups, root: int) -> int:
+    """Layers from last to first, each with its gradients; the root's are there from the start, and are reduced last."""
+    early = sum(
+        piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered
+        for group in groups.root
+        for piece, member in zip(group.trained, (m for m in group.members if m.piece.trains), strict=True)
+        if member.weight.kind != "embedding" or member.weight.tied
+    )
+    order = [group for layer in reversed(groups.layers) for group in reversed(layer)]
+    most = sharded = kept = 0
+    for i, group in enumerate(order):
+        following = _buffer(order[i + 1], "backward") if i + 1 < len(order) else 0
+        own = group.gather("backward")
+        base = root + early + sharded
+        arriving = _buffer(group, "backward") + own.held + kept
+        computing = own.held + following + group.gradients + kept
+        kept = group.reduced * group.ranks if group.trained else 0
+        converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
+        reducing = following + kept + max(group.gradients, group.reduced + converted)
+        most = max(most, base + arriving, base + computing, base + reducing)
+        sharded += _kept_gradients(group)
+    for group in groups.root:
+        last = group.reduced * group.ranks
+        most = max(most, root + group.gradients + sharded + kept, group.gradients + sharded + last)
+        sharded += _kept_gradients(group)
+        most = max(most, sharded + last)
+    return most
+
+
+def _kept_gradients(group: Group) -> int:
+    """Bytes of sharded gradients, in the dtype of the parameters."""
+    return sum(piece.placed.shard for piece in group.trained) * group.dtypes.stored

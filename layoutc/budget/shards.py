@@ -1,0 +1,223 @@
+"""The bytes of one weight: what the shards of a rank hold, what a gather fills, what gradients take. Pure integers.
+
+As FSDP2 of torch 2.11 to 2.14 allocates them (FSDPParam, FSDPParamGroup), and the planes of a quantized shard as the
+runtime does; tests/distributed/test_planned_bytes.py counts both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd, lcm
+from operator import add
+
+from layoutc.budget.mesh import Placed
+from layoutc.ints.cuts import picks
+from layoutc.layout.layout import Plane
+from layoutc.plan.plan import Gather, Plan
+from layoutc.plan.wire import sent_bytes, slots
+
+FP32 = 4
+COUNTER = 4  # bytes of the step counter that AdamW has for each parameter
+HANDLE, INDEX = 1, 8
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Bytes of an element: of parameters as the model is built (and so of what a gradient ends as), of what FSDP2
+    gathers (param_dtype) and reduces in (reduce_dtype), and of the optimizer's state beside the master."""
+
+    stored: int = 4
+    gathered: int = 2
+    reduced: int = 4
+    moments: int = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A weight as FSDP2 has it. plan: of its recipe; None for a plain one. cast: it is quantized as it is gathered.
+    stays: it is gathered once a step, and kept until backward is done."""
+
+    placed: Placed
+    plan: Plan | None = field(default=None, hash=False)  # which has thousands of parts to hash
+    cast: bool = False
+    trains: bool = True
+    stays: bool = False
+
+    @property
+    def is_codes(self) -> bool:
+        """True for a quantized weight: its shards are codes."""
+        return self.plan is not None and not self.cast
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that a rank holds of a weight, or of many: between steps, and gradients until the optimizer has stepped.
+
+    left: what gathers leave behind: scales of gathered weights, amaxes, and where blocks are that cuts split.
+    """
+
+    weights: int = 0
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    left: int = 0
+
+    def __add__(self, other: Resident) -> Resident:
+        return Resident(*map(add, self.sizes, other.sizes))
+
+    def times(self, count: int) -> Resident:
+        """Of so many."""
+        return Resident(*(count * size for size in self.sizes))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each kind."""
+        return self.weights, self.masters, self.moments, self.gradients, self.left
+
+    @property
+    def kept(self) -> int:
+        """All but gradients."""
+        return sum(self.sizes) - self.gradients
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.sizes)
+
+
+@lru_cache(maxsize=65536)
+def resident(piece: Piece, rank: int, dtypes: Dtypes) -> Resident:
+    """What a rank of the weight's group holds. Its gradient is padded as the shard is."""
+    rows = _own(piece.placed, rank)
+    weights = _planes(piece.plan, piece.placed, 0 if piece.placed.dim else rank) if piece.plan and piece.is_codes else 0
+    if not piece.is_codes:
+        weights = piece.placed.shard * dtypes.stored
+    left = _left(piece)
+    if not piece.trains:
+        return Resident(weights, left=left)
+    has_master = piece.is_codes or dtypes.stored != FP32
+    return Resident(
+        weights,
+        rows * FP32 if has_master else 0,
+        rows * dtypes.moments + (COUNTER if dtypes.moments else 0),
+        piece.placed.shard * dtypes.stored,
+        left,
+    )
+
+
+def _own(placed: Placed, rank: int) -> int:
+    """Elements of a rank's shard, without padding."""
+    size, per = placed.shape[placed.dim], placed.per_rank
+    return max(0, min(size - rank * per, per)) * (placed.shard // per)
+
+
+def _planes(plan: Plan, placed: Placed, rank: int) -> int:
+    """Bytes of a rank's planes, of all orientations: of its rows, and of the rest of the blocks that its cuts split.
+    rank: 0 for a dim other than the first, on which all shards are as long."""
+    cuts, k = placed.cuts, placed.matrix[1]
+    first, last = cuts.bounds(rank)
+    halo = cuts.halo(rank, plan.block_rows).rows
+    rows = last - first + halo if halo else cuts.per_rank  # without a halo it is padded, as FSDP2 pads any shard
+    return sum(
+        _shared(plan, plane, k) if plane.per_m is None else plane.nbytes(rows, k) for plane in plan.layout.planes
+    )
+
+
+def _shared(plan: Plan, plane: Plane, k: int) -> int:
+    """Bytes of a plane that all shards have."""
+    if plan.layout.history and not any(plane in source.planes for source in plan.layout.sources):
+        return plan.layout.history * plane.itemsize
+    return plane.nbytes(1, k)
+
+
+def _left(piece: Piece) -> int:
+    """Bytes that gathers of a weight leave: its shared planes, where they are not the shard's own, the amax that a cast
+    remembers with a history, and the byte that stands for a weight whose passes gather different planes."""
+    plan = piece.plan
+    if plan is None:
+        return 0
+    left = HANDLE if plan.passes_differ and not piece.stays else 0
+    if piece.cast or piece.stays:
+        shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
+        # What the first gather has made is kept, if later ones send and receive the same views.
+        is_steady = piece.is_codes and piece.placed.even and not any(_joined(plan, piece.placed, "both"))
+        left += 2 * shared if is_steady else shared
+    if piece.cast and plan.layout.history:
+        left += FP32 + (plan.layout.history * FP32 if piece.stays else 0)
+    return left
+
+
+def indices(pieces: Iterable[Piece]) -> int:
+    """Bytes of the numbers of blocks by which planes of weights that cuts split are put together, one for each way."""
+    ways: set[tuple[int, ...] | None] = set()
+    for piece in pieces:
+        plan, cuts = piece.plan, piece.placed.cuts
+        if plan is None or piece.placed.ranks == 1:
+            continue
+        for gather in (plan.both,) if piece.stays else (plan.forward, plan.backward):
+            ways |= {picks(cuts, plane.per_m or 1) for plane in gather.planes}
+    return INDEX * sum(len(way) for way in ways if way is not None)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Of one gather of a weight: bytes that each rank sends, and those that are then held."""
+
+    sent: int
+    held: int
+
+
+@lru_cache(maxsize=16384)
+def gathered(piece: Piece, which: str, dtypes: Dtypes) -> Gathered:
+    """A gather in a pass: forward, backward, or both for a weight that stays gathered after forward."""
+    placed, plan = piece.placed, piece.plan
+    if plan is None:
+        return Gathered(placed.shard * dtypes.gathered, placed.ranks * placed.shard * dtypes.gathered)
+    gather: Gather = getattr(plan, which)
+    own = slots(plan, gather, placed.cuts, placed.matrix[1])
+    if placed.ranks == 1:  # FSDP2 copies the first plane, and the others are the shard's own
+        return Gathered(own[0], own[0])
+    joined = dict(_joined(plan, placed, which))
+    return Gathered(sum(own), placed.ranks * sum(own) + sum(joined.values()))
+
+
+def _joined(plan: Plan, placed: Placed, which: str) -> Iterator[tuple[str, int]]:
+    """Planes that are copied together after a gather, with their bytes, of all passes that the weight is gathered in:
+    FSDP2 allocates and frees them with its outputs."""
+    cuts, (m, k) = placed.cuts, placed.matrix
+    for gather in (plan.both,) if which == "both" else (plan.forward, plan.backward):
+        for plane, slot in zip(gather.planes, slots(plan, gather, cuts, k), strict=False):
+            sent = sent_bytes(plane, cuts, k)
+            if placed.dim or not cuts.aligned(plane.per_m or 1):
+                yield plane.name, plane.nbytes(m, k)
+            elif slot != sent:
+                yield plane.name, placed.ranks * sent
+
+
+def period(piece: Piece) -> int:
+    """The number of ranks after which shards hold as many bytes as before, as cuts fall in blocks as they fell."""
+    if not piece.is_codes or piece.plan is None or piece.placed.dim:
+        return 1
+    cuts, block = piece.placed.cuts, piece.plan.block_rows
+    return 1 if cuts.aligned(block) else block // gcd(cuts.per_rank, block)
+
+
+def largest(pieces: tuple[Piece, ...], dtypes: Dtypes) -> Resident:
+    """Of the rank that holds the most of some weights, all over as many ranks.
+
+    The first ranks decide: rank r has no more of any weight than rank r modulo the weights' common period, as the last
+    shards are shorter.
+    """
+    counts: dict[Piece, int] = {}
+    for piece in pieces:
+        counts[piece] = counts.get(piece, 0) + 1
+    ranks = min(max((piece.placed.ranks for piece in counts), default=1), lcm(*(map(period, counts))))
+    found = Resident()
+    for rank in range(ranks):
+        at = Resident()
+        for piece, count in counts.items():
+            at += resident(piece, rank, dtypes).times(count)
+        found = max(found, at, key=lambda held: held.total)
+    return found

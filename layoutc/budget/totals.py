@@ -1,0 +1,226 @@
+"""The budget of a model in a recipe on some ranks: everything that `layoutc plan` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from layoutc.budget.choice import Picks
+from layoutc.budget.groups import Group, Groups, Member, groups_of, work_of
+from layoutc.budget.mesh import Mesh
+from layoutc.budget.peaks import Peaks, peaks
+from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, indices, largest, resident
+from layoutc.estimate.links import Link
+from layoutc.estimate.machine import Machine
+from layoutc.estimate.work import Load, Parts, Use, Work, step
+from layoutc.ints.nearest import nearest_rows, nearest_worlds
+from layoutc.ints.sizes import cdiv
+from layoutc.models.weights import Model
+
+EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that are cut
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step: into the gathers of each pass, into reduce-scatters (its part of their
+    outputs), into all-reduces among replicas, and in the optimizer's step about amaxes and blocks that cuts split."""
+
+    forward: int
+    backward: int
+    reduced: int
+    replicated: int
+    exchanged: int
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """Weights whose shards split blocks: how many cuts fall inside one, and sizes near these where none does."""
+
+    name: str
+    count: int
+    rows: int
+    ranks: int
+    block: int
+    inside: int
+    free_rows: tuple[int, ...]
+    free_worlds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightLine:
+    """Weights that are alike, over all layers. Bytes are of one of them: of the rank that holds the most, and sent in
+    each pass by each rank. plain: why the recipe does not take it; ""."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    kind: str
+    plain: str
+    ranks: int
+    resident: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing."""
+
+    recipe: str
+    how: str
+    mesh: Mesh
+    quantized: int
+    plain: int
+    resident: Resident
+    padding: int
+    peaks: Peaks
+    traffic: Traffic
+    cuts: tuple[CutWeight, ...]
+    step: Parts
+    weights: tuple[WeightLine, ...]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the largest rank at the highest point of a step, without activations."""
+        return self.resident.kept + max(self.peaks.most, self.resident.gradients)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What budgets of one plan have in common. eager: with the host's time."""
+
+    picks: Picks
+    dtypes: Dtypes
+    load: Load
+    link: Link
+    machine: Machine
+    eager: bool = True
+
+
+def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
+    """Raises ValueError for a mesh that there can't be; see `Mesh.problem`."""
+    if problem := mesh.problem():
+        raise ValueError(problem)
+    groups = groups_of(model, use, at.picks, mesh, at.dtypes)
+    by_ranks: dict[int, list[Piece]] = {}
+    for piece in groups.pieces:
+        by_ranks.setdefault(piece.placed.ranks, []).append(piece)
+    held = Resident()
+    for pieces in by_ranks.values():
+        held += largest(tuple(pieces), at.dtypes)
+    held += Resident(left=indices(groups.pieces))
+    works: dict[object, Work] = {}
+    ordered = []
+    for layer, own in zip(model.layers, groups.layers, strict=True):
+        key = own, layer.attention, layer.width
+        if key not in works:
+            works[key] = work_of(layer, own, mesh)
+        ordered.append(works[key])
+    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.eager)
+    alike = _alike(model, groups)
+    members = [member for group in groups.every for member in group.members]
+    taken = sum(member.weight.elements for member in members if member.piece.plan is not None)
+    return Budget(
+        recipe=use.name,
+        how="plain" if use.plan is None else "cast on gather" if use.cast else "quantized",
+        mesh=mesh,
+        quantized=taken,
+        plain=model.elements - taken,
+        resident=held,
+        padding=_padding(groups.pieces, mesh, at.dtypes),
+        peaks=peaks(groups),
+        traffic=_traffic(groups, mesh),
+        cuts=tuple(_cuts(alike)),
+        step=parts,
+        weights=tuple(_lines(alike, at.dtypes)),
+    )
+
+
+def _padding(pieces: list[Piece], mesh: Mesh, dtypes: Dtypes) -> int:
+    """Bytes of plain shards' padding in the whole job: FSDP2 makes all as long as the longest."""
+    return sum(
+        (piece.placed.shard * piece.placed.ranks - piece.placed.matrix[0] * piece.placed.matrix[1])
+        * dtypes.stored
+        * (mesh.world // piece.placed.ranks)
+        for piece in pieces
+        if not piece.is_codes
+    )
+
+
+def _traffic(groups: Groups, mesh: Mesh) -> Traffic:
+    every = groups.every
+    shared = sum(group.reduced for group in every)
+    return Traffic(
+        forward=sum(group.gather("forward").sent for group in every if group.ranks > 1),
+        backward=sum(group.gather("backward").sent for group in every if group.ranks > 1),
+        reduced=sum(group.reduced for group in every if group.ranks > 1),
+        replicated=shared if mesh.replicas > 1 else 0,
+        exchanged=sum(_exchanged(piece) for piece in groups.pieces),
+    )
+
+
+def _exchanged(piece: Piece) -> int:
+    """In a step: amaxes that shards share, and what ranks tell of the blocks at both ends of a shard that cuts split,
+    each column's least and greatest value, or all values. A weight that is cast says so at each gather."""
+    plan, k = piece.plan, piece.placed.matrix[1]
+    if plan is None or piece.placed.ranks == 1:
+        return 0
+    values = 0
+    if plan.shares_amax:
+        values += cdiv(k, plan.amax_columns) if plan.amax_columns else 1
+        values += 1 if piece.cast and plan.layout.history else 0  # whether any rank has new values
+    if not piece.placed.cuts.aligned(plan.block_rows):
+        values += 2 * (2 if plan.extremes else plan.block_rows) * k
+    times = (1 if piece.stays else 2) if piece.cast else int(piece.trains)
+    return values * times * EXCHANGED
+
+
+def _alike(model: Model, groups: Groups) -> list[tuple[str, int, Member]]:
+    """Weights that are alike, with the layers' numbers as *, and how many they are."""
+    found: dict[tuple[str, Member], int] = {}
+    same: dict[tuple[str, tuple[Group, ...]], int] = {}
+    for layer, own in zip(model.all_layers, (groups.root, *groups.layers), strict=True):
+        stem, _, number = layer.name.rpartition(".")
+        key = f"{stem}.*." if number.isdigit() else "", own
+        same[key] = same.get(key, 0) + 1
+    for (prefix, own), count in same.items():
+        for member in (member for group in own for member in group.members):
+            name = prefix + member.weight.name, member
+            found[name] = found.get(name, 0) + count
+    return [(name, count, member) for (name, member), count in found.items()]
+
+
+def _cuts(alike: list[tuple[str, int, Member]]) -> Iterator[CutWeight]:
+    for name, count, member in alike:
+        plan, placed = member.piece.plan, member.piece.placed
+        if plan is None or placed.dim or placed.cuts.aligned(plan.block_rows):
+            continue
+        m, accepted = placed.matrix[0], plan.layout.multiple_m
+        flat = len(placed.shape) == 2
+        yield CutWeight(
+            name=name,
+            count=count,
+            rows=m,
+            ranks=placed.ranks,
+            block=plan.block_rows,
+            inside=placed.cuts.inside(plan.block_rows),
+            free_rows=nearest_rows(m, placed.ranks, plan.shard_rows, accepted) if flat else (),
+            free_worlds=nearest_worlds(m, placed.ranks, plan.shard_rows) if flat else (),
+        )
+
+
+def _lines(alike: list[tuple[str, int, Member]], dtypes: Dtypes) -> Iterator[WeightLine]:
+    for name, count, member in alike:
+        of = ("both", "") if member.piece.stays else ("forward", "backward")
+        sizes = [gathered(member.piece, which, dtypes).sent if which else 0 for which in of]
+        yield WeightLine(
+            name=name,
+            count=count,
+            shape=member.weight.shape,
+            kind=member.weight.kind,
+            plain=member.why_plain if member.piece.plan is None else "",
+            ranks=member.piece.placed.ranks,
+            resident=resident(member.piece, 0, dtypes).total,
+            forward=sizes[0] if member.piece.placed.ranks > 1 else 0,
+            backward=sizes[1] if member.piece.placed.ranks > 1 else 0,
+        )

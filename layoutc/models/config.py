@@ -1,0 +1,117 @@
+"""Hugging Face configs as models: the weights that `architectures.yaml` states for a model_type, with their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from layoutc.models.expressions import evaluate
+from layoutc.models.weights import MOST_SIZE, Layer, Model, ModelError, Weight, check
+
+TABLE = Path(__file__).with_name("architectures.yaml")
+MOST_LAYERS = 10_000
+OTHER_WAYS = "give its safetensors index, or module:factory for a function that builds it"
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """What `architectures.yaml` says."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found: Mapping[str, Any] = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
+    return found
+
+
+def known() -> list[str]:
+    """Every model_type that configs can have."""
+    return sorted(kind for entry in table()["architectures"].values() for kind in entry["types"])
+
+
+def read(config: Mapping[str, Any], source: str) -> Model:
+    """The model of a config.
+
+    Raises ModelError for a model_type that is not known, for a field that is missing, and for sizes that no model has.
+    """
+    kind = config.get("model_type")
+    entry = next((one for one in table()["architectures"].values() if kind in one["types"]), None)
+    if entry is None:
+        raise ModelError(
+            f"{source} has the model_type {kind!r}, whose weights are not known; known are {', '.join(known())}. "
+            f"For others, {OTHER_WAYS}"
+        )
+    sizes = _Sizes(config, entry, source)
+    count = sizes.whole("num_hidden_layers", MOST_LAYERS)
+    attention, width = float(sizes.value(entry["attention"])), int(sizes.value(entry["width"]))
+    made: dict[tuple[str, ...], tuple[Weight, ...]] = {}
+    layers = []
+    for i in range(count):
+        parts = tuple(sizes.parts(entry["layer"], i))
+        if parts not in made:
+            made[parts] = sizes.weights(parts)
+        layers.append(Layer(f"model.layers.{i}", made[parts], attention, width))
+    root = sizes.weights(("ends",))
+    if sizes.value("tie_word_embeddings"):
+        root = tuple(_tied(weight) for weight in root)
+    model = Model(str(kind), source, tuple(layers), Layer("", root), tuple(entry.get("notes", ())))
+    check(model)
+    return model
+
+
+def _tied(weight: Weight) -> Weight:
+    if weight.kind != "embedding":
+        return weight
+    # The head multiplies with it: all tokens, as any linear layer.
+    return Weight(weight.name, weight.shape, weight.kind, 1.0, weight.cut, ("lm_head.weight",))
+
+
+class _Sizes:
+    """The fields of a config, with those that it leaves out, and the weights that follow."""
+
+    def __init__(self, config: Mapping[str, Any], entry: Mapping[str, Any], source: str) -> None:
+        self.source, self.fields = source, dict(config)
+        nullable = entry.get("nullable", ())
+        for field, default in entry["defaults"].items():
+            if field not in config or (config[field] is None and field not in nullable):
+                self.fields[field] = self.value(default) if isinstance(default, str) else default
+
+    def value(self, text: Any) -> Any:
+        """Of an expression. Raises ModelError for a field that is missing, or of another type."""
+        try:
+            return evaluate(text, self.fields)
+        except KeyError as error:
+            raise ModelError(f"{self.source} has no {error.args[0]}, by which its weights are sized") from error
+        except (TypeError, ZeroDivisionError) as error:
+            raise ModelError(f"{self.source}: {text} can't be worked out: {error}") from error
+
+    def whole(self, text: str, most: int = MOST_SIZE) -> int:
+        """A size. Raises ModelError for one that is not a whole number from 1 to `most`."""
+        value = self.value(text)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelError(f"{self.source}: {text} is {value!r}, and must be a whole number from 1 to {most:,}")
+        return value
+
+    def parts(self, listed: Sequence[Any], i: int) -> list[str]:
+        """The parts that layer `i` has."""
+        self.fields["i"] = i
+        return [
+            one if isinstance(one, str) else one["part"]
+            for one in listed
+            if isinstance(one, str) or self.value(one["if"])
+        ]
+
+    def weights(self, parts: Sequence[str]) -> tuple[Weight, ...]:
+        """The parameters of some parts, in order."""
+        return tuple(
+            self._weight(one)
+            for part in parts
+            for one in table()["parts"][part]
+            if "if" not in one or self.value(one["if"])
+        )
+
+    def _weight(self, stated: Mapping[str, Any]) -> Weight:
+        shape = tuple(self.whole(str(size)) for size in stated["shape"])
+        share = float(self.value(stated["share"])) if "share" in stated else float(stated["kind"] == "linear")
+        return Weight(stated["name"], shape, stated["kind"], share, stated.get("cut", "none"))

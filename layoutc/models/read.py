@@ -1,0 +1,64 @@
+"""What a user names as a model, in any of its forms, as a `Model`: decides by what is there which reader to ask."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from layoutc.models import config, factory, headers
+from layoutc.models.files import content_of, mapping_of
+from layoutc.models.weights import Model, ModelError
+
+CONFIG = "config.json"
+FORMS = (
+    "a config.json or a folder with one, a safetensors index or a folder of .safetensors files, "
+    "or module:factory for a function that builds the model"
+)
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+
+
+def read(model: str) -> Model:
+    """The model that an argument names. Raises ModelError for what is none, with the forms that there are.
+
+    A folder's config.json wins over its files, if its architecture is known.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        if path.suffix == headers.SUFFIX:
+            return headers.read_files([path], path)
+        content = mapping_of(content_of(path), str(path))
+        return headers.read_index(path) if "weight_map" in content else _named(config.read(content, str(path)), path)
+    if _FACTORY.fullmatch(model):
+        return factory.read(model)
+    raise ModelError(f"{model} does not exist; name {FORMS}")
+
+
+def written(model: str, key: str) -> dict[str, Any] | None:
+    """What a JSON file holds, if it has this key at its top; None for anything else. Raises ModelError as `read`."""
+    path = Path(model)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    content = mapping_of(content_of(path), str(path))
+    return content if key in content else None
+
+
+def _named(model: Model, path: Path) -> Model:
+    """A model with the name of its file, or of the folder that it is the config of."""
+    return replace(model, name=path.stem if path.name != CONFIG else path.absolute().parent.name)
+
+
+def _folder(path: Path) -> Model:
+    files = sorted(path.glob(f"*{headers.SUFFIX}"))
+    if (path / CONFIG).is_file():
+        content = mapping_of(content_of(path / CONFIG), str(path / CONFIG))
+        if content.get("model_type") in config.known() or not (files or (path / headers.INDEX).is_file()):
+            return _named(config.read(content, str(path / CONFIG)), path / CONFIG)
+    if (path / headers.INDEX).is_file():
+        return headers.read_index(path / headers.INDEX)
+    if not files:
+        raise ModelError(f"{path} has no {CONFIG}, no {headers.INDEX} and no .safetensors file; name {FORMS}")
+    return headers.read_files(files, path)

@@ -1,0 +1,288 @@
+"""Budgets of models: the largest rank by brute force, what parallelism divides, what is chosen, and what is monotone.
+
+That the bytes are FSDP2's: tests/distributed/test_planned_bytes.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import ROOT
+
+from layoutc.budget.choice import Picks, check_patterns
+from layoutc.budget.groups import groups_of
+from layoutc.budget.mesh import Mesh, Placed, place
+from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, largest, resident
+from layoutc.budget.totals import Budget, Setting, budget
+from layoutc.cli.layout import plan_of
+from layoutc.estimate.machine import H200, NVLINK
+from layoutc.estimate.model import PRESETS, llama
+from layoutc.estimate.step import estimate
+from layoutc.estimate.work import Load, Parts, Use
+from layoutc.models import config, shapes
+from layoutc.models.weights import Model, Weight, full_name
+from layoutc.plan.plan import Plan
+
+CONFIGS = ROOT / "tests" / "models" / "configs"
+RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_delayed", "hybrid_fp8", "int8_rowwise")
+AT = Setting(Picks(), Dtypes(), Load(8192, 8192), NVLINK, H200)
+
+
+@cache
+def plan(name: str) -> Plan:
+    return plan_of(ROOT / "specs" / f"{name}.yaml")
+
+
+@cache
+def model(stem: str) -> Model:
+    return config.read(json.loads((CONFIGS / f"{stem}.json").read_text(encoding="utf-8")), stem)
+
+
+def use(name: str, **options: Any) -> Use:
+    return Use(name, plan(name), **options)
+
+
+@given(
+    st.sampled_from(RECIPES),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(1, 70),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_largest_rank_is_the_largest_of_all(
+    recipe: str, sizes: list[tuple[int, int]], ranks: int, cast: bool
+) -> None:
+    """It is looked for among the first few."""
+    layout = plan(recipe).layout
+    pieces = tuple(
+        Piece(Placed((m * layout.multiple_m, k * layout.multiple_k * 8), ranks), plan(recipe), cast) for m, k in sizes
+    )
+    totals = []
+    for rank in range(ranks):
+        held = Resident()
+        for piece in pieces:
+            held += resident(piece, rank, AT.dtypes)
+        totals.append(held.total)
+    assert largest(pieces, AT.dtypes).total == max(totals)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("world", [2, 3, 8, 24])
+def test_what_is_sent_is_what_the_layout_says(recipe: str, world: int) -> None:
+    """LAYOUT.gather of the generated package, for matrices and for experts."""
+    from numpy_models import recipe as generated
+
+    layout = generated(recipe).LAYOUT
+    for shape in ((384, 256), (96, 128), (1024, 512)):
+        piece = Piece(Placed(shape, world), plan(recipe))
+        for which in ("forward", "backward", "both"):
+            facts = layout.gather(*shape, world, which)
+            assert gathered(piece, which, AT.dtypes).sent == facts.bytes_per_rank
+            assert gathered(piece, which, AT.dtypes).held >= facts.nbytes
+
+
+def test_more_ranks_than_experts_are_padded() -> None:
+    """FSDP2 cuts dim 0: 8 experts over 64 ranks travel eight times over."""
+    shape = (8, 96, 64)
+    piece = Piece(Placed(shape, 64), plan("mxfp8"))
+    once = gathered(Piece(Placed(shape, 8), plan("mxfp8")), "forward", AT.dtypes)
+    assert gathered(piece, "forward", AT.dtypes) == replace(once, held=8 * once.held)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dense", "experts"),
+    [
+        (Mesh(64), ((1536, 7168), 64), ((256, 4096, 7168), 64)),
+        (Mesh(64, replicas=2), ((1536, 7168), 32), ((256, 4096, 7168), 32)),
+        (Mesh(64, experts=16), ((1536, 7168), 64), ((16, 4096, 7168), 4)),
+        (Mesh(64, tensor=4), ((1536, 7168), 16), ((256, 1024, 7168), 16)),
+        (Mesh(64, 2, 4, 16), ((1536, 7168), 8), ((16, 4096, 7168), 2)),
+    ],
+)
+def test_where_weights_lie(mesh: Mesh, dense: Any, experts: Any) -> None:
+    layer = model("deepseek-v3").layers[5]
+    by_name = {weight.name: weight for weight in layer.weights}
+    placed = place(by_name["self_attn.q_a_proj.weight"], mesh)  # which tensor parallelism does not cut
+    assert (placed.shape, placed.ranks) == dense
+    placed = place(by_name["mlp.experts.gate_up_proj"], mesh)
+    assert (placed.shape, placed.ranks) == experts
+    if mesh.tensor > 1:
+        assert place(by_name["self_attn.q_b_proj.weight"], mesh).shape == (24576 // mesh.tensor, 1536)
+        assert place(by_name["self_attn.o_proj.weight"], mesh).shape == (7168, 16384 // mesh.tensor)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (Mesh(64, replicas=3), "64 ranks can't be divided into 3 replicas of 1 tensor-parallel ranks each"),
+        (Mesh(64, tensor=128), "64 ranks can't be divided into 1 replicas of 128"),
+        (Mesh(64, experts=24), "64 ranks of a replica can't be divided among 24 expert-parallel ranks"),
+    ],
+)
+def test_meshes_that_can_not_be(mesh: Mesh, said: str) -> None:
+    assert said in mesh.problem()
+    with pytest.raises(ValueError, match="can't be divided"):
+        budget(model("llama-3.1-8b"), Use("bf16"), mesh, AT)
+
+
+def chosen(found: Budget) -> dict[str, str]:
+    return {line.name: line.plain for line in found.weights}
+
+
+def test_what_stays_plain_and_why() -> None:
+    found = chosen(budget(model("gpt-oss-20b"), use("mxfp8"), Mesh(8), AT))
+    layer = "model.layers.*."
+    assert found[f"{layer}self_attn.q_proj.weight"] == found["lm_head.weight"] == ""
+    assert found["model.embed_tokens.weight"] == "an embedding"
+    assert found["model.norm.weight"] == "a norm"
+    assert found[f"{layer}mlp.router.weight"] == "a router"
+    assert "--experts" in found[f"{layer}mlp.experts.gate_up_proj"]
+    both = chosen(budget(model("gpt-oss-20b"), use("mxfp8"), Mesh(8), replace(AT, picks=Picks(experts=True))))
+    assert both[f"{layer}mlp.experts.gate_up_proj"] == ""
+    assert both[f"{layer}mlp.experts.gate_up_proj_bias"] == "a bias"
+    picks = Picks(only=("*.o_proj.weight", "*experts.down_proj"), leave=("*.0.*",))
+    some = budget(model("gpt-oss-20b"), use("mxfp8"), Mesh(8), replace(AT, picks=picks))
+    taken = {line.name: line.count for line in some.weights if not line.plain}
+    assert taken == {f"{layer}self_attn.o_proj.weight": 23, f"{layer}mlp.experts.down_proj": 23}
+    assert some.quantized == 23 * (4096 * 2880 + 32 * 2880 * 2880)
+
+
+def test_shapes_that_a_recipe_does_not_take() -> None:
+    found = chosen(budget(shapes.read(["up=40x64", "down=64x64"]), use("mxfp8"), Mesh(2), AT))
+    assert found == {"up": "mxfp8 takes rows in multiples of 32, not 40: quantize_ refuses it", "down": ""}
+
+
+def test_tied_heads_stay_plain() -> None:
+    tied = config.read({**config_of("llama-3.1-8b"), "tie_word_embeddings": True}, "tied")
+    found = budget(tied, use("mxfp8"), Mesh(8), replace(AT, picks=Picks(only=("*",))))
+    assert chosen(found)["model.embed_tokens.weight"] == "tied to lm_head.weight, which quantize_ would untie"
+
+
+def config_of(stem: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CONFIGS / f"{stem}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_tensor_parallelism_cuts_between_blocks_or_not_at_all() -> None:
+    weights = ["up=96x64", "down=64x96"]
+    base = shapes.read(weights)
+    layers = replace(
+        base.root,
+        weights=tuple(
+            replace(weight, cut="rows" if weight.name == "up" else "columns") for weight in base.root.weights
+        ),
+    )
+    found = chosen(budget(replace(base, root=layers), use("mxfp8"), Mesh(2, tensor=2), AT))
+    assert found["up"] == "cuts of 48 rows by tensor parallelism fall inside blocks of 32 rows"
+    assert found["down"] == "cuts of 48 columns by tensor parallelism are not at multiples of 32"
+    whole_rows = chosen(budget(replace(base, root=layers), use("int8_rowwise"), Mesh(2, tensor=2), AT))
+    assert "has scales that cover whole rows" in whole_rows["down"]
+
+
+def test_patterns_like_no_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no weight of 2 or 3 dims has a name like '\*.w1'; there are 226"):
+        check_patterns(model("llama-3.1-8b"), Picks(only=("*.w1",)))
+
+
+def test_cuts_inside_of_blocks_have_sizes_without() -> None:
+    found = budget(shapes.read(["up*2=144x64"]), use("nvfp4"), Mesh(8), AT)
+    (cut,) = found.cuts
+    assert (cut.name, cut.count, cut.inside, cut.free_rows, cut.free_worlds) == (
+        *("layers.*.up", 2, 7),
+        *((128, 256), (3, 9)),
+    )
+    assert found.traffic.exchanged == 2 * (4 + 2 * 2 * 64 * 4)  # an amax, and extremes of two blocks
+
+
+@pytest.mark.parametrize("stem", ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"])
+@pytest.mark.parametrize("world", [8, 4096])
+def test_steps_are_those_of_layoutc_estimate(stem: str, world: int) -> None:
+    """Its models have a plain head and know no other layers: of those, both estimate the same to rounding."""
+    name = stem.replace("-3.1", "")
+    sizes = {**PRESETS[name], "vocabulary": 0}
+    whole = model(stem)
+    bare = replace(whole, root=replace(whole.root, weights=()))
+    for recipe in (Use("bf16"), use("mxfp8"), use("nvfp4"), use("mxfp8", cast=True), use("fp8_block", low=True)):
+        ours = budget(bare, recipe, Mesh(world), AT).step
+        theirs = estimate(recipe, llama(name, **sizes), world, NVLINK, H200)
+        for part in Parts.__dataclass_fields__:
+            assert getattr(ours, part) == pytest.approx(getattr(theirs, part), rel=1e-9), part
+
+
+def test_more_ranks_hold_less_until_padding_holds_them() -> None:
+    totals = [budget(model("llama-3.1-70b"), use("nvfp4"), Mesh(world), AT).resident.total for world in (8, 64, 512)]
+    assert totals == sorted(totals, reverse=True)
+    padded = [budget(model("llama-3.1-70b"), Use("bf16"), Mesh(world), AT).padding for world in (8, 4096)]
+    assert padded[0] == 0 < padded[1]
+
+
+def test_replicas_hold_as_much_as_fewer_ranks_and_add_up_gradients() -> None:
+    one, two = (budget(model("llama-3.1-8b"), use("mxfp8"), mesh, AT) for mesh in (Mesh(8), Mesh(16, replicas=2)))
+    assert one.resident == two.resident
+    assert one.peaks == two.peaks
+    assert (one.traffic.replicated, two.traffic.replicated) == (0, one.traffic.reduced)
+
+
+def test_frozen_weights_have_no_master_no_moments_and_no_gradient() -> None:
+    base = shapes.read(["up=64x64"])
+    frozen = replace(base, root=replace(base.root, weights=tuple(replace(w, trains=False) for w in base.root.weights)))
+    held = budget(frozen, use("mxfp8"), Mesh(2), AT).resident
+    assert (held.masters, held.moments, held.gradients) == (0, 0, 0)
+    assert held.weights > 0
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = budget(model("llama-3.1-8b"), use("mxfp8"), Mesh(1), AT)
+    assert found.traffic == replace(found.traffic, forward=0, backward=0, reduced=0, replicated=0, exchanged=0)
+    assert (found.step.gather_forward, found.step.reduce_scatter, found.cuts) == (0, 0, ())
+
+
+def test_lines_add_up_to_the_traffic() -> None:
+    found = budget(model("deepseek-v3"), use("nvfp4"), Mesh(256, experts=32), replace(AT, picks=Picks(experts=True)))
+    for which in ("forward", "backward"):
+        total = sum(line.count * getattr(line, which) for line in found.weights)
+        assert total == getattr(found.traffic, which)
+    assert sum(line.count * prod(line.shape) for line in found.weights) == model("deepseek-v3").elements
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'")
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_what_is_quantized_is_what_quantize_takes(kind: str) -> None:
+    """The default filter, on transformers' modules; and with the experts, the names that are passed."""
+    import torch
+    import transformers
+
+    import layoutc
+
+    fields = {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 4, "vocab_size": 96, "num_local_experts": 4},
+        **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16},
+        **{"qk_rope_head_dim": 32, "v_head_dim": 16, "head_dim": 16},
+    }
+    stated = config.read({"model_type": kind, **fields}, kind)
+    groups = groups_of(stated, use("mxfp8"), Picks(), Mesh(2), Dtypes())
+    planned = [
+        full_name(layer, member.weight)
+        for layer, own in zip(stated.all_layers, (groups.root, *groups.layers), strict=True)
+        for group in own
+        for member in group.members
+        if member.piece.plan is not None
+    ]
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
+    assert sorted(planned) == sorted(layoutc.quantize_(theirs, "mxfp8"))
+
+
+def test_a_weight_is_a_matrix_of_its_rows() -> None:
+    assert Weight("w", (2, 3, 4), "experts").matrix == (6, 4)
+    assert Weight("w", (5,), "norm").matrix == (5, 1)

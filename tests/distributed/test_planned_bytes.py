@@ -1,0 +1,313 @@
+"""`layoutc plan` counts what FSDP2 does: bytes of collectives, and of all storages that live, on every rank.
+
+A small Llama and a small mixture of experts of transformers are sharded and trained as users do it; what was sent in
+each pass, held between steps and held at the highest point is counted in torch, and must be the plan's, to the byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, mesh_of
+from places import ROOT
+from storages import gathered, live_bytes, look_at_what_comes
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layoutc
+from layoutc.budget.choice import Picks
+from layoutc.budget.groups import groups_of
+from layoutc.budget.mesh import Mesh
+from layoutc.budget.shards import Dtypes, Resident, indices, resident
+from layoutc.budget.totals import Setting, budget
+from layoutc.cli.layout import plan_of
+from layoutc.estimate.machine import H200, NVLINK
+from layoutc.estimate.work import Load, Use
+from layoutc.models import config as configs
+from layoutc.runtime.fsdp2.wire import _index as block_indices
+from layoutc.runtime.quantize import block_edges
+from layoutc.runtime.sharding import registry
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
+)
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+# Rows that two and four ranks share unequally, or cut inside blocks of some recipes.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {**HEADS, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "vocab_size": 416},
+    "mixtral": {
+        **{**HEADS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 225},
+        **{"num_local_experts": 6, "num_experts_per_tok": 2},
+    },
+}
+MIXED = Dtypes()  # fp32 parameters, gathered in bf16, reduced in fp32
+SINGLE = Dtypes(2, 2, 2)
+
+
+EXCHANGING: list[bool] = []
+
+
+def _mark_exchanges() -> None:
+    """Makes the all-gathers about blocks that cuts split known as such."""
+    original: Any = block_edges._all_gather
+    if hasattr(original, "marked"):
+        return
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        EXCHANGING.append(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            EXCHANGING.pop()
+
+    marked.marked = True  # type: ignore[attr-defined]
+    block_edges._all_gather = marked
+
+
+class Counted(TorchDispatchMode):
+    """Bytes that this rank puts into collectives, by kind: those of reduce-scatters are what it has left."""
+
+    def __init__(self, look: Callable[..., None] = lambda *buffers: None) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+        self.look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            if func is torch.ops.c10d._allgather_base_.default:
+                kind, tensors = ("exchanged" if EXCHANGING else "gathered"), [args[1]]
+                if not EXCHANGING:
+                    self.look(args[0])
+            elif func is torch.ops.c10d._reduce_scatter_base_.default:
+                kind, tensors = "reduced", [args[0]]
+                self.look(args[0], args[1])
+            else:
+                tensors = list(args[0]) if func is torch.ops.c10d.allreduce_.default else []
+                kind = "replicated" if callers_file().endswith("_fsdp_collectives.py") else "exchanged"
+            self.nbytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        elif func.namespace == "fsdp":  # copies into and out of the buffers of collectives
+            self.look(*(one for one in ((kwargs or {}).get("out"), args[0]) if isinstance(one, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+class Watched:
+    """The most bytes that gathers and gradients have held, of the storages that live at each look."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.most = model, 0
+        self.buffers: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def look(self, *buffers: Tensor) -> None:
+        """buffers: of the collective that runs."""
+        for tensor in buffers:
+            storage = tensor.untyped_storage()
+            self.buffers[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
+        live = {at: size for at, (_, size) in self.buffers.items()}
+        held: list[Any] = list(gathered(self.model).values())
+        modules = set(self.model.modules())
+        for param, _ in registry.parameters():
+            if param._module_info.module in modules:
+                grad = param.sharded_param.grad
+                held += [getattr(getattr(param, "_unsharded_param", None), "grad", None)]
+                held += [
+                    getattr(param, "unsharded_accumulated_grad", None),
+                    grad if grad is None else grad._local_tensor,
+                ]
+        held = [one for one in held if one is not None]
+        live |= {one.untyped_storage().data_ptr(): size for one in held if (size := one.untyped_storage().nbytes())}
+        self.most = max(self.most, sum(live.values()))
+
+
+def planned(kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes) -> tuple[Any, Use, Setting]:
+    """What is given to `budget`."""
+    model = configs.read({"model_type": kind, **KINDS[kind]}, kind)
+    use = Use("plain")
+    if how != "plain":
+        use = Use(recipe, plan_of(ROOT / "specs" / f"{recipe}.yaml"), cast=how == "cast")
+    picks = Picks(experts=True, leave=() if head else ("lm_head.weight",))
+    return model, use, Setting(picks, dtypes, Load(8, 8), NVLINK, H200)
+
+
+def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes: Dtypes) -> Any:
+    """The model of transformers, sharded by layers. takes: the weights that the plan says are quantized."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.to(torch.float32 if dtypes == MIXED else torch.bfloat16)
+    convert = {"quantized": layoutc.quantize_, "cast": layoutc.cast_on_gather_, "plain": None}[how]
+    if convert is not None:
+        assert set(convert(model, recipe, param_filter=sorted(takes))) == takes
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtypes == MIXED else MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": _mesh(ranks), "mp_policy": policy}
+    if ranks.experts_dim:
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 3 else None
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _mesh(ranks: Mesh) -> Any:
+    return (
+        mesh_of(ranks.replicas, ranks.shards, names=("copies", "shards"))
+        if ranks.replicas > 1
+        else mesh_of(ranks.world)
+    )
+
+
+def loss_of(model: Any, number: int) -> Any:
+    ids = torch.randint(0, 200, (1, 8), generator=torch.Generator().manual_seed(number))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of some tensors."""
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def counts_as_planned(
+    kind: str, how: str, recipe: str, head: bool, mixed: bool, replicas: int = 1, experts_dim: int = 0
+) -> tuple[int, int]:
+    """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
+    _mark_exchanges()
+    dtypes = MIXED if mixed else SINGLE
+    mesh = Mesh(dist.get_world_size(), replicas, experts_dim=experts_dim)
+    rank = dist.get_rank() % mesh.shards
+    described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
+    found = budget(described, use, mesh, at)
+    groups = groups_of(described, use, at.picks, mesh, dtypes)
+    takes = {
+        f"{layer.name}.{member.weight.name}".lstrip(".")
+        for layer, own in zip(described.all_layers, (groups.root, *groups.layers), strict=True)
+        for group in own
+        for member in group.members
+        if member.piece.plan is not None
+    }
+    assert how == "plain" or len(takes) >= 12
+    _mesh(mesh)
+    look_at_what_comes()
+    block_indices.cache_clear()
+    before = live_bytes()
+    model = built(kind, how, recipe, takes, mesh, dtypes)
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    watched = Watched(model)
+    for number in range(3):
+        forward, backward, update = Counted(watched.look), Counted(watched.look), Counted()
+        watched.most = 0
+        with looking_at_groups(watched), forward:
+            loss = loss_of(model, number)
+        peak_forward, watched.most = watched.most, 0
+        with looking_at_groups(watched), backward:
+            loss.backward()
+        del loss
+        assert storages(p.grad._local_tensor for p in model.parameters()) == found.resident.gradients
+        with update:
+            optimizer.step()
+        if number < 2:
+            optimizer.zero_grad()
+    traffic = found.traffic
+    assert (forward.nbytes["gathered"], backward.nbytes["gathered"]) == (traffic.forward, traffic.backward)
+    assert (backward.nbytes["reduced"], backward.nbytes["replicated"]) == (traffic.reduced, traffic.replicated)
+    assert sum(one.nbytes["exchanged"] for one in (forward, backward, update)) == traffic.exchanged
+    assert (peak_forward, watched.most) == (found.peaks.forward, found.peaks.backward)
+    here = Resident(left=indices(groups.pieces))
+    for piece in groups.pieces:
+        here += resident(piece, rank, dtypes)
+    held = live_bytes() - before - storages(model.buffers())
+    assert held == here.total, (held, here)
+    return held, found.resident.total
+
+
+def callers_file() -> str:
+    """The file that called torch.distributed's all_reduce."""
+    frame = sys._getframe(1)
+    while frame is not None and "fully_shard" not in frame.f_code.co_filename:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_code.co_filename if frame is not None else ""
+
+
+@contextmanager
+def looking_at_groups(watched: Watched) -> Iterator[None]:
+    """Also looks where a group has just been gathered, and where it has its gradients and still is."""
+    originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
+
+    def looking(name: str) -> Callable[..., Any]:
+        def looked(self: Any, *args: Any) -> Any:
+            watched.look()
+            return originals[name](self, *args)
+
+        return looked
+
+    for name in originals:
+        setattr(FSDPParamGroup, name, looking(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+CASES = [
+    ("plain", "", False, True),
+    ("plain", "", False, False),
+    ("quantized", "mxfp8", False, True),
+    ("quantized", "mxfp8", True, False),
+    ("quantized", "nvfp4", True, True),
+    ("quantized", "fp8_delayed", False, False),
+    ("quantized", "hybrid_fp8", False, True),
+    ("quantized", "int8_rowwise", False, True),
+    ("cast", "mxfp8", False, True),
+    ("cast", "nvfp4", True, False),
+    ("cast", "fp8_delayed", False, True),
+    ("cast", "fp8_current", True, True),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES)
+def test_two_ranks_send_and_hold_what_is_planned(
+    two: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
+) -> None:
+    held = two.run(counts_as_planned, kind, how, recipe, head, mixed)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("how", "recipe", "head", "mixed"), CASES[1:3] + CASES[4:5] + CASES[6:7] + CASES[9:])
+def test_four_ranks_send_and_hold_what_is_planned(
+    four: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
+) -> None:
+    held = four.run(counts_as_planned, kind, how, recipe, head, mixed)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replicas_of_two_shards(four: Ranks, kind: str, how: str, recipe: str) -> None:
+    """HSDP: gradients are also added up among replicas."""
+    held = four.run(counts_as_planned, kind, how, recipe, False, True, 2)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(("how", "recipe"), [("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "mxfp8")])
+def test_experts_that_are_cut_on_their_rows(two: Ranks, how: str, recipe: str) -> None:
+    """Shard(1), as torchtitan cuts experts where there are more ranks than experts."""
+    held = two.run(counts_as_planned, "mixtral", how, recipe, False, True, 1, 1)
+    assert max(here for here, _ in held) == held[0][1]
