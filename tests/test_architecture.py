@@ -36,9 +36,12 @@ COMPILER = {
     "layout": ("ints spec", ""),
     "plan": ("ints spec layout", ""),
     "estimate": ("ints plan", ""),
+    "models": ("", "torch yaml"),
+    "budget": ("ints layout plan estimate models", ""),
     "emit": ("spec layout plan", "jinja2"),
     "report": ("ints diagnostics spec layout plan estimate checkpoint checkpoint.common", "rich"),
     "explorer": ("ints spec layout plan report", ""),
+    "report.budgets": ("models budget report", "matplotlib"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
@@ -91,9 +94,11 @@ ABOVE = {
         "layoutc ints spec layout runtime runtime.weight runtime.fsdp2 conformance conformance.model",
         "torch numpy",
     ),
+    "doctor": ("runtime.sharding runtime.kernels runtime.weight runtime.products runtime.train", "torch"),
     "cli": (
-        "diagnostics spec spec.checks plan estimate build report explorer checkpoint conformance bench",
-        "click resvg_py",
+        "diagnostics spec spec.checks plan estimate models budget build report report.budgets explorer checkpoint "
+        "conformance bench doctor",
+        "click rich resvg_py",
     ),
 }
 ROOMS = COMPILER | RUNTIME | ABOVE
@@ -257,7 +262,7 @@ def test_layout_plan_and_estimates_are_pure() -> None:
     """They read no file, no clock, nothing but their arguments."""
     effects = {"io", "os", "pathlib", "random", "subprocess", "time"}
     for name, path in NAMES.items():
-        if room_of(name) in ("ints", "layout", "plan", "estimate"):
+        if room_of(name) in ("ints", "layout", "plan", "estimate", "budget"):
             assert not {one.partition(".")[0] for one in imported(path)} & effects, name
 
 

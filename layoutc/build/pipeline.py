@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def check(content: bytes, path: str) -> list[Diagnostic]:
     return diagnostics
 
 
-def build(specs: list[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
+def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:
     """Compiles spec files into `out`. Writes nothing if a spec has an error, if a file is in the way, or with `check`.
 
     whole: these are all specs of the folder, so layoutc's other files there are stale; they are reported and left.

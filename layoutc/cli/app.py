@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from layoutc.build.lookup import chosen
+from layoutc.cli.progress import tracked
 from layoutc.cli.shared import choosing, refuse, report, reporting
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
@@ -41,6 +42,8 @@ _FAMILIES = {
     "recipe": ("new", "test"),
     "estimate": ("estimate",),
     "files": ("convert",),
+    "plan": ("plan",),
+    "doctor": ("doctor", "completion"),
     "measure": ("bench",),
 }
 
@@ -109,7 +112,8 @@ def build(
     from layoutc.build import pipeline
 
     try:
-        result = pipeline.build(chosen(specs, folder), out, check or diff, whole=not specs)
+        read = tracked(chosen(specs, folder), "specs", quiet)
+        result = pipeline.build(read, out, check or diff, whole=not specs)
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}")
     except RuntimeError as error:
@@ -148,7 +152,7 @@ def check(
 
     paths = chosen(specs, folder)
     findings: list[Diagnostic] = []
-    for path in paths:
+    for path in tracked(paths, "specs", quiet):
         try:
             content = path.read_bytes()
         except OSError as error:

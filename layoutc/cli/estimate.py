@@ -12,29 +12,19 @@ from typing import TYPE_CHECKING
 import click
 
 from layoutc.build.lookup import Command, spec_of, specs_option
-from layoutc.cli.shared import report
+from layoutc.cli.shared import MOST_RANKS, WORLDS, report, words_of, worlds_of
 
 if TYPE_CHECKING:
     from layoutc.estimate.model import Model
-    from layoutc.estimate.step import Use
+    from layoutc.estimate.work import Use
 
 MODELS = ("llama-8b", "llama-70b", "llama-405b")
-WORLDS, MOST_RANKS, MOST_LAYERS, MOST_SIZE = "8,64,512,4096,16384", 2**20, 1024, 2**31
-
-
-def _worlds(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
-    found: list[int] = []
-    for word in _words(value):
-        if not (word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_RANKS):
-            message = f"'{word}' is not a number of ranks; write 1 to {MOST_RANKS:,}, as in --world 8,64,512."
-            raise click.BadParameter(message, ctx, param)
-        found.append(int(word))
-    return list(dict.fromkeys(found))
+MOST_LAYERS, MOST_SIZE = 1024, 2**31
 
 
 def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[float]:
     found: list[float] = []
-    for word in _words(value):
+    for word in words_of(value):
         try:
             found.append(float(word))
         except ValueError:
@@ -43,10 +33,6 @@ def _links(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
             message = f"'{word}' is not a bandwidth; write GB/s of a rank, 0.001 to 100000, as in --link 50."
             raise click.BadParameter(message, ctx, param)
     return list(dict.fromkeys(found))
-
-
-def _words(value: tuple[str, ...]) -> list[str]:
-    return [word.strip() for one in value for word in one.split(",")]
 
 
 def _size(name: str, words: str) -> Callable[[Command], Command]:
@@ -71,7 +57,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
     "--world",
     "worlds",
     multiple=True,
-    callback=_worlds,
+    callback=worlds_of,
     default=(WORLDS,),
     show_default=True,
     metavar="N,...",
@@ -176,7 +162,7 @@ def _model(preset: str, sizes: dict[str, int | None]) -> Model:
 def _uses(recipes: tuple[str, ...], folder: Path, model: Model, cast: bool, low: bool) -> list[Use]:
     """bf16, then the recipes. Reports what weights can't have, for all of them, and exits with code 1."""
     from layoutc.cli.reading import plan_of
-    from layoutc.estimate.step import Use
+    from layoutc.estimate.work import Use
     from layoutc.report.describe import problems
 
     uses, findings = [Use("bf16")], []

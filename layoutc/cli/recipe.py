@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import SUFFIXES, chosen, spec_of, specs_in, specs_option
+from layoutc.cli.progress import tracked
 from layoutc.cli.shared import refuse
 from layoutc.diagnostics.diagnostic import nearest
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--thorough", is_flag=True, help="Try more shapes.")
 @click.option("--no-distributed", is_flag=True, help="Leave out what starts processes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each recipe, as a line.")
+@click.option("-q", "--quiet", is_flag=True, help="Print what failed only.")
 def test(
     recipes: tuple[str, ...],
     folder: Path,
@@ -45,6 +47,7 @@ def test(
     thorough: bool,
     no_distributed: bool,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Prove that what is built from a spec does what it says.
 
@@ -74,10 +77,12 @@ def test(
     def wanted(one: Check) -> bool:
         return (not only or one.name in only) and not (no_distributed and one.needs_processes)
 
-    sys.exit(0 if _test_all(paths, wanted, seed, thorough, not no_distributed, as_json) else 1)
+    sys.exit(0 if _test_all(paths, wanted, seed, thorough, not no_distributed, as_json, quiet) else 1)
 
 
-def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distributed: bool, as_json: bool) -> bool:
+def _test_all(
+    paths: list[Path], wanted: Any, seed: int, thorough: bool, distributed: bool, as_json: bool, quiet: bool
+) -> bool:
     """Runs the suite on every spec, with one group of processes for all; true if nothing failed."""
     from layoutc.conformance.ranks import Ranks
     from layoutc.conformance.runner import one_thread
@@ -86,7 +91,7 @@ def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distrib
     one_thread()
     passed = True
     with Ranks() as ranks:
-        for number, path in enumerate(paths):
+        for number, path in enumerate(tracked(paths, "recipes", not quiet)):  # else the lines show how far it is
             try:
                 subject = compile_subject(path, seed=seed, thorough=thorough, ranks=ranks if distributed else None)
             except OSError as error:
@@ -95,32 +100,34 @@ def _test_all(paths: list[Path], wanted: Any, seed: int, thorough: bool, distrib
                 passed = False
                 _tell_bad(path, bad, as_json)
                 continue
-            if number and not as_json:
+            if number and not as_json and not quiet:
                 click.echo()
             try:
-                passed &= _test_one(subject, wanted, as_json)
+                passed &= _test_one(subject, wanted, as_json, quiet)
             finally:
                 subject.close()
     return passed
 
 
-def _test_one(subject: Subject, wanted: Any, as_json: bool) -> bool:
+def _test_one(subject: Subject, wanted: Any, as_json: bool, quiet: bool) -> bool:
     """Runs the suite on a subject and prints as it goes; true if nothing failed."""
     from layoutc.conformance import report
     from layoutc.conformance.runner import run_checks
 
     start = time.perf_counter()
     outcomes: list[Outcome] = []
-    if not as_json:
-        click.echo(report.heading(subject.name, os.path.relpath(subject.path), subject.plan.layout_id))
+    heading = report.heading(subject.name, os.path.relpath(subject.path), subject.plan.layout_id)
+    if not as_json and not quiet:
+        click.echo(heading)
     for outcome in run_checks(subject, wanted):
         outcomes.append(outcome)
-        if not as_json:
-            click.echo(report.line(outcome))
+        if not as_json and (not quiet or outcome.status == "fail"):
+            click.echo(f"{heading}\n{report.line(outcome)}" if quiet else report.line(outcome))
     seconds = time.perf_counter() - start
     passed = all(outcome.status != "fail" for outcome in outcomes)
     if not as_json:
-        click.echo(report.tally(outcomes, seconds))
+        if not quiet:
+            click.echo(report.tally(outcomes, seconds))
         return passed
     result = {
         "recipe": subject.name,

@@ -14,6 +14,8 @@ from layoutc.build.lookup import Command, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
 
+WORLDS, MOST_RANKS = "8,64,512,4096,16384", 2**20
+
 
 def reporting(command: Command) -> Command:
     """Adds --format and --color."""
@@ -37,6 +39,22 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     if match is None and value is not None:
         raise click.BadParameter(f"'{value}' is not a shape; write rows x columns, as in 4096x14336.", ctx, param)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def worlds_of(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
+    """`8,64,512` -> [8, 64, 512]."""
+    found: list[int] = []
+    for word in words_of(value):
+        if not (word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_RANKS):
+            message = f"'{word}' is not a number of ranks; write 1 to {MOST_RANKS:,}, as in --world 8,64,512."
+            raise click.BadParameter(message, ctx, param)
+        found.append(int(word))
+    return list(dict.fromkeys(found))
+
+
+def words_of(value: tuple[str, ...]) -> list[str]:
+    """The words of an option that may be given several times, with several words each, between commas."""
+    return [word.strip() for one in value for word in one.split(",")]
 
 
 def report(diagnostics: Iterable[Diagnostic], form: str | None = None, color: str = "auto") -> None:

@@ -22,7 +22,7 @@ from layoutc.budget.groups import groups_of
 from layoutc.budget.mesh import Mesh, Placed, place
 from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, largest, resident
 from layoutc.budget.totals import Budget, Setting, budget
-from layoutc.cli.layout import plan_of
+from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.model import PRESETS, llama
 from layoutc.estimate.step import estimate

@@ -32,7 +32,7 @@ from layoutc.budget.groups import groups_of
 from layoutc.budget.mesh import Mesh
 from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.budget.totals import Setting, budget
-from layoutc.cli.layout import plan_of
+from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs

@@ -61,8 +61,11 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
-    ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py")),
     ("layoutc/explorer/*", ("explorer/*", "cli/*")),
+    ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py", "budget/*")),
+    ("layoutc/models/*", ("models/*", "cli/test_plan_command.py")),
+    ("layoutc/budget/*", ("budget/*", "cli/test_plan_command.py", "distributed/test_planned_bytes.py")),
+    ("layoutc/doctor/*", ("cli/test_doctor.py",)),
     ("layoutc/bench/*", ("bench/*", "cli/*")),
     ("layoutc/integrations/*", ("integrations/*",)),
     (

@@ -1,0 +1,295 @@
+"""The command that plans a run: plan. As in app.py: arguments, streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layoutc.build.lookup import Command, spec_of, specs_option
+from layoutc.cli.progress import tracked
+from layoutc.cli.shared import MOST_RANKS, WORLDS, words_of, worlds_of
+
+if TYPE_CHECKING:
+    from layoutc.budget.mesh import Mesh
+    from layoutc.budget.totals import Setting
+    from layoutc.estimate.work import Use
+    from layoutc.models.weights import Model
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+WRITTEN = "layoutc_plan"  # the key of the JSON that this command writes
+NOT_IN_TIME = (
+    "time leaves out all-reduces among replicas, activations of tensor parallelism and tokens of expert parallelism"
+)
+
+
+def _dtype(name: str, default: str, words: str) -> Callable[[Command], Command]:
+    return click.option(f"--{name}", type=click.Choice(list(BYTES)), default=default, show_default=True, help=words)
+
+
+def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Command]:
+    kind = click.IntRange(1, MOST_RANKS)
+    return click.option(f"--{name}", type=kind, default=default, show_default=True, metavar="N", help=words)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--shapes",
+    multiple=True,
+    metavar="NAME=MxK,...",
+    help="Weights, in place of MODEL; NAME*32=MxK: one in each of 32.",
+)
+@click.option("--recipe", "recipes", multiple=True, metavar="RECIPE|SPEC", help="Side by side; can be repeated.")
+@specs_option("Where recipes are looked up.")
+@click.option(
+    "--use",
+    type=click.Choice(["quantized", "cast", "both"]),
+    default="quantized",
+    show_default=True,
+    help="Weights are stored as codes, or cast on gather.",
+)
+@click.option("--experts", is_flag=True, help="Weights of experts as well, of three dims, as param_filter picks them.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="What is quantized, as param_filter has it.")
+@click.option("--leave", multiple=True, metavar="PATTERN", help="What stays plain.")
+@click.option(
+    "--world",
+    "worlds",
+    multiple=True,
+    callback=worlds_of,
+    default=(WORLDS,),
+    show_default=True,
+    metavar="N,...",
+    help="Numbers of ranks.",
+)
+@_count("replicas", "Copies of the model (HSDP), each sharded over the other ranks.")
+@_count("tp", "Ranks of tensor parallelism.")
+@_count("ep", "Ranks of expert parallelism.")
+@click.option(
+    "--experts-dim", type=click.IntRange(0, 1), default=0, show_default=True, help="The dim that FSDP2 cuts of experts."
+)
+@_dtype("stored", "fp32", "Of parameters as the model is built, and of their gradients.")
+@_dtype("gathered", "bf16", "Of plain weights, as FSDP2 gathers them (param_dtype).")
+@_dtype("reduced", "fp32", "That gradients are reduced in (reduce_dtype).")
+@click.option(
+    "--moments",
+    type=click.IntRange(0, 64),
+    default=8,
+    show_default=True,
+    metavar="BYTES",
+    help="Of the optimizer, an element, beside the master; AdamW's by default.",
+)
+@_count("sequence", "Tokens of a sequence.", 8192)
+@_count("batch", "Sequences of a rank in a step.")
+@click.option(
+    "--link", type=click.FloatRange(1e-3, 1e5), default=50.0, show_default=True, metavar="GB/S", help="Of a rank."
+)
+@_count("per-host", "Ranks of a host.", 8)
+@click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
+@click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@click.option("--compiled", is_flag=True, help="Without the host's time.")
+@click.option("--weights", is_flag=True, help="Also a line for each weight.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
+@click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
+@click.option(
+    "--chart", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw to a .png, .svg or .pdf."
+)
+@click.option("-q", "--quiet", is_flag=True, help="No table where a chart is drawn, and no progress.")
+def plan(
+    model: str | None,
+    shapes: tuple[str, ...],
+    as_json: bool,
+    as_csv: bool,
+    chart: Path | None,
+    weights: bool,
+    quiet: bool,
+    **asked: Any,
+) -> None:
+    """Plan a run: what a model takes of each rank's memory and link, in recipes and on worlds side by side.
+
+    MODEL is a config.json of Hugging Face or a folder with one; a safetensors index, file or folder, of which headers
+    are read; module:factory, a function that builds the model, run on the meta device; or what --json wrote before.
+
+    \b
+    layoutc plan config.json --recipe mxfp8 --recipe nvfp4           8 to 16,384 ranks
+    layoutc plan config.json --recipe nvfp4 --world 64 --weights     each weight of it
+    layoutc plan config.json --recipe mxfp8 --experts --replicas 64 --ep 64 --world 16384
+    layoutc plan model.safetensors.index.json --recipe fp8_block --use both
+    layoutc plan my_package.models:build --recipe mxfp8 --leave lm_head.weight
+    layoutc plan --shapes 'up*32=14336x4096,down*32=4096x14336' --recipe nvfp4
+    layoutc plan config.json --recipe mxfp8 --json > run.json
+    layoutc plan run.json --chart run.svg                            drawn again, elsewhere
+    """
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv both write to stdout; give one of them")
+    if chart is not None:
+        _check_chart(chart)
+    from layoutc.report import tables
+    from layoutc.report.budgets import figures
+
+    data = _data(model, shapes, asked, quiet)
+    if as_json:
+        click.echo(json.dumps(data))
+    elif as_csv:
+        click.echo(figures.as_csv(data), nl=False)
+    elif not (quiet and chart):
+        made = figures.tables(data, weights)
+        if sys.stdout.isatty():
+            tables.print_rich(made)
+        else:
+            click.echo(tables.plain(made), nl=False)
+    if chart is not None:
+        _draw(data, chart)
+
+
+def _check_chart(chart: Path) -> None:
+    """Before any work."""
+    from importlib.util import find_spec
+
+    from layoutc.report.budgets.charts import SUFFIXES
+
+    if chart.suffix not in SUFFIXES:
+        raise click.UsageError(f"{chart} should end in {', '.join(SUFFIXES)}")
+    if find_spec("matplotlib") is None:
+        raise click.UsageError("charts need matplotlib: pip install 'layoutc[charts]', or pip install matplotlib")
+    if not chart.absolute().parent.is_dir():
+        raise click.UsageError(f"{chart.absolute().parent} is no folder to write {chart.name} to")
+
+
+def _draw(data: dict[str, Any], chart: Path) -> None:
+    from layoutc.report.budgets import charts
+
+    try:
+        lines = charts.draw(data, chart)
+    except OSError as error:
+        raise click.UsageError(f"{chart}: {error.strerror}") from error
+    click.echo(f"{chart}: {', '.join(lines)}", err=True)
+
+
+def _data(model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], quiet: bool) -> dict[str, Any]:
+    """The plan as JSON values: made now, or read from an earlier one."""
+    from layoutc.models import read
+    from layoutc.models import shapes as typed
+    from layoutc.models.weights import ModelError
+
+    if (model is None) == (not shapes):
+        raise click.UsageError(f"name a MODEL, or --shapes; a MODEL is {read.FORMS}")
+    try:
+        if model is not None and (earlier := read.written(model, WRITTEN)) is not None:
+            return _earlier(model, earlier)
+        found = typed.read(words_of(shapes)) if model is None else read.read(model)
+    except ModelError as error:
+        raise click.UsageError(str(error)) from error
+    return _planned(found, asked, quiet)
+
+
+def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
+    from layoutc.report.budgets.figures import VERSION, as_csv
+
+    params = [one for one in click.get_current_context().command.params if one.name in _ASKED]
+    given = [one.opts[0] for one in params if one.name and _is_given(one.name)]
+    if given:
+        raise click.UsageError(f"{name} is a plan already; it is shown as it is, without {given[0]}")
+    if data[WRITTEN] != VERSION:
+        raise click.UsageError(f"{name} is a plan of version {data[WRITTEN]!r}; this layoutc reads version {VERSION}")
+    try:
+        if not data["budgets"]:
+            raise KeyError("budgets")
+        as_csv(data)
+        _ = data["model"]["name"], data["setting"]["link"]["rule"], data["notes"], data["model"]["notes"]
+    except (KeyError, TypeError) as error:
+        raise click.UsageError(f"{name} is no plan that layoutc wrote: it has no {error}") from error
+    return data
+
+
+_ASKED = (
+    *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
+    *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "compiled"),
+)
+
+
+def _is_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]:
+    from layoutc.budget.totals import budget
+    from layoutc.report.budgets.figures import data_of
+
+    setting = _setting(model, asked)
+    meshes = [_mesh(model, world, asked) for world in asked["worlds"]]
+    uses = _uses(asked)
+    runs = [(use, mesh) for mesh in meshes for use in uses]
+    made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
+    data = data_of(model, setting, made, asked["sequence"], asked["batch"])
+    if any(asked[name] > 1 for name in ("replicas", "tp", "ep")):
+        data["notes"].append(NOT_IN_TIME)
+    if left := _experts_left(model, made):
+        data["notes"].append(left)
+    return data
+
+
+def _experts_left(model: Model, made: Sequence[Any]) -> str:
+    elements = sum(w.elements for layer in model.all_layers for w in layer.weights if w.kind == "experts")
+    plain = any(line.kind == "experts" and line.plain for one in made if one.how != "plain" for line in one.weights)
+    if not elements or not plain:
+        return ""
+    share = 100 * elements / model.elements
+    return f"experts have {share:.0f}% of the parameters, and some stay plain, as quantize_ leaves them: see --experts"
+
+
+def _mesh(model: Model, world: int, asked: dict[str, Any]) -> Mesh:
+    from layoutc.budget.mesh import Mesh
+
+    mesh = Mesh(world, asked["replicas"], asked["tp"], asked["ep"], asked["experts_dim"])
+    if problem := mesh.problem():
+        raise click.UsageError(problem)
+    weights = [weight for layer in model.all_layers for weight in layer.weights]
+    if mesh.tensor > 1 and all(weight.cut == "none" for weight in weights):
+        raise click.UsageError("--tp is known for configs alone: how it cuts weights does not follow from their shapes")
+    if mesh.experts > 1 and all(weight.kind != "experts" for weight in weights):
+        raise click.UsageError("--ep needs weights of experts, of three dims, and this model has none")
+    return mesh
+
+
+def _setting(model: Model, asked: dict[str, Any]) -> Setting:
+    from layoutc.budget.choice import Picks, check_patterns
+    from layoutc.budget.shards import Dtypes
+    from layoutc.budget.totals import Setting
+    from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.work import Load
+
+    picks = Picks(asked["only"], asked["leave"], asked["experts"])
+    try:
+        check_patterns(model, picks)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
+    load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
+    link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
+    return Setting(picks, dtypes, load, link, H200, not asked["compiled"])
+
+
+def _uses(asked: dict[str, Any]) -> list[Use]:
+    """The plain weights, then the recipes. Reports what is no recipe for weights."""
+    from layoutc.cli.reading import plan_of
+    from layoutc.estimate.work import Use
+
+    recipes, uses = dict.fromkeys(words_of(asked["recipes"])), [Use(asked["gathered"])]
+    for option in ("low", "only", "leave", "experts"):
+        if asked[option] and not recipes:
+            raise click.UsageError(f"--{option} says how weights of recipes are used; name a --recipe")
+    for recipe in recipes:
+        made = plan_of(spec_of(recipe, asked["folder"]))
+        if made.not_weights:
+            raise click.UsageError(
+                f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
+            )
+        for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
+            uses.append(Use(made.layout.name, made, cast, asked["low"]))
+    return uses

@@ -1,0 +1,34 @@
+"""What a look at a machine gives: lines with a verdict each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["fine", "missing", "without"]  # missing: it is needed; without: something is slower, or can't be done
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was looked at, what was found, and what to do if it is not fine."""
+
+    about: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How a recipe runs on this machine. kernels: what quantizes and lays out; products: what multiplies in `auto`."""
+
+    recipe: str
+    package: str
+    kernels: str
+    products: str
+
+
+def is_healthy(lines: Iterable[Line]) -> bool:
+    """True if nothing that is needed is missing."""
+    return all(line.verdict != "missing" for line in lines)

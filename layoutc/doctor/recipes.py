@@ -1,0 +1,65 @@
+"""Installed recipes on this machine: what runs as a kernel, what as the reference, and what multiplies weights."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib.metadata import entry_points
+
+import torch
+
+from layoutc.doctor.findings import Line, Runs
+from layoutc.runtime.products.choice import NAMES, choose
+from layoutc.runtime.train.convert import recipe_class
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+SIZE = 4096  # of a weight, and of the tokens, that products are asked about
+
+
+def look() -> tuple[list[Runs], list[Line]]:
+    """Each recipe that is installed, and findings about those that can't be imported."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs, lines = [], []
+    for name, package in installed():
+        try:
+            cls = recipe_class(name)
+            runs.append(Runs(name, package, kernels(cls, device), products(cls, device)))
+        except Exception as error:  # of a package that somebody else has generated
+            fix = "run `layoutc build` for its spec with this layoutc"
+            lines.append(Line(f"recipe {name}", "missing", f"{package}: {type(error).__name__}: {error}", fix))
+    if not runs and not lines:
+        lines.append(Line("recipes", "missing", "none is installed", "run `layoutc build`, or reinstall layoutc"))
+    return runs, lines
+
+
+def installed() -> list[tuple[str, str]]:
+    """Names of recipes, with the package that has them."""
+    try:
+        own = list(importlib.import_module("layoutc.recipes").RECIPES)
+    except ImportError:
+        own = []
+    others = [(point.name, point.value) for point in entry_points(group="layoutc.recipes")]
+    return [*((name, "layoutc.recipes") for name in own), *others]
+
+
+def kernels(cls: type[QuantizedTensor], device: torch.device) -> str:
+    """What quantizes, dequantizes and lays out."""
+    if not cls.KERNELS:
+        return "reference: the recipe has no kernels (layoutc show --kernels says why)"
+    if device.type != "cuda":
+        return "reference: there is no card"
+    if importlib.util.find_spec("triton") is None:
+        return "reference: there is no Triton"
+    return "kernels"
+
+
+def products(cls: type[QuantizedTensor], device: torch.device) -> str:
+    """What `layoutc.products("auto")` multiplies with, of a weight of 4096 x 4096."""
+    if cls.LAYOUT.products is None:
+        return "dequantized"
+    ways = {name: choose(cls, name, SIZE, SIZE, SIZE, device, "auto") for name in NAMES}
+    low = [name for name, chosen in ways.items() if chosen.way == "kernel"]
+    reasons = list(dict.fromkeys(chosen.reason for chosen in ways.values() if chosen.way != "kernel"))
+    if not low:
+        return f"dequantized: {reasons[0]}"
+    return "low precision" if not reasons else f"low precision: {', '.join(low)}; others dequantized: {reasons[0]}"

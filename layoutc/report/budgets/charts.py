@@ -1,0 +1,90 @@
+"""Charts of budgets, from the JSON that `layoutc plan` writes: step time and memory of a rank against ranks.
+
+Needs matplotlib, which is in the extra `charts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+from layoutc.report.budgets.figures import figure, label
+
+SUFFIXES = (".png", ".svg", ".pdf")
+STYLE = {
+    **{"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "svg.hashsalt": "layoutc"},
+}
+MARKS = "osD^vPX*"
+# Told apart by people who see few colours, and in print by their marks.
+COLOURS = ("#404040", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+PANELS = (
+    ("step_seconds", 1e3, "Step, estimated", "ms"),
+    ("memory_bytes", 1e-9, "Memory of a rank, without activations", "GB"),
+)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between the ends of a logarithmic axis: few of them, but two at least where there are two."""
+    found = [size * 10.0**power for power in range(-6, 12) for size in (1, 2, 5) if low <= size * 10.0**power <= high]
+    if len(found) >= 3:
+        return found
+    steps = (size * 10.0**power for power in range(-9, 12) for size in (1, 2, 5))
+    step = next(step for step in steps if (high - low) / step <= 6)  # even steps, where the axis is short
+    return [step * number for number in range(ceil(low / step), floor(high / step) + 1)]
+
+
+def draw(data: Mapping[str, Any], path: Path) -> list[str]:
+    """Writes the chart, and returns the names of its lines. The suffix of the path says the format.
+
+    Raises ImportError without matplotlib, ValueError for a suffix that is none of SUFFIXES, OSError as writing does.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} should end in {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("charts need matplotlib: pip install 'layoutc[charts]', or pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, rc_context
+    from matplotlib.ticker import FuncFormatter
+
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for one in data["budgets"]:
+        lines.setdefault(label(one), []).append(one)
+    worlds = sorted({one["mesh"]["world"] for one in data["budgets"]})
+    with rc_context(STYLE):
+        drawn, places = pyplot.subplots(1, len(PANELS), figsize=(9, 3.6), layout="constrained")
+        for axes, (name, scale, title, unit) in zip(places, PANELS, strict=True):
+            for number, (recipe, budgets) in enumerate(lines.items()):
+                ordered = sorted(budgets, key=lambda one: int(one["mesh"]["world"]))
+                x = [one["mesh"]["world"] for one in ordered]
+                y = [figure(one, name) * scale for one in ordered]
+                mark, colour = MARKS[number % len(MARKS)], COLOURS[number % len(COLOURS)]
+                axes.plot(x, y, marker=mark, color=colour, markersize=4, linewidth=1.2, label=recipe)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+            axes.minorticks_off()
+            low, high = axes.get_ylim()
+            axes.set_yticks(_ticks(low, high))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axes.set_xlabel("ranks")
+            axes.set_ylabel(unit)
+            axes.set_title(title)
+            axes.grid(axis="y", linewidth=0.3)
+        handles, names = places[0].get_legend_handles_labels()
+        drawn.legend(handles, names, loc="outside upper center", ncols=min(6, len(names)), frameon=False)
+        setting = data["setting"]
+        drawn.supxlabel(
+            f"{data['model']['name']}, {setting['batch']} x {setting['sequence']} tokens a rank, "
+            f"{setting['link']['name']} a rank, {setting['link']['rule']}",
+            size=8,
+            color="#606060",
+        )
+        metadata = {"Date": None} if path.suffix == ".svg" else {"CreationDate": None} if path.suffix == ".pdf" else {}
+        drawn.savefig(path, dpi=200, metadata=metadata)
+        pyplot.close(drawn)
+    return list(lines)

@@ -1,0 +1,235 @@
+"""The command that plans runs: its table, JSON, CSV and charts, how long it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from places import ROOT
+
+from layoutc.cli.app import main
+from layoutc.report.budgets.figures import FIGURES, figure
+
+SPECS, CONFIGS = ROOT / "specs", ROOT / "tests" / "models" / "configs"
+LLAMA, DEEPSEEK = CONFIGS / "llama-3.1-8b.json", CONFIGS / "deepseek-v3.json"
+needs_matplotlib = pytest.mark.skipif(
+    find_spec("matplotlib") is None, reason="needs matplotlib: pip install 'layoutc[charts]'"
+)
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, ["plan", *map(str, args), "--specs", str(SPECS)])
+
+
+def data_of(*args: object) -> Any:
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_table_has_a_row_for_each_world_and_recipe() -> None:
+    result = run(LLAMA, "--recipe", "mxfp8,nvfp4", "--use", "both", "--world", "8,64")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line.endswith("x")]
+    names = ["bf16", "mxfp8", "mxfp8 cast", "nvfp4", "nvfp4 cast"]
+    assert [" ".join(row[:3]) for row in rows] == [
+        f"{world} {name}" if " " in name else f"{world} {name} {row[2]}"
+        for (world, name), row in zip([(w, n) for w in ("8", "64") for n in names], rows, strict=True)
+    ]
+    assert [rows[0][-1], rows[5][-1]] == ["1.00x", "1.00x"]
+    for said in ("Left plain", "an embedding", "a norm", "extrapolated", "activations"):
+        assert said in result.stdout
+
+
+def test_json_and_csv_have_the_same_figures() -> None:
+    args = (LLAMA, "--recipe", "nvfp4", "--world", "8,512")
+    data = data_of(*args)
+    rows = list(csv.DictReader(io.StringIO(run(*args, "--csv").stdout)))
+    assert len(rows) == len(data["budgets"]) == 4
+    for row, one in zip(rows, data["budgets"], strict=True):
+        assert row == {name: str(figure(one, name)) for name in FIGURES}
+    plain, quantized = data["budgets"][:2]
+    assert plain["resident"]["weights"] == 4 * 8_030_261_248 // 8  # fp32, and every size is a multiple of 8
+    assert plain["traffic"]["forward"] == 2 * 8_030_261_248 // 8
+    assert quantized["quantized"] + quantized["plain"] == data["model"]["elements"] == 8_030_261_248
+    assert quantized["memory"] == sum(
+        quantized["resident"][key] for key in ("weights", "masters", "moments", "left")
+    ) + max(quantized["peaks"]["forward"], quantized["peaks"]["backward"], quantized["resident"]["gradients"])
+
+
+def test_lines_of_weights() -> None:
+    result = run(LLAMA, "--recipe", "nvfp4", "--world", "8", "--weights")
+    assert "nvfp4 on 8 ranks: bytes of rank 0, of one weight of each kind" in result.stdout
+    line = next(one for one in result.stdout.splitlines() if "mlp.up_proj.weight" in one and "nvfp4" in one)
+    # 1792 x 4096 codes of half a byte, a scale for 16 x 16, an amax; a master, two moments, a step, a gradient
+    own = 1792 * 4096
+    sent = own // 2 + own // 256
+    resident = sent + 4 + (4 + 8 + 4) * own + 4
+    words = line.split()
+    assert words[:6] == ["model.layers.*.mlp.up_proj.weight", "32", "14336x4096", "linear", "nvfp4", f"{resident:,}"]
+    assert words[6:] == [f"{sent:,}"] * 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (CONFIGS / "llama-3.1-405b.json", "--recipe", "mxfp8", "--recipe", "nvfp4"),
+        (DEEPSEEK, "--recipe", "mxfp8", "--recipe", "nvfp4", "--experts", "--replicas", "64", "--ep", "64"),
+    ],
+    ids=["405B", "671B"],
+)
+def test_the_largest_models_on_16384_ranks_take_less_than_two_seconds_and_no_torch(args: tuple[Any, ...]) -> None:
+    """From the start of the process: its own time, since other tests run beside this one."""
+    program = (
+        "import sys, time\nfrom layoutc.cli.app import main\n"
+        f"main(['plan', *{[str(one) for one in args]!r}, '--world', '16384', '--specs', {str(SPECS)!r}], "
+        "standalone_mode=False)\n"
+        "print(time.process_time(), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    seconds, has_torch = done.stderr.split()
+    assert (float(seconds) < 2, has_torch) == (True, "False"), done.stderr
+    assert done.stdout.count("16,384  ") >= 3
+
+
+def test_all_forms_of_a_model_give_the_same_plan(tmp_path: Path) -> None:
+    """A folder with a config, and its weights as shapes."""
+    (tmp_path / "config.json").write_text(LLAMA.read_text(encoding="utf-8"))
+    by_config, by_folder = data_of(LLAMA, "--world", "8"), data_of(tmp_path, "--world", "8")
+    assert by_config["budgets"] == by_folder["budgets"]
+    layer = (
+        "q*32=4096x4096,k*32=1024x4096,v*32=1024x4096,o*32=4096x4096,g*32=14336x4096,u*32=14336x4096,d*32=4096x14336"
+    )
+    ends = "norm_a*32=4096,norm_b*32=4096,norm=4096,head.weight=128256x4096,embed=128256x4096"
+    by_shapes = data_of("--shapes", layer, "--shapes", ends, "--world", "8", "--recipe", "nvfp4")
+    stated = data_of(LLAMA, "--world", "8", "--recipe", "nvfp4")
+    for ours, theirs in zip(by_shapes["budgets"], stated["budgets"], strict=True):
+        for key in ("resident", "traffic", "quantized", "plain", "memory", "peaks"):
+            assert ours[key] == theirs[key], key
+
+
+def test_experts_that_stay_plain_are_said() -> None:
+    without, with_ = (run(DEEPSEEK, "--recipe", "mxfp8", "--world", "64", *more) for more in ((), ("--experts",)))
+    assert "experts have 97% of the parameters, and some stay plain" in without.stdout
+    assert "stay plain" not in with_.stdout
+
+
+def test_what_of_time_is_left_out_is_said() -> None:
+    assert "time leaves out all-reduces among replicas" in run(LLAMA, "--world", "16", "--replicas", "2").stdout
+    assert "time leaves out" not in run(LLAMA, "--world", "16").stdout
+
+
+@needs_matplotlib
+def test_charts_are_drawn_and_drawn_again_from_the_json(tmp_path: Path) -> None:
+    args = (LLAMA, "--recipe", "mxfp8", "--recipe", "nvfp4", "--world", "8,64,512")
+    first = run(*args, "--chart", tmp_path / "first.svg", "--json")
+    assert first.exit_code == 0, first.output
+    assert f"{tmp_path / 'first.svg'}: bf16, mxfp8, nvfp4" in first.stderr
+    (tmp_path / "run.json").write_text(first.stdout)
+    again = run(tmp_path / "run.json", "--chart", tmp_path / "again.svg", "--quiet")
+    assert (again.exit_code, again.stdout) == (0, "")
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
+    text = " ".join(ElementTree.parse(tmp_path / "first.svg").getroot().itertext())
+    drawn = (tmp_path / "first.svg").read_text(encoding="utf-8")
+    assert drawn.count('id="line2d_') > 6
+    for said in ("Step, estimated", "Memory of a rank", "mxfp8", "nvfp4", "512"):
+        assert said in text or f"<!-- {said}" in drawn, said
+    assert run(tmp_path / "run.json", "--chart", tmp_path / "a.png", "-q").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
+    args = (LLAMA, "--recipe", "nvfp4", "--world", "8")
+    (tmp_path / "run.json").write_text(run(*args, "--json").stdout)
+    for more in ((), ("--csv",), ("--weights",)):
+        assert run(tmp_path / "run.json", *more).stdout == run(*args, *more).stdout
+    refused = run(tmp_path / "run.json", "--world", "64")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "is a plan already; it is shown as it is, without --world" in refused.stderr
+    (tmp_path / "old.json").write_text(json.dumps({"layoutc_plan": 99}))
+    assert "is a plan of version 99" in run(tmp_path / "old.json").stderr
+    (tmp_path / "cut.json").write_text(json.dumps({"layoutc_plan": 1, "budgets": [{}]}))
+    assert "is no plan that layoutc wrote" in run(tmp_path / "cut.json").stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "name a MODEL, or --shapes"),
+        ((LLAMA, "--shapes", "up=4x4"), "name a MODEL, or --shapes"),
+        (("nothing.json",), "nothing.json does not exist; name a config.json"),
+        (("--shapes", "up"), "'up' is not a shape of a weight"),
+        ((LLAMA, "--recipe", "mxfp9"), "has no recipe 'mxfp9'"),
+        ((LLAMA, "--recipe", "nvfp4_gradient"), "is for activations and gradients, not for weights"),
+        ((LLAMA, "--world", "0"), "'0' is not a number of ranks"),
+        ((LLAMA, "--world", "8", "--replicas", "3"), "8 ranks can't be divided into 3 replicas"),
+        ((LLAMA, "--world", "8", "--ep", "2"), "--ep needs weights of experts"),
+        (("--shapes", "up=64x64", "--world", "8", "--tp", "2"), "--tp is known for configs alone"),
+        ((LLAMA, "--recipe", "mxfp8", "--only", "*.w1"), "no weight of 2 or 3 dims has a name like '*.w1'"),
+        ((LLAMA, "--experts"), "--experts says how weights of recipes are used; name a --recipe"),
+        ((LLAMA, "--json", "--csv"), "--json and --csv both write to stdout"),
+        ((LLAMA, "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
+        ((LLAMA, "--chart", "no/such/folder/x.svg"), "is no folder to write x.svg to"),
+        ((LLAMA, "--moments", "-1"), "Invalid value for '--moments'"),
+        ((LLAMA, "--link", "0"), "Invalid value for '--link'"),
+    ],
+)
+def test_bad_input_is_a_usage_error(args: tuple[object, ...], message: str) -> None:
+    if "--chart" in map(str, args) and find_spec("matplotlib") is None:
+        pytest.skip("needs matplotlib: pip install 'layoutc[charts]'")
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_plan_of_seven_worlds_in_four_recipes_is_quick() -> None:
+    began = time.process_time()
+    recipes = ("--recipe", "mxfp8,nvfp4,fp8_block,fp8_current", "--use", "both")
+    assert run(CONFIGS / "gpt-oss-120b.json", *recipes, "--experts", "--world", "8,16,32,64,128").exit_code == 0
+    assert time.process_time() - began < 15
+
+
+@pytest.mark.checkout
+def test_the_table_of_the_page_is_what_its_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/pages/plan.md: each row, of the commands above it, in order."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "pages" / "plan.md").read_text(encoding="utf-8").partition("## Models that are known")[2]
+    commands = [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("layoutc plan tests/")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    expected = []
+    for command in commands:
+        result = CliRunner().invoke(main, [*command, "--json"])
+        data = json.loads(result.stdout)
+        for one in data["budgets"]:
+            held, step = one["resident"], one["step"]
+            nbytes = (
+                held["weights"],
+                held["masters"] + held["moments"] + held["gradients"],
+                one["memory"],
+                one["traffic"]["forward"] + one["traffic"]["backward"],
+            )
+            seconds = (step["gather_forward"] + step["gather_backward"], step["total"])
+            expected.append(
+                [
+                    *(data["model"]["name"], f"{one['mesh']['world']:,}", one["recipe"]),
+                    f"{100 * one['quantized'] / data['model']['elements']:.1f}%",
+                    *(f"{n / 1e9:,.3f}" if n < 1e10 else f"{n / 1e9:,.1f}" for n in nbytes),
+                    *(f"{1e3 * one:,.1f}" for one in seconds),
+                    f"{data['budgets'][0]['step']['total'] / step['total']:.2f}",
+                ]
+            )
+    assert len(commands) == 6
+    assert rows[1:] == expected
