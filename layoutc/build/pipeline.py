@@ -13,6 +13,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
 from layoutc.emit import emit
 from layoutc.layout import layout
 from layoutc.plan import plan
+from layoutc.plan.kernels import gap
 from layoutc.spec import schema
 
 
@@ -69,6 +70,12 @@ def check(content: bytes, path: str) -> list[Diagnostic]:
         except (SyntaxError, ValueError) as error:
             diagnostics = [*diagnostics, _unprintable(error, path)]
     return diagnostics
+
+
+def no_kernels(content: bytes, path: str) -> str | None:
+    """Why the recipe of a sound spec has no kernels; None if it has, or if the spec is not sound."""
+    spec, _ = operands.read_spec(content, path)
+    return None if spec is None else gap(layout.resolve(spec))
 
 
 def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:

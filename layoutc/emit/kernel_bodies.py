@@ -11,7 +11,7 @@ from layoutc.emit.code import Lines, call, constants, indented
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Plane, Source, Transform, stream_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
-from layoutc.plan.moves import Move, ScaleMove
+from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
 from layoutc.spec.formats import Format
 
 _TILE = ("TILE_M", "TILE_K")
@@ -189,12 +189,13 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
         lines.append(f"block_amax = {_to_units('block_amax', source)}")
     if units is not None:
         lines.append(f"{rule_text.factor(q)} = {_to_units(rule_text.factor(q), source)}")
-    scaled = rule_text.scaled("blocks", q, dialect=rule_text.TRITON)
+    shift = ""
     if q.zero is not None and units is not None:
         lines.append(f"shift = {_to_units(f'decode_zero{suffix}(zero, HARDWARE)', source)}")
-        scaled += " + shift[:, None, :, None]"
+        shift = "shift[:, None, :, None]"
     elif q.zero is not None:
-        scaled += f" + decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
+        shift = f"decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
+    scaled = rule_text.shifted("blocks", q, shift, dialect=rule_text.TRITON)
     return (*lines, f"scaled = lt.from_blocks({scaled})")
 
 
@@ -293,10 +294,16 @@ def _dequantize_source(source: SourceKernel) -> Lines:
         f"factor = {factor}",
         f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
     ]
-    if source.source.zero is not None:
-        lines.append(f"zero = {call('lt.load_blocks', source.source.zero.name, *at, **sizes)}.to(tl.int32)")
-        lines.append(f"blocks -= decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]")
-    lines.append("values = lt.from_blocks(blocks * factor[:, None, :, None])")
+    values = "blocks * factor[:, None, :, None]"
+    if source.source.zero is not None and q.zero is not None:
+        zero = call("lt.load_blocks", source.source.zero.name, *at, **sizes)
+        lines.append(f"zero = {_as_codes(zero, q.zero)}")
+        shift = f"decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
+        if q.definition.zero_is_value:
+            values += f" + {shift}"
+        else:
+            lines.append(f"blocks -= {shift}")
+    lines.append(f"values = lt.from_blocks({values})")
     if q.transform:
         lines.append(f"values = {_transformed('lt.unhadamard', 'values', q.transform)}")
     return tuple(lines)
@@ -339,6 +346,21 @@ def _comment(move: Move) -> str:
 def _move(move: Move) -> str:
     """The call that moves a tile of a plane into a buffer."""
     plane = move.buffer.plane
+    if isinstance(move, SwizzleMove):
+        sizes = {"PER": f"({move.per_m}, {move.per_k})", "PAD": f"({move.pad_m}, {move.pad_k})"}
+        packing = {"BITS": move.buffer.bits, "LOW_FIRST": move.buffer.low_first} if move.buffer.bits < 8 else {}
+        packing |= {"WHOLE": True} if move.buffer.repacks else {}
+        into = f"to_{move.buffer.name}"
+        return call(
+            "lt.move_swizzled",
+            plane.name,
+            into,
+            "at",
+            *_TILE,
+            ORIGIN=f"origin_of_{move.buffer.name}",
+            **sizes,
+            **packing,
+        )
     if isinstance(move, ScaleMove):
         return _scale_move("lt.move_scales", plane.name, move, _TILE)
     form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
@@ -353,7 +375,7 @@ def _scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, .
     return call(function, entries, f"to_{move.buffer.name}", "at", *tile, **sizes, **_dims(move), **swizzled)
 
 
-def _dims(move: Move) -> dict[str, str]:
+def _dims(move: CodeMove | ScaleMove) -> dict[str, str]:
     """Arguments for a buffer: what its sizes are rounded up to, and the order of its dims, unless they are defaults."""
     pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
     return pads | ({"DIMS": '"km"'} if move.transposed else {})

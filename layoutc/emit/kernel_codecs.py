@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, converted
 from layoutc.emit.kernel_steps import scale_steps
+from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Layout, Quantization
 from layoutc.plan import conversions
 from layoutc.plan.conversions import Codec
 from layoutc.plan.kernels import Kernels, inputs_of
+from layoutc.plan.moves import SwizzleMove
 from layoutc.spec.formats import Format
+from layoutc.spec.notation import Swizzle
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ def functions(kernels: Kernels) -> tuple[Function, ...]:
         result.append(_scales(quantization, suffix))
         in_units = any(source.units for source in kernels.sources if source.suffix == suffix)
         result += _block_error(quantization, suffix, in_units)
-    return (*result, *_gemm_place(kernels.layout))
+    moves = kernels.lay_out.moves if kernels.lay_out else ()
+    origins = (_origin(move, kernels.layout) for move in moves if isinstance(move, SwizzleMove))
+    return (*result, *_gemm_place(kernels.layout), *origins)
 
 
 def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> list[Function]:
@@ -129,6 +134,64 @@ def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> lis
             ),
         )
     ]
+
+
+def _origin(move: SwizzleMove, layout: Layout) -> Function:
+    """The function that finds the value at a position of a swizzled buffer: the inverse of the buffer's chain."""
+    buffer, plane, sizes = move.buffer, move.buffer.plane, Sizes(layout)
+    swizzle = buffer.swizzle or _in_order(len(buffer.dims))
+    counts = [sizes.padded(dim).replace("cdiv(", "tl.cdiv(").replace("up(", "lt.round_up(") for dim in buffer.dims]
+    stated, tiles = dict(swizzle.sizes), [swizzle.tile(d) for d in range(len(counts))]
+    extent = {
+        name: str(stated[name]) if name in stated else f"(count_{d} // {tiles[d]})" if tiles[d] > 1 else f"count_{d}"
+        for d, group in enumerate(swizzle.groups)
+        for name in group
+    }
+    lines: list[str] = []
+    for name in reversed(swizzle.order[1:]):
+        lines += [f"at_{name} = at % {extent[name]}", f"at = at // {extent[name]}"]
+    lines.append(f"at_{swizzle.order[0]} = at")
+    for name, order in swizzle.picks:
+        lines.append(f"# {name}: {' '.join(map(str, order))}")
+        lines.append(f"at_{name} = (tl.full((), {_nibbles(order)}, tl.int64) >> (4 * at_{name})) & 15")
+    inside, entry = [], {"m": "", "k": ""}
+    for d, (group, dim) in enumerate(zip(swizzle.groups, buffer.dims, strict=True)):
+        first, *others = group
+        value = f"at_{first}"
+        for name in others:
+            value = f"{_atom(value)} * {extent[name]} + at_{name}"
+        lines.append(f"{dim.axis}_at = {value}")
+        inside.append(f"({dim.axis}_at < {sizes.count(dim.axis, dim.per).replace('cdiv(', 'tl.cdiv(')})")
+        times = buffer.repeats[d]
+        entry[dim.axis] = f"{dim.axis}_at // {times}" if times > 1 else f"{dim.axis}_at"
+    columns = sizes.count("k", plane.per_k).replace("cdiv(", "tl.cdiv(")
+    row = entry["m"] and (entry["m"] if columns == "1" else f"{_atom(entry['m'])} * {_atom(columns)}")
+    index = " + ".join(part for part in (row, entry["k"]) if part)
+    how = swizzle.pattern if buffer.swizzle else "in words"
+    read = " ".join((*lines, *inside))
+    lines = [f"count_{d} = {count}" for d, count in enumerate(counts) if f"count_{d}" in read] + lines
+    return Function(
+        f"origin_of_{buffer.name}(at, m, k)",
+        f"Which value of {plane.name} is at a position of {buffer.name}, and if there is one: {how}.",
+        (*lines, f"return {index}, {' & '.join(inside)}"),
+    )
+
+
+def _atom(text: str) -> str:
+    """An expression in parentheses, unless it needs none in a product."""
+    return f"({text})" if " " in text and not text.endswith(")") else text
+
+
+def _in_order(dims: int) -> Swizzle:
+    """The swizzle of so many dims that moves nothing."""
+    names = tuple("ab"[:dims])
+    return Swizzle(tuple((name,) for name in names), names, ())
+
+
+def _nibbles(order: tuple[int, ...]) -> int:
+    """Entries of up to 15 as a table in an int64, the first one lowest."""
+    table = sum(entry << (4 * place) for place, entry in enumerate(order))
+    return table - (1 << 64) if table >> 63 else table
 
 
 def _gemm_place(layout: Layout) -> list[Function]:

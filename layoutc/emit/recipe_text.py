@@ -12,6 +12,7 @@ from layoutc.emit.products_text import products_lines
 from layoutc.emit.reference_text import ReferenceText, reference_text
 from layoutc.emit.size_text import Sizes, in_bytes, start_of
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
+from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
 
@@ -311,9 +312,9 @@ def _lay_out(buffer: Buffer, sizes: Sizes) -> str:
     plane, text = buffer.plane, f'planes["{buffer.plane.name}"]'
     if buffer.is_plane:
         return text if len(buffer.dims) != 1 else f"{text}.flatten()"
-    packed = buffer.kind == "data" and codes_per_group(plane.bits) > 1
-    options = f"{plane.bits}, low_first={buffer.low_first}"
-    if packed:
+    packed = buffer.bits < 8
+    options = f"{buffer.bits}, low_first={buffer.low_first}"
+    if plane.bits < 8:
         text = f"num.unpack({text}, {options})"
     if len(buffer.dims) == 1:
         text = f"{text}.flatten()"
@@ -324,9 +325,14 @@ def _lay_out(buffer: Buffer, sizes: Sizes) -> str:
             text = f"num.repeat({text}, {d}, {times}, {sizes.count(dim.axis, dim.per)})"
     if buffer.pads:
         text = f"num.pad_to({text}, {', '.join(sizes.padded(dim) for dim in buffer.dims)})"
+    if buffer.swizzle:
+        parts, order, joined, picks = canonical(buffer.swizzle)
+        text = f"num.swizzle({text}, {parts}, {order}, {joined}{f', {picks}' if picks else ''})"
     if packed:
-        return f"num.pack({text}, {options})"
-    return text if buffer.pads else f"{text}.contiguous()"
+        text = f"num.pack({text}, {options})"
+    elif not buffer.pads or buffer.swizzle:
+        text = f"{text}.contiguous()"
+    return f"num.in_words({text}, torch.{buffer.dtype})" if buffer.words else text
 
 
 def _has_amax(layout: Layout) -> bool:

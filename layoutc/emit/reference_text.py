@@ -121,9 +121,7 @@ def reference_text(plan: Plan) -> ReferenceText:
     kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
     return ReferenceText(
         arithmetics=[_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()],
-        decode_texts=[
-            f"{'(element - zero)' if q.zero else 'element'} * ({q.definition.decode})" for q in kinds.values()
-        ],
+        decode_texts=[_decode_text(q) for q in kinds.values()],
         constants=[constant for suffix, q in kinds.items() for constant in constants_of(q, suffix)],
         sources=[_source(source, layout, suffixes[source.name]) for source in layout.sources],
         prologue=_prologue(plan),
@@ -132,6 +130,14 @@ def reference_text(plan: Plan) -> ReferenceText:
         stochastic=layout.stochastic,
         swizzle=_swizzle(layout),
     )
+
+
+def _decode_text(quantization: Quantization) -> str:
+    """What a decoded value is, in the rule's words."""
+    by = f"({quantization.definition.decode})"
+    if quantization.zero is None:
+        return f"element * {by}"
+    return f"element * {by} + zero" if quantization.definition.zero_is_value else f"(element - zero) * {by}"
 
 
 def _prologue(plan: Plan) -> list[str]:
@@ -283,8 +289,8 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     extra = (f", amax{grown}" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
-    values = rule_text.scaled("blocks", source.quantization)
-    values += f" + decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
+    shift = f"decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
+    values = rule_text.shifted("blocks", source.quantization, shift)
     bits = ", bits" if source.quantization.stochastic else ""
     codes = f"encode{suffix}(num.from_blocks({values}, m, k){bits})"
     if source.scale.is_scalar:
@@ -320,10 +326,13 @@ def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
         spread = f"{block.m}, {block.k}, m, k"
         body = [f"factor = {factor}", f"return decode{suffix}({codes}) * num.per_element(factor, {spread})"]
         if source.zero:
+            zero, element = f"num.per_element(zero, {spread})", f"decode{suffix}({codes})"
+            value = f"element * num.per_element(factor, {spread})"
+            adds = quantization.definition.zero_is_value
             body[1:] = [
                 f'zero = decode_zero{suffix}(planes["{source.zero.name}"])',
-                f"element = decode{suffix}({codes}) - num.per_element(zero, {spread})",
-                f"return element * num.per_element(factor, {spread})",
+                f"element = {element}" if adds else f"element = {element} - {zero}",
+                f"return {value} + {zero}" if adds else f"return {value}",
             ]
         if transform := quantization.transform:
             body[-1] = body[-1].replace("return ", "values = ", 1)

@@ -34,6 +34,7 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
         "bounded_range",
         "inverse_bounded_range",
         "inverse_element_span",
+        "element_span",
         "element_half_range",
         "element_max",
         "inverse_element_max",
@@ -94,6 +95,16 @@ def scaled(values: str, quantization: Quantization, *, in_blocks: bool = True, d
     """Values times the multiplier, or over the divisor, of their blocks; or of the whole matrix."""
     by = factor(quantization) + ("[:, None, :, None]" if in_blocks else "")
     return (dialect or TORCH).divide.format(values, by) if quantization.divides else f"{values} * {by}"
+
+
+def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dialect | None = None) -> str:
+    """Values of blocks, scaled, with their zero point: added to elements, or taken from values first. "": none."""
+    if not shift:
+        return scaled(values, quantization, dialect=dialect)
+    if quantization.definition.zero_is_value:
+        inner = f"{values} - {shift}"
+        return scaled(inner if quantization.divides else f"({inner})", quantization, dialect=dialect)
+    return f"{scaled(values, quantization, dialect=dialect)} + {shift}"
 
 
 def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:

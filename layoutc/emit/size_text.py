@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from layoutc.layout.layout import Buffer, Dim, Layout, Plane, codes_per_group
+from layoutc.spec.notation import Swizzle
 
 
 class Sizes:
@@ -43,16 +46,51 @@ class Sizes:
         dims = [self.padded(dim) for dim in buffer.dims]
         if not dims:
             return "(1,)"
-        if buffer.plane.bits < 8:
-            dims[-1] = in_bytes(dims[-1], buffer.plane.bits)
+        if buffer.swizzle:
+            dims = _swizzled(buffer.swizzle, dims, buffer.bits if packs(buffer) else 1, buffer.words or 8)
+        elif packs(buffer):
+            dims[-1] = in_units(dims[-1], buffer.bits, buffer.words or 8)
         return f"({', '.join(dims)}{',' if len(dims) == 1 else ''})"
+
+
+def packs(buffer: Buffer) -> bool:
+    """True if the last dim counts bytes or words that several codes may share, not values."""
+    return bool(buffer.words) or buffer.bits < 8
+
+
+def _swizzled(swizzle: Swizzle, dims: list[str], bits: int, unit: int) -> list[str]:
+    """The dims of a swizzled buffer, from its padded ones; the last in units of so many bits, if `bits` is not 1."""
+    sizes, rests = dict(swizzle.sizes), dict[str, str]()
+    for dim, (group, size) in enumerate(zip(swizzle.groups, dims, strict=True)):
+        rest = next(name for name in group if name not in sizes)
+        rests[rest] = _over(size, swizzle.tile(dim))
+    made = []
+    for place, names in enumerate(swizzle.dims):
+        known = prod(sizes[name] for name in names if name in sizes)
+        variables = [rests[name] for name in names if name in rests]
+        last = bits != 1 and place == len(swizzle.dims) - 1
+        whole = last and known * bits % unit == 0
+        known = known * bits // unit if whole else known
+        text = " * ".join([variables[0], *(f"({one})" for one in variables[1:])]) if variables else str(known)
+        text = f"{text} * {known}" if variables and known > 1 else text
+        made.append(in_units(text, bits, unit) if last and not whole else text)
+    return made
+
+
+def _over(size: str, divisor: int) -> str:
+    return size if divisor == 1 else f"{size} // {divisor}"
 
 
 def in_bytes(size: str, bits: int) -> str:
     """Bytes of `size` codes of fewer than 8 bits."""
-    codes = codes_per_group(bits)
-    nbytes = codes * bits // 8
-    return f"{size} // {codes}" if nbytes == 1 else f"{size} // {codes} * {nbytes}"
+    return in_units(size, bits, 8)
+
+
+def in_units(size: str, bits: int, unit: int) -> str:
+    """Bytes, or words of `unit` bits, that `size` codes of up to 8 bits fill."""
+    codes = codes_per_group(bits, unit)
+    units = codes * bits // unit
+    return _over(size, codes) if units == 1 else f"{size} // {codes} * {units}"
 
 
 def start_of(name: str, per: int) -> str:

@@ -12,7 +12,7 @@ from math import lcm
 
 from layoutc.explorer.decides import Line, generated_lines, spec_lines
 from layoutc.ints.cuts import Cuts
-from layoutc.layout.chain import Pad, Permute, Split
+from layoutc.layout.chain import Join, Pad, Permute, Reorder, Split
 from layoutc.layout.formula import Formula, RepeatUpTo, of_plane
 from layoutc.layout.layout import Layout, Plane, is_swizzled, swizzled_formula
 from layoutc.plan.plan import Gather, Plan
@@ -211,8 +211,12 @@ def formula_data(formula: Formula) -> FormulaData:
                 steps.append(("repeat", dim, times, (limit.axis, limit.per)))
             case Pad(multiples):
                 steps.append(("pad", multiples))
-            case Split(dim, sizes):
-                steps.append(("split", dim, sizes))
+            case Split(dim, sizes, rest):
+                steps.append(("split", dim, sizes, rest) if rest else ("split", dim, sizes))
+            case Reorder(dim, order):
+                steps.append(("reorder", dim, order))
+            case Join(counts):
+                steps.append(("join", counts))
     start = tuple((size.axis, size.per) for size in formula.start)
     return FormulaData(start, tuple(steps), formula.bits, formula.low_first)
 

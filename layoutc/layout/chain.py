@@ -1,4 +1,4 @@
-"""Chains of invertible steps from an array of values to bytes: permute, repeat, pad, split, then pack and flatten.
+"""Chains of invertible steps from values to bytes: permute, repeat, pad, split, reorder, join; then pack and flatten.
 
 Every step answers both ways: where does this value go, and which value is stored here? No step knows a recipe.
 """
@@ -84,35 +84,93 @@ class Pad:
 
 @dataclass(frozen=True)
 class Split:
-    """Splits a dim into (what is left, *sizes), row-major."""
+    """Splits a dim into parts, row-major: `sizes`, and what is left, which is part number `rest`."""
 
     dim: int
     sizes: tuple[int, ...]
+    rest: int = 0
+
+    def parts(self, size: int) -> tuple[int, ...]:
+        """The sizes of all parts of a dim of `size`. Raises ValueError if it does not split."""
+        inner = prod(self.sizes)
+        if size % inner:
+            raise ValueError(f"a dim of {size} does not split into pieces of {inner}")
+        return (*self.sizes[: self.rest], size // inner, *self.sizes[self.rest :])
 
     def shape(self, shape: Shape) -> Shape:
         """The shape after the step."""
-        inner = prod(self.sizes)
-        if shape[self.dim] % inner:
-            raise ValueError(f"a dim of {shape[self.dim]} does not split into pieces of {inner}")
-        return (*shape[: self.dim], shape[self.dim] // inner, *self.sizes, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], *self.parts(shape[self.dim]), *shape[self.dim + 1 :])
 
     def images(self, index: Index, shape: Shape) -> Sequence[Index]:
         """Where the value at `index` of an array of `shape` goes."""
-        rest, parts = index[self.dim], []
-        for size in reversed(self.sizes):
-            rest, part = divmod(rest, size)
-            parts.append(part)
-        return ((*index[: self.dim], rest, *reversed(parts), *index[self.dim + 1 :]),)
+        rest, digits = index[self.dim], []
+        for size in reversed(self.parts(shape[self.dim])):
+            rest, digit = divmod(rest, size)
+            digits.append(digit)
+        return ((*index[: self.dim], *reversed(digits), *index[self.dim + 1 :]),)
 
     def origin(self, index: Index, shape: Shape) -> Index | None:
         """The index in an array of `shape` of the value at `index` of the result; None for padding."""
-        value = index[self.dim]
-        for offset, size in enumerate(self.sizes, start=1):
+        parts, value = self.parts(shape[self.dim]), 0
+        for offset, size in enumerate(parts):
             value = value * size + index[self.dim + offset]
-        return (*index[: self.dim], value, *index[self.dim + 1 + len(self.sizes) :])
+        return (*index[: self.dim], value, *index[self.dim + len(parts) :])
 
 
-Step = Permute | Repeat | Pad | Split
+@dataclass(frozen=True)
+class Reorder:
+    """Reorders the entries of a dim: entry i of the result is entry order[i] of the input."""
+
+    dim: int
+    order: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        return shape
+
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        return ((*index[: self.dim], self.order.index(index[self.dim]), *index[self.dim + 1 :]),)
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
+        return (*index[: self.dim], self.order[index[self.dim]], *index[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Join:
+    """Joins neighbouring dims, row-major: `counts` of them become one dim each."""
+
+    counts: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape after the step."""
+        sizes = iter(shape)
+        return tuple(prod(itertools.islice(sizes, count)) for count in self.counts)
+
+    def images(self, index: Index, shape: Shape) -> Sequence[Index]:
+        """Where the value at `index` of an array of `shape` goes."""
+        pairs, joined = iter(zip(index, shape, strict=True)), []
+        for count in self.counts:
+            value = 0
+            for i, size in itertools.islice(pairs, count):
+                value = value * size + i
+            joined.append(value)
+        return (tuple(joined),)
+
+    def origin(self, index: Index, shape: Shape) -> Index | None:
+        """The index in an array of `shape` of the value at `index` of the result; None for padding."""
+        parts: list[int] = []
+        end = len(shape)
+        for value, count in zip(reversed(index), reversed(self.counts), strict=True):
+            for size in reversed(shape[end - count : end]):
+                value, part = divmod(value, size)
+                parts.append(part)
+            end -= count
+        return tuple(reversed(parts))
+
+
+Step = Permute | Repeat | Pad | Split | Reorder | Join
 
 
 @dataclass(frozen=True)

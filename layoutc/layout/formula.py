@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layoutc.ints.sizes import cdiv
-from layoutc.layout.chain import Chain, Index, Pad, Permute, Repeat, Shape, Split
-from layoutc.spec.notation import Axis, Swizzle
+from layoutc.layout.chain import Chain, Index, Join, Pad, Permute, Reorder, Repeat, Split
+from layoutc.spec.notation import Axis
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,15 @@ class RepeatUpTo:
     limit: Size
 
 
+FormulaStep = Permute | RepeatUpTo | Pad | Split | Reorder | Join
+
+
 @dataclass(frozen=True)
 class Formula:
     """From the values of a plane to bytes, for any weight: sizes of the plane's array, then steps as of a Chain."""
 
     start: tuple[Size, ...]
-    steps: tuple[Permute | RepeatUpTo | Pad | Split, ...]
+    steps: tuple[FormulaStep, ...]
     bits: int
     low_first: bool = True
 
@@ -58,7 +61,7 @@ class Formula:
         """The index in the start array of the value that serves an element."""
         return tuple(size.index(row, column) for size in self.start)
 
-    def then(self, *steps: Permute | Pad | Split) -> Formula:
+    def then(self, *steps: FormulaStep) -> Formula:
         """The formula with more steps before its values are packed."""
         return Formula(self.start, (*self.steps, *steps), self.bits, self.low_first)
 
@@ -67,20 +70,3 @@ def of_plane(per_m: int | None, per_k: int | None, bits: int, low_first: bool) -
     """Of a plane, which holds each value once, in order of rows. per_m, per_k: as of the plane."""
     start = (Size("m", per_m) if per_m else Size(), Size("k", per_k) if per_k else Size())
     return Formula(start, (), bits, low_first)
-
-
-def swizzle_steps(swizzle: Swizzle, transposed: bool = False) -> tuple[Permute | Split, ...]:
-    """The steps of a GEMM's swizzle on an array; transposed: which is (contraction, free), and not the other way."""
-    sizes = dict(swizzle.sizes)
-    first, second = swizzle.groups
-    return (
-        *((Permute((1, 0)),) if transposed else ()),
-        Split(0, tuple(sizes[name] for name in first[1:])),
-        Split(len(first), tuple(sizes[name] for name in second[1:])),
-        Permute(tuple((*first, *second).index(name) for name in swizzle.order)),
-    )
-
-
-def swizzle_chain(swizzle: Swizzle, shape: Shape, bits: int = 8) -> Chain:
-    """The chain of a GEMM's swizzle on a padded (free, contraction) array of `shape`."""
-    return Chain(shape, swizzle_steps(swizzle), bits)

@@ -9,110 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.bindings import Binding, Stored, bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
-from layoutc.layout.formula import Formula, RepeatUpTo, Size, of_plane, swizzle_chain, swizzle_steps
+from layoutc.layout.formula import Formula, FormulaStep, RepeatUpTo, Size, of_plane
+from layoutc.layout.planes import AMAX, ORIENTATIONS, Kind, Plane, Source, codes_per_group, stream_of
 from layoutc.layout.quantization import Block, Quantization, Transform
+from layoutc.layout.swizzles import swizzle_chain, swizzle_steps, swizzled_shape
 from layoutc.spec import formats
-from layoutc.spec.notation import Axis, Swizzle, parse_layout, parse_swizzle
+from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_layout, parse_swizzle
 
 if TYPE_CHECKING:
     from layoutc.spec import schema
     from layoutc.spec.bindings import PlaneKey
     from layoutc.spec.formats import Format
-
-Kind = Literal["data", "scale", "zero"]
-ORIENTATIONS = ("rowwise", "columnwise")
-
-
-# ------------------------------------------------------------------------------------------------- sources and planes
-@dataclass(frozen=True)
-class Plane:
-    """A stored array of a source: one value for each `per_m` rows and `per_k` columns of the weight; None: all of them.
-
-    Its shape is (rows, bytes of a row) for codes that are packed below a byte, else (rows, values); (1,) if both are
-    None.
-    """
-
-    name: str
-    kind: Kind
-    per_m: int | None
-    per_k: int | None
-    bits: int
-    half: str = ""  # the torch dtype of values of 16 bits
-
-    @property
-    def dtype(self) -> str:
-        """The torch dtype that holds it: uint8 for codes of up to 8 bits, that of the values for wider ones."""
-        return "float32" if self.bits == 32 else self.half or "uint8"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an entry of its dtype."""
-        return max(1, self.bits // 8)
-
-    @property
-    def is_scalar(self) -> bool:
-        """True for one value for the whole weight, equal on all shards."""
-        return self.per_m is None and self.per_k is None
-
-    def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k)."""
-        if self.is_scalar:
-            return (1,)
-        columns = 1 if self.per_k is None else cdiv(k, self.per_k)
-        width = columns * self.bits // 8 if self.bits < 8 else columns
-        return (1 if self.per_m is None else cdiv(m, self.per_m), width)
-
-    def nbytes(self, m: int, k: int) -> int:
-        """Its bytes for a weight of (m, k)."""
-        return prod(self.shape(m, k)) * self.itemsize
-
-    @property
-    def row_multiple(self) -> int:
-        """Cuts between weight rows at multiples of this cross no value and no byte of the plane.
-
-        Each stored row is whole bytes, so only the rows that share a value matter.
-        """
-        return self.per_m or 1
-
-    @property
-    def column_multiple(self) -> int:
-        """The same for cuts between columns: whole values, and whole bytes of packed codes."""
-        return (self.per_k or 1) * (codes_per_group(self.bits))
-
-
-AMAX = Plane("amax", "scale", None, None, 32)
-
-
-def codes_per_group(bits: int) -> int:
-    """The number of codes in the shortest run of whole bytes: 2 of 4 bits, 4 of 6 bits, 1 of 8 or more."""
-    return 8 // gcd(bits, 8) if bits < 8 else 1
-
-
-@dataclass(frozen=True)
-class Source:
-    """One quantization and its planes, named after the first orientation that uses it."""
-
-    name: str
-    quantization: Quantization
-    data: Plane
-    scale: Plane
-    zero: Plane | None
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Its planes, in order."""
-        return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
-
-
-def stream_of(source: Source) -> int:
-    """Which random bits a source's elements are rounded by: those of orientations with codes of their own differ."""
-    return ORIENTATIONS.index(source.name)
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -139,23 +51,44 @@ class Buffer:
     plane: Plane
     dims: tuple[Dim, ...]
     low_first: bool
+    swizzle: Swizzle | None = None  # of the padded dims
+    words: int = 0  # bits of a word that the last dim counts; 0: it counts bytes of codes, or values
+
+    @property
+    def bits(self) -> int:
+        """The bits of a value in it: narrow zero points have a byte each in planes, and are packed in buffers."""
+        return self.plane.code_bits or self.plane.bits
+
+    @property
+    def repacks(self) -> bool:
+        """True if values have other bits than in the plane."""
+        return self.bits != self.plane.bits
 
     @property
     def dtype(self) -> str:
-        """As the plane's."""
-        return self.plane.dtype
+        """As the plane's, unless it is in words."""
+        return f"int{self.words}" if self.words else self.plane.dtype
 
     def shape(self, m: int, k: int) -> Shape:
-        """Its shape for a weight of (m, k); the last dim is in bytes if codes are packed."""
+        """Its shape for a weight of (m, k); the last dim is in bytes if codes are packed, or in words."""
         if not self.dims:
             return (1,)
-        *lead, last = (dim.size(m, k) for dim in self.dims)
-        return (*lead, last * self.plane.bits // 8 if self.plane.bits < 8 else last)
+        padded = tuple(dim.size(m, k) for dim in self.dims)
+        *lead, last = swizzled_shape(self.swizzle, padded) if self.swizzle else padded
+        bits = self.bits
+        return (*lead, last * bits // (self.words or 8) if self.words or bits < 8 else last)
+
+    @property
+    def multiples(self) -> tuple[int, ...]:
+        """For each dim, what its size must be a multiple of: it splits as the swizzle says, and fills bytes or
+        words."""
+        run = codes_per_group(self.bits, self.words or 8)
+        return self.swizzle.multiples(run) if self.swizzle else (*[1] * (len(self.dims) - 1), run)
 
     @cached_property
     def formula(self) -> Formula:
         """From the plane's values, as an array of (rows, columns), or of the one axis that the buffer has, to bytes."""
-        steps: list[Permute | RepeatUpTo | Pad] = []
+        steps: list[FormulaStep] = []
         if self.permutes:
             steps.append(Permute(tuple(("m", "k").index(axis) for axis in self.axes)))
         for d, dim in enumerate(self.dims):
@@ -163,9 +96,11 @@ class Buffer:
                 steps.append(RepeatUpTo(d, times, Size(dim.axis, dim.per)))
         if self.pads:
             steps.append(Pad(tuple(dim.multiple for dim in self.dims)))
+        if self.swizzle:
+            steps += swizzle_steps(self.swizzle)
         whole = of_plane(self.plane.per_m, self.plane.per_k, self.plane.bits, self.low_first)
         start = whole.start if len(self.dims) == 2 else tuple(size for size in whole.start if size.axis in self.axes)
-        return Formula(start or (Size(),), tuple(steps), self.plane.bits, self.low_first)
+        return Formula(start or (Size(),), tuple(steps), self.bits, self.low_first)
 
     @cached_property
     def made_by(self) -> tuple[str, ...]:
@@ -173,10 +108,12 @@ class Buffer:
         words = ["transposed"] if self.permutes else []
         for dim, times in zip(self.dims, self.repeats, strict=True):
             words += [f"repeated {times}x along {dim.axis}"] if times > 1 else []
-        if codes_per_group(self.plane.bits) > 1 and self.permutes:
+        if codes_per_group(self.bits) > 1 and (self.permutes or self.repacks) and not self.swizzle:
             words.append(f"packed along {self.axes[-1]}")
         if self.pads:
             words.append(f"zero-padded to multiples of {' x '.join(str(dim.multiple) for dim in self.dims)}")
+        words += [f"swizzled {self.swizzle.pattern}"] if self.swizzle else []
+        words += [f"in words of {self.words} bits"] if self.words else []
         return tuple(words)
 
     def chain(self, m: int, k: int) -> Chain:
@@ -212,7 +149,8 @@ class Buffer:
     @property
     def is_plane(self) -> bool:
         """True if the buffer equals the plane, byte for byte, for every shape."""
-        return not self.permutes and not self.pads and all(times == 1 for times in self.repeats)
+        plain = not (self.permutes or self.pads or self.swizzle or self.words or self.repacks)
+        return plain and all(times == 1 for times in self.repeats)
 
 
 @dataclass(frozen=True)
@@ -302,17 +240,19 @@ def resolve(spec: schema.Spec) -> Layout:
         if source is None:
             data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
             scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits, _half(scale))
-            zero_plane = Plane(f"{name}_zero", "zero", block.m, block.k, zero.bits) if zero else None
+            zero_plane = _zero_plane(name, block, zero) if zero else None
             source = Source(name, quantization, data_plane, scale_plane, zero_plane)
             sources.append(source)
         source_of.append((name, source.name))
         for plane in source.planes:
             kind = plane.kind
-            buffer = orientation.data if kind == "data" else orientation.scale  # zero points are laid out as scales
+            stated = {"data": orientation.data, "scale": orientation.scale, "zero": orientation.zero}
+            buffer = stated[kind] or orientation.scale  # zero points are laid out as scales, unless the spec says
             terms = parse_layout(buffer.layout)
             pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
-            buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first))
+            own = parse_buffer_swizzle(buffer.swizzle, buffer.sizes, len(dims)) if buffer.swizzle else None
+            buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first, own, buffer.words or 0))
     gemm = spec.gemm
     swizzle = gemm.scale if gemm else None
     others = None
@@ -339,6 +279,12 @@ def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[Pl
     """The planes that files of other programs hold: those of a source, and the amax of the whole weight."""
     planes: dict[PlaneKey, Stored] = {plane.kind: Stored(plane.name, plane.bits) for plane in source.planes}
     return planes | ({"amax": Stored(AMAX.name, AMAX.bits)} if tensor else {})
+
+
+def _zero_plane(name: str, block: Block, zero: Format) -> Plane:
+    """The plane of zero points: a byte for each code, or values of 16 bits."""
+    narrow = zero.bits if zero.bits < 8 else 0
+    return Plane(f"{name}_zero", "zero", block.m, block.k, max(8, zero.bits), _half(zero), narrow)
 
 
 def _half(fmt: Format) -> str:
@@ -368,6 +314,8 @@ def swizzled_formula(layout: Layout, buffer: Buffer) -> Formula:
 
 
 __all__ = [
+    "AMAX",
+    "ORIENTATIONS",
     "Block",
     "Buffer",
     "Chain",
@@ -387,6 +335,7 @@ __all__ = [
     "codes_per_group",
     "is_swizzled",
     "resolve",
+    "stream_of",
     "swizzle_chain",
     "swizzled_formula",
     "up",

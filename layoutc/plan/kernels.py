@@ -17,6 +17,7 @@ from layoutc.plan.moves import (
     MoveTile,
     Padding,
     ScaleMove,
+    SwizzleMove,
     move_tile,
     moves_of,
     padding_of,
@@ -203,7 +204,7 @@ def _source_gap(source: Source) -> str | None:
         size = f"{q.block.m} x {q.block.k}"
         size += f" in {lanes(q.block.m)} x {lanes(q.block.k)} lanes" if units_of(q.block) else ""
         return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {size}"
-    for fmt in (q.element, q.scale):
+    for fmt in (q.element, q.scale, *([q.zero] if q.zero else [])):
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
             return f"no function of the kernels decodes {fmt.name}"
     return None
@@ -227,6 +228,8 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
         return "every buffer is a plane"
     for move in moves:
         plane = move.buffer.plane
+        if isinstance(move, SwizzleMove):
+            return f"values of {move.buffer.name} are looked up one by one"
         if isinstance(move, CodeMove) and not move.in_words:
             return f"codes of {move.buffer.name} are not transposed in whole words"
         if isinstance(move, ScaleMove) and not (plane.per_m and plane.per_k):

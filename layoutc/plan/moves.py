@@ -42,7 +42,22 @@ class ScaleMove:
     rowwise: bool
 
 
-Move = CodeMove | ScaleMove
+@dataclass(frozen=True)
+class SwizzleMove:
+    """Fills a buffer that is swizzled, in words or packed anew, value by value, each from where the pattern says.
+
+    per_m, per_k: rows and columns that an entry of the padded buffer is for; 0 for an axis that has one entry. pad_m,
+    pad_k: what the counts of entries are rounded up to.
+    """
+
+    buffer: Buffer
+    per_m: int
+    per_k: int
+    pad_m: int
+    pad_k: int
+
+
+Move = CodeMove | ScaleMove | SwizzleMove
 
 
 @dataclass(frozen=True)
@@ -63,9 +78,11 @@ def moves_of(layout: Layout) -> tuple[Move, ...]:
 def _move(buffer: Buffer, layout: Layout) -> Move:
     pads = {dim.axis: dim.multiple for dim in buffer.dims}
     pad_m, pad_k = pads.get("m", 1), pads.get("k", 1)
+    pers = {dim.axis: dim.per for dim in buffer.dims}
+    if buffer.swizzle or buffer.words or buffer.repacks:
+        return SwizzleMove(buffer, pers.get("m", 0), pers.get("k", 0), pad_m, pad_k)
     if buffer.kind == "data":
         return CodeMove(buffer, buffer.permutes, pad_m, pad_k, _in_words(buffer))
-    pers = {dim.axis: dim.per for dim in buffer.dims}
     plane = buffer.plane
     return ScaleMove(
         buffer,
@@ -94,8 +111,8 @@ def word_of(moves: tuple[Move, ...]) -> int:
 
 
 def widest(moves: tuple[Move, ...]) -> int:
-    """The most rows or columns that one entry of a buffer is for."""
-    return max([1, *(dim.per for move in moves for dim in move.buffer.dims)])
+    """The most rows or columns that one entry of a buffer is for, of those that are moved by tiles."""
+    return max([1, *(dim.per for move in moves if not isinstance(move, SwizzleMove) for dim in move.buffer.dims)])
 
 
 def padding_of(moves: tuple[Move, ...]) -> tuple[Padding, Padding]:
@@ -113,6 +130,9 @@ def move_tile(moves: tuple[Move, ...]) -> MoveTile:
     """The tile that was fastest on an H200 at 8192 x 8192 (tests/bench/RESULTS.md)."""
     wide = lanes(widest(moves))
     bits = [move.buffer.plane.bits for move in moves if isinstance(move, CodeMove)]
+    if not bits and any(isinstance(move, SwizzleMove) for move in moves):
+        reason = "values are looked up one by one, some of them by each thread"
+        return MoveTile(max(16, wide), max(128, wide), 4, reason)
     if not bits:
         return MoveTile(max(128, wide), 512, 4, "only scales move, which are few and narrow: long rows")
     rows, columns = {4: (128, 256), 8: (256, 128)}.get(min(bits), (128, 128))

@@ -14,6 +14,7 @@ from math import lcm
 from typing import Literal
 
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
+from layoutc.layout.swizzles import canonical
 from layoutc.plan.products import Products, products_of
 from layoutc.spec.formats import Format
 
@@ -130,7 +131,8 @@ class Plan:
             element, zero = source.quantization.element, source.quantization.zero
             code = element.least_code
             if zero is not None and source.zero is not None:
-                code += round(zero.value(zero.least_code) * 2**element.fraction)
+                if not source.quantization.definition.zero_is_value:
+                    code += round(zero.value(zero.least_code) * 2**element.fraction)
                 found[source.zero.name] = (zero.least_code,)
             found[source.data.name] = _repeated(code, element.bits, source.quantization.low_first)
         return {name: pattern for name, pattern in found.items() if any(pattern)}
@@ -219,7 +221,20 @@ def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
         codes = codes_per_group(buffer.plane.bits)
         if buffer.kind == "data" and buffer.axes[-1] == "m" and codes > 1:
             multiples.append((codes, f"{codes} rows share bytes of {buffer.name}, which is packed along m"))
+        multiples += _rows_of_tiles(buffer)
     return multiples
+
+
+def _rows_of_tiles(buffer: Buffer) -> list[tuple[int, str]]:
+    """The same for rows that share a tile of a swizzle, or a word, unless padding makes tiles whole."""
+    if buffer.m_dim is None or not (buffer.swizzle or buffer.words or buffer.repacks):
+        return []
+    dim, multiple = buffer.dims[buffer.m_dim], buffer.multiples[buffer.m_dim]
+    if dim.multiple % multiple == 0:
+        return []
+    rows = dim.per * multiple
+    what = "tiles" if buffer.swizzle else f"words of {buffer.words} bits" if buffer.words else "bytes"
+    return [(rows, f"{rows} rows share {what} of {buffer.name}")]
 
 
 def _shard_reason(layout: Layout, shard_rows: int) -> str:
@@ -289,11 +304,19 @@ def layout_id(layout: Layout) -> str:
             for source in layout.sources
         ],
         "buffers": [
-            [b.kind, b.orientation, b.plane.name, [asdict(d) for d in b.dims], b.low_first] for b in layout.buffers
+            [b.kind, b.orientation, b.plane.name, [asdict(d) for d in b.dims], b.low_first, *_order_facts(b)]
+            for b in layout.buffers
         ],
         "tensor": [layout.tensor_amax, layout.history, layout.pick],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _order_facts(buffer: Buffer) -> list[object]:
+    """A buffer's swizzle and words; nothing where it has neither, so that layouts without them keep their ids."""
+    if not (buffer.swizzle or buffer.words):
+        return []
+    return [canonical(buffer.swizzle) if buffer.swizzle else None, buffer.words]
 
 
 def _program(source: Source) -> list[list[str]]:
@@ -313,6 +336,7 @@ def _quantization_facts(source: Source) -> dict[str, object]:
         "element": _bits(quantization.element),
         "scale": _bits(quantization.scale),
         **({"zero": _bits(quantization.zero)} if quantization.zero else {}),
+        **({"zero-is": "value"} if quantization.definition.zero_is_value else {}),
         "rounding": quantization.rounding,
         "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
         "block": [quantization.block.m, quantization.block.k],

@@ -249,6 +249,8 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
         return "scaled_mm knows no zero points"
     if element is None or scale_format is None:
         return f"scaled_mm has no dtype for {'codes' if element is None else 'scales'} of this format"
+    if reason := next((_ordered(buffer) for buffer in (data, scale) if buffer.swizzle or buffer.words), ""):
+        return reason
     if any(dim.multiple > 1 for dim in data.dims):
         return "its codes are padded"
     if source.data.bits < 8 and data.axes[-1] != contraction:
@@ -274,6 +276,13 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
     if transform and tensor_scale is not None:
         tensor_scale *= transform.headroom
     return Operand(scaling, element, data.axes != (free, contraction), tensor_scale)
+
+
+def _ordered(buffer: Buffer) -> str:
+    """Why scaled_mm can't read a buffer that is swizzled, or in words."""
+    what = "codes" if buffer.kind == "data" else "scales"
+    how = f"swizzled {buffer.swizzle.pattern}" if buffer.swizzle else f"in words of {buffer.words} bits"
+    return f"its {what} are {how}"
 
 
 def _buffer(layout: Layout, orientation: str, kind: str) -> Buffer:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.layout.layout import Layout, Quantization, Transform
+from layoutc.layout.swizzles import renamed
 from layoutc.plan.plan import Plan
 
 Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
@@ -161,6 +162,8 @@ def facts(layout: Layout) -> dict[str, str]:
     for buffer in layout.buffers:
         named |= _flat(buffer.name, [buffer.dims, buffer.low_first], ("dims", "low_first"))
         named[f"{buffer.name}.made_of"] = buffer.plane.name
+        named |= {f"{buffer.name}.swizzle": renamed(buffer.swizzle).stated} if buffer.swizzle else {}
+        named |= {f"{buffer.name}.words": str(buffer.words)} if buffer.words else {}
     for orientation, name in layout.source_of:
         named[f"{orientation}.source"] = name
     rest = (field.name for field in fields(layout) if field.name not in (*_LABELS, "sources", "source_of", "buffers"))

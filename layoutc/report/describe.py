@@ -41,7 +41,10 @@ class PlaneFacts:
 
 @dataclass(frozen=True)
 class BufferFacts:
-    """A buffer that a GEMM reads. `made_by`: the steps from its plane; `carries_m`: the dim that follows the rows."""
+    """A buffer that a GEMM reads. `made_by`: the steps from its plane; `carries_m`: the dim that follows the rows.
+
+    `swizzle`: its own, with sizes; rows are in tiles then, and no dim follows them.
+    """
 
     name: str
     orientation: str
@@ -54,6 +57,7 @@ class BufferFacts:
     carries_m: int | None
     plane: str
     made_by: tuple[str, ...]
+    swizzle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -267,13 +271,14 @@ def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
         orientation=buffer.orientation,
         kind=buffer.kind,
         dtype=buffer.dtype,
-        bits=buffer.plane.bits,
+        bits=buffer.bits,
         shape=buffer.shape(m, k),
         nbytes=chain.nbytes,
         padding_bytes=padding_bytes(buffer, m, k),
-        carries_m=buffer.m_dim,
+        carries_m=None if buffer.swizzle else buffer.m_dim,
         plane=buffer.plane.name,
         made_by=buffer.made_by,
+        swizzle=buffer.swizzle.stated if buffer.swizzle else None,
     )
 
 
@@ -289,7 +294,7 @@ def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:
 def padding_bytes(buffer: Buffer, m: int, k: int) -> int:
     """The bytes of a buffer that are padding."""
     filled = prod(cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims)
-    return buffer.chain(m, k).nbytes - filled * buffer.plane.bits // 8
+    return buffer.chain(m, k).nbytes - filled * buffer.bits // 8
 
 
 def _swizzle(layout: Layout) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from layoutc.layout.layout import ORIENTATIONS
 from layoutc.plan.conversions import Codec, decoding, encoding
 from layoutc.plan.kernels import Kernels, NoKernels, SourceKernel, plan_kernels
-from layoutc.plan.moves import CodeMove
+from layoutc.plan.moves import CodeMove, SwizzleMove
 from layoutc.plan.plan import Plan
 from layoutc.plan.tiles import Tile
 from layoutc.report.tables import Table
@@ -91,8 +91,10 @@ def _moves(kernels: Kernels) -> list[Table]:
         return []
     rows = []
     for move in kernels.lay_out.moves:
-        done = ["transposed"] if move.transposed else []
-        if isinstance(move, CodeMove):
+        done = ["transposed"] if move.buffer.permutes else []
+        if isinstance(move, SwizzleMove):
+            done = ["value by value, from where the pattern says"]
+        elif isinstance(move, CodeMove):
             done += (
                 [f"in words of 32 bits where m and k are multiples of {kernels.lay_out.word}"] if move.in_words else []
             )

@@ -26,7 +26,7 @@ def index_map(plan: Plan, buffer: str, m: int, k: int) -> dict[str, object]:
         "kind": laid_out.kind,
         "dtype": laid_out.dtype,
         "shape": list(laid_out.shape(m, k)),
-        "bits": laid_out.plane.bits,
+        "bits": laid_out.bits,
         "order": "low-first" if chain.low_first else "high-first",
         "covers": [laid_out.plane.per_m, laid_out.plane.per_k],
         "weight": [m, k],
@@ -45,7 +45,7 @@ def find_buffer(layout: Layout, name: str) -> Buffer:
 
 def values_in(buffer: Buffer, chain: Chain, byte: int) -> Iterator[Index | None]:
     """(row, column) in the plane of each value with bits in a byte; None for padding."""
-    bits = buffer.plane.bits
+    bits = buffer.bits
     width = chain.shapes[-1][-1] * bits // 8  # bytes of a row; packing starts anew in each
     row, offset = divmod(byte, width)
     for code in range(offset * 8 // bits, (offset * 8 + 7) // bits + 1):
@@ -64,6 +64,6 @@ def plane_index(buffer: Buffer, value: Index) -> Index:
 def swizzled_map(layout: Layout, buffer: Buffer, m: int, k: int) -> Iterator[Index | None]:
     """(row, column) in the plane of each byte of a swizzled scale buffer, in the order that a GEMM reads them."""
     chain = swizzled_formula(layout, buffer).at(m, k)
-    for byte in range(0, chain.nbytes, buffer.plane.bits // 8):
+    for byte in range(0, chain.nbytes, buffer.bits // 8):
         value = chain.value_at(byte, 0)
         yield None if value is None else plane_index(buffer, value)

@@ -8,13 +8,13 @@ repeat with the tile, so statements that hold for these weights hold for all tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from math import inf, lcm, prod
 
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.ints.sizes import cdiv
-from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Split
+from layoutc.layout.chain import Chain, Join, Pad, Permute, Reorder, Repeat, Split
 from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled, swizzle_chain
 from layoutc.plan.plan import Gather, Plan
 from layoutc.report.describe import padding_bytes
@@ -65,12 +65,12 @@ def _to_walk(layout: Layout, buffer: Buffer) -> list[tuple[int, int]]:
 
 def _slots(buffer: Buffer, m: int, k: int) -> int:
     """The number of values that a buffer has room for."""
-    return buffer.chain(m, k).nbytes * 8 // buffer.plane.bits
+    return buffer.chain(m, k).nbytes * 8 // buffer.bits
 
 
 def _not_a_bijection(buffer: Buffer, m: int, k: int) -> str:
     """The first counterexample; also if the padding is not what a description says."""
-    chain, bits = buffer.chain(m, k), buffer.plane.bits
+    chain, bits = buffer.chain(m, k), buffer.bits
     width = chain.shapes[-1][-1] * bits // 8
     # A row is whole bytes, and values begin at multiples of `bits` in it, so only those that begin together overlap.
     slots = {row * width * 8 + bit for row in range(chain.nbytes // width) for bit in range(0, width * 8, bits)}
@@ -105,6 +105,10 @@ def _step_by_step(chain: Chain) -> str:
                 sound = all(multiple >= 1 for multiple in multiples)
             case Split(dim, sizes):
                 sound = shape[dim] % prod(sizes) == 0
+            case Reorder(dim, order):
+                sound = sorted(order) == list(range(shape[dim]))
+            case Join(counts):
+                sound = sum(counts) == len(shape)
         if not sound:
             return f"{step} on {shape}"
     last = chain.shapes[-1][-1]
@@ -172,7 +176,7 @@ def _not_a_partition(plane: Plane, shape: tuple[int, int], axis: int) -> str:
 
 def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
     """Compares each entry of a buffer with the block of the elements that lead to it, without using the steps."""
-    chain = buffer.chain(m, k)
+    chain = replace(buffer, swizzle=None, words=0).chain(m, k)  # a swizzle moves entries after that
     sizes = [cdiv(m if dim.axis == "m" else k, dim.per) for dim in buffer.dims]
     padded = chain.shapes[-1]
     per = {"m": buffer.plane.per_m, "k": buffer.plane.per_k}
@@ -194,9 +198,10 @@ def _not_its_block(buffer: Buffer, m: int, k: int, every: bool) -> str:
 def cuts_cross_nothing(plan: Plan) -> Iterator[Proof]:
     """Cuts between rows cost nothing at multiples of the alignment, and something anywhere else."""
     rows = plan.shard_rows
-    statement = f"a cut between rows crosses no block and no byte at multiples of {rows}, and crosses one anywhere else"
-    if rows == 1:
-        statement = "a cut between any two rows crosses no block and no byte"
+    tiled = any(buffer.swizzle or buffer.words for buffer in plan.layout.buffers)
+    what = "no block, no byte and no tile" if tiled else "no block and no byte"
+    where = f"at multiples of {rows}, and crosses one anywhere else" if rows > 1 else "at any row"
+    statement = f"a cut between rows crosses {what} {where}"
     if 2 * rows <= BUDGET // 8:
         cuts, how = list(range(1, 2 * rows + 1)), f"every cut of {2 * rows + 1} rows enumerated"
     else:
@@ -219,17 +224,29 @@ def _crossed(layout: Layout, cut: int) -> str:
                 return f"a value of {plane.name}"
     for buffer in layout.buffers:
         plane = buffer.plane
-        if plane.bits < 8 and plane.per_m is not None:
+        if buffer.swizzle or buffer.words:
+            if not _splits(layout, buffer, cut):
+                return f"a tile of {buffer.name}"
+        elif buffer.bits < 8 and plane.per_m is not None:
             above, below = (_bytes_of_row(layout, buffer, row, cut) for row in (cut - 1, cut))
             if above & below:
                 return f"a byte of {buffer.name}"
     return ""
 
 
+def _splits(layout: Layout, buffer: Buffer, rows: int) -> bool:
+    """True if so many rows make whole tiles and words of a swizzled buffer, whose other axis is whole; by splitting."""
+    try:
+        last = buffer.chain(rows, _tiles(layout, buffer, 1, 1)[1]).shapes[-1][-1]
+        return last * buffer.bits % (buffer.words or 8) == 0
+    except ValueError:
+        return False
+
+
 def _bytes_of_row(layout: Layout, buffer: Buffer, row: int, cut: int) -> set[int]:
     """The bytes of a buffer that hold the first and last value of a row, in a weight that is cut at `cut`."""
     plane = buffer.plane
-    rows = lcm(layout.multiple_m, (plane.per_m or 1) * codes_per_group(plane.bits))
+    rows = lcm(layout.multiple_m, (plane.per_m or 1) * codes_per_group(buffer.bits))
     chain = buffer.chain(cdiv(cut + 1, rows) * rows, layout.multiple_k)
     ends = {0, chain.start[-1] - 1} if len(chain.start) == 2 else {0}
     values = [(row // (plane.per_m or 1), end)[: len(chain.start)] for end in ends]
@@ -342,10 +359,9 @@ def _bits(plane: Plane) -> str:
 def _tiles(layout: Layout, buffer: Buffer, rows: int, columns: int) -> tuple[int, int]:
     """The smallest weight that the recipe takes and that fills so many whole tiles of a buffer along each axis."""
     sizes = {"m": 1, "k": 1}
-    for position, dim in enumerate(buffer.dims):
-        codes = codes_per_group(buffer.plane.bits) if position == len(buffer.dims) - 1 else 1
+    for dim, multiple in zip(buffer.dims, buffer.multiples if buffer.dims else (), strict=True):
         sizes[dim.axis] = lcm(
-            dim.per * lcm(dim.multiple, codes), (buffer.plane.per_m, buffer.plane.per_k)["mk".index(dim.axis)] or 1
+            dim.per * lcm(dim.multiple, multiple), (buffer.plane.per_m, buffer.plane.per_k)["mk".index(dim.axis)] or 1
         )
     return _shape_for(layout, sizes["m"] * rows, sizes["k"] * columns)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from math import prod
 
 from layoutc.layout.chain import Index
 from layoutc.layout.layout import Buffer, Layout, is_swizzled
-from layoutc.report.describe import CutBlocks, Description
+from layoutc.report.describe import BufferFacts, CutBlocks, Description
 from layoutc.report.maps import find_buffer, swizzled_map, values_in
 from layoutc.report.tables import Table
 
@@ -62,7 +63,7 @@ def _read(facts: Description) -> Table:
             shape_text(buffer.shape),
             _number(buffer.nbytes),
             _number(buffer.padding_bytes),
-            "none" if buffer.carries_m is None else f"dim {buffer.carries_m}",
+            _rows_in(buffer),
             buffer.plane if buffer.made_by else f"{buffer.plane}, as stored",
         )
         for buffer in facts.buffers
@@ -70,6 +71,13 @@ def _read(facts: Description) -> Table:
     heads = ("buffer", "dtype", "shape", "bytes", "padding", "rows in", "from")
     title = "Read by a GEMM" + (f"; its scales swizzled {facts.swizzle}" if facts.swizzle else "")
     return Table(title, heads, rows, frozenset({3, 4}))
+
+
+def _rows_in(buffer: BufferFacts) -> str:
+    """The dim that follows the rows of the weight."""
+    if buffer.swizzle:
+        return "tiles"
+    return "none" if buffer.carries_m is None else f"dim {buffer.carries_m}"
 
 
 def _uncrossed(facts: Description) -> Table:
@@ -195,9 +203,9 @@ def pictures(layout: Layout, name: str, m: int, k: int, width: int) -> list[str]
 
 def _rows(buffer: Buffer, m: int, k: int, width: int) -> str:
     """One line for each of the buffer's first rows; a cell is a byte, or a value of a byte or more."""
-    chain, unit = buffer.chain(m, k), max(1, buffer.plane.bits // 8)
-    *lead, last = buffer.shape(m, k)
-    rows = lead[0] if lead else 1
+    chain, unit = buffer.chain(m, k), max(1, buffer.bits // 8)
+    *lead, values = chain.shapes[-1]
+    rows, last = prod(lead), values * buffer.bits // 8 // unit
     shown = min(rows, LINES)
     grid: list[list[str]] = []
     size = 0
@@ -208,7 +216,7 @@ def _rows(buffer: Buffer, m: int, k: int, width: int) -> str:
             break
         size = wider
         grid.append(cells)
-    unit_name = "byte" if buffer.plane.bits < 8 else "value"
+    unit_name = "byte" if buffer.bits < 8 else "value"
     title = (
         f"{buffer.name} of {m} x {k}: {_first(shown, rows, 'row')}, {_first(len(grid), last, unit_name)}.\n"
         f"A cell names the row,column of {_subject(buffer)} stored there; a dot is padding.\n"

@@ -6,7 +6,8 @@ Each function is the definition of its operation; kernels are compared with it b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from itertools import islice
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -176,6 +177,37 @@ def unpack(packed: Tensor, bits: int, low_first: bool) -> Tensor:
     assert isinstance(word, Tensor)
     codes = [(word >> (s if low_first else (group - 1) * bits - s)) & mask for s in shifts]
     return torch.stack(codes, dim=-1).to(torch.uint8).flatten(-2)
+
+
+def swizzle(
+    x: Tensor,
+    parts: Sequence[Sequence[int]],
+    order: Sequence[int],
+    joined: Sequence[int],
+    picks: Sequence[tuple[int, Sequence[int]]] = (),
+) -> Tensor:
+    """Values in another order: dims are split into parts, which are put in an order and joined to dims again.
+
+    parts: the sizes of each dim's parts; 0 for the one that takes what is left. order: where in x each part of the
+    result comes from. joined: how many of them make up each dim of the result. picks: (part of x, the entries that
+    stand at 0, 1, ... of it).
+    """
+    sizes: list[int] = []
+    for extent, of in zip(x.shape, parts, strict=True):
+        rest = extent // prod(size for size in of if size)
+        sizes += [size or rest for size in of]
+    x = x.reshape(sizes)
+    for part, entries in picks:
+        x = torch.stack([x.select(part, entry) for entry in entries], part)
+    ordered = iter(sizes[part] for part in order)
+    return x.permute(*order).reshape([prod(islice(ordered, count)) for count in joined])
+
+
+def in_words(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes (..., n) as words of an integer dtype, (..., n / its size), lowest byte first."""
+    if not packed.numel():  # whose strides no view takes
+        return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // dtype.itemsize), dtype=dtype)
+    return packed.contiguous().view(dtype)
 
 
 def hadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:

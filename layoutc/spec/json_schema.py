@@ -32,6 +32,13 @@ def json_schema() -> dict[str, Any]:
     scale["allOf"] = [_only_its_parameters(rule.name) for rule in RULES.values()]
     gemm = parts["GemmScale"]
     gemm["additionalProperties"] = gemm["properties"].pop("sizes")["additionalProperties"]
+    buffer = parts["Buffer"]
+    sizes = buffer["properties"].pop("sizes")["additionalProperties"]
+    buffer |= {
+        "additionalProperties": sizes,
+        "if": {"required": ["swizzle"]},
+        "else": {"propertyNames": {"enum": list(buffer["properties"])}},
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"title": "layoutc spec"}
 
 

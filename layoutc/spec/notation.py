@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
+from math import gcd, prod
 from typing import Literal, cast
 
 Axis = Literal["m", "k"]
+LONGEST = 16  # the most entries that a swizzle lists
 
 
 class NotationError(ValueError):
@@ -27,27 +31,56 @@ class Term:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """Splits each dim of a 2-D buffer into the names of its group, then orders all names.
+    """Splits each dim of a buffer into the names of its group, orders all names, and joins them to dims.
 
-    The first name of a group has no size of its own: it takes what is left.
+    One name of each group has no size of its own: it takes what is left.
     """
 
     groups: tuple[tuple[str, ...], ...]
     order: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
+    joined: tuple[int, ...] = ()  # how many names of `order` make up each dim of the result; (): the result is flat
+    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()  # entry i of a name's dim is its entry picks[i]
 
     @property
     def pattern(self) -> str:
         """The pattern as a spec writes it, without sizes: `(rt a b) (ct c) -> rt ct b a c`."""
-        groups = (f"({' '.join(group)})" if len(group) > 1 else group[0] for group in self.groups)
-        return f"{' '.join(groups)} -> {' '.join(self.order)}"
+        return f"{_written(self.groups)} -> {_written(self.dims) if self.joined else ' '.join(self.order)}"
+
+    @property
+    def stated(self) -> str:
+        """The pattern with its sizes, as words: `(rt a) ct -> ct rt a with a = 4`."""
+        orders = dict(self.picks)
+        sizes = (f"{name} = {list(orders[name]) if name in orders else size}" for name, size in self.sizes)
+        return f"{self.pattern} with {', '.join(sizes)}" if self.sizes else self.pattern
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """The names that make up each dim of the result, outermost first."""
+        names = iter(self.order)
+        return tuple(tuple(islice(names, count)) for count in self.joined or (len(self.order),))
 
     def tile(self, dim: int) -> int:
         """The number that the size of a dim must be a multiple of."""
-        sizes, product = dict(self.sizes), 1
-        for name in self.groups[dim][1:]:
-            product *= sizes[name]
-        return product
+        sizes = dict(self.sizes)
+        return prod(sizes[name] for name in self.groups[dim] if name in sizes)
+
+    def multiples(self, run: int) -> tuple[int, ...]:
+        """For each dim, what its size must be a multiple of, if the last dim of the result is whole runs of so many.
+
+        Raises ValueError if no sizes give that, since every name of the last dim has one.
+        """
+        sizes, last = dict(self.sizes), self.dims[-1]
+        missing = run // gcd(run, prod(sizes.get(name, 1) for name in last))
+        taker = next((name for name in reversed(last) if name not in sizes), None)
+        if missing > 1 and taker is None:
+            raise ValueError(f"`{' '.join(last)}` holds {prod(sizes[name] for name in last)} values")
+        tiles = [self.tile(dim) for dim in range(len(self.groups))]
+        return tuple(tile * missing if taker in group else tile for tile, group in zip(tiles, self.groups, strict=True))
+
+
+def _written(groups: tuple[tuple[str, ...], ...]) -> str:
+    return " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
 
 
 def parse_layout(text: str) -> tuple[Term, ...]:
@@ -67,8 +100,8 @@ def parse_layout(text: str) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
-    """`(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
+def parse_swizzle(pattern: str, sizes: Mapping[str, int]) -> Swizzle:
+    """A GEMM's: `(rt a b) (ct c) -> rt ct b a c` with the sizes of a, b, c. Raises NotationError.
 
     It is a bijection by construction: each name appears once on either side, and only the first of a group has no size.
     """
@@ -83,41 +116,19 @@ def parse_swizzle(pattern: str, sizes: dict[str, int]) -> Swizzle:
     extra = [name for name in sizes if name not in inner]
     if extra:
         raise NotationError(f"a size is given for `{extra[0]}`, which the pattern does not name", 0, len(pattern))
-    return Swizzle(tuple(groups), tuple(order), tuple(sorted(sizes.items())))
+    return Swizzle(groups, order, tuple(sorted(sizes.items())))
 
 
-def _arrow(pattern: str, groups_are: str) -> tuple[list[tuple[str, ...]], list[str]]:
+def _arrow(pattern: str, groups_are: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The groups of names before the arrow, two of them, and all names in the order after it. Raises NotationError."""
-    left, arrow, right = pattern.partition("->")
-    if not arrow:
-        raise NotationError("has no `->`", 0, max(1, len(pattern)))
-    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", left)):
-        raise NotationError("has parentheses that do not match", 0, len(left.rstrip()))
-    groups, seen = [], set()
-    for token in re.finditer(r"\([^()]*\)|\S+", left):
-        members = re.findall(r"[A-Za-z_]\w*", token[0])
-        if "".join(members) != re.sub(r"[()\s]", "", token[0]) or not members:
-            raise NotationError(f"`{token[0]}` is not a name or a group of names in parentheses", *token.span())
-        for name in members:
-            if name in seen:
-                raise NotationError(f"`{name}` appears twice before the arrow", *token.span())
-            seen.add(name)
-        groups.append(tuple(members))
+    left, arrow, right = _sides(pattern)
+    groups = _groups(left, 0, "before")
     if len(groups) != 2:
         raise NotationError(f"takes 2 dims, {groups_are}, but names {len(groups)}", 0, max(1, len(left.rstrip())))
     offset = len(left) + len(arrow)
-    order = []
-    for word in re.finditer(r"\S+", right):
-        span = (offset + word.start(), offset + word.end())
-        if word[0] not in seen:
-            raise NotationError(f"`{word[0]}` does not appear before the arrow", *span)
-        if word[0] in order:
-            raise NotationError(f"`{word[0]}` appears twice after the arrow", *span)
-        order.append(word[0])
-    missing = [name for group in groups for name in group if name not in order]
-    if missing:
-        raise NotationError(f"`{missing[0]}` is missing after the arrow", offset, max(offset + 1, len(pattern)))
-    return groups, order
+    order = [(word[0], (offset + word.start(), offset + word.end())) for word in re.finditer(r"\S+", right)]
+    _same_names(pattern, groups, order, offset)
+    return groups, tuple(name for name, _ in order)
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
         if len(free) != 1:
             message = f"of the {what} ({' '.join(group)}), " + ("no name" if not free else "more than one name")
             raise NotationError(f"{message} has no size", *_find(pattern, group[-1]))
-    return FileLayout(groups[0], groups[1], tuple(order), tuple(sorted(sizes.items())))
+    return FileLayout(groups[0], groups[1], order, tuple(sorted(sizes.items())))
 
 
 def parse_form(text: str) -> tuple[float | None, float | None]:
@@ -175,6 +186,83 @@ def parse_form(text: str) -> tuple[float | None, float | None]:
     return over, by
 
 
-def _find(pattern: str, name: str) -> tuple[int, int]:
-    match = re.search(rf"\b{re.escape(name)}\b", pattern)
+def parse_buffer_swizzle(pattern: str, sizes: Mapping[str, int | tuple[int, ...]], dims: int) -> Swizzle:
+    """A buffer's: `k (g a b) -> k (g b a)` with the sizes of a and b, over `dims` dims. Raises NotationError.
+
+    A size may be a list, which names the entries in the order in which they are stored. It is a bijection by
+    construction: each name appears once on either side, one of each group has no size, and a list has each entry once.
+    """
+    left, arrow, right = _sides(pattern)
+    offset = len(left) + len(arrow)
+    groups, joined = _groups(left, 0, "before"), _groups(right, offset, "after")
+    if len(groups) != dims:
+        raise NotationError(f"the layout has {dims} dim{'s' * (dims != 1)}, but this names {len(groups)}", 0, len(left))
+    order = [(name, _find(pattern, name, offset)) for group in joined for name in group]
+    _same_names(pattern, groups, order, offset)
+    for group in groups:
+        free = [name for name in group if name not in sizes]
+        if len(free) > 1:
+            raise NotationError(f"`{free[1]}` has no size", *_find(pattern, free[1]))
+        if not free:
+            message = f"`{group[0]}` has a size, and nothing is left to take the rest of its dim"
+            raise NotationError(message, *_find(pattern, group[0]))
+    picks = {name: size for name, size in sizes.items() if isinstance(size, tuple)}
+    for name, pick in picks.items():
+        if sorted(pick) != list(range(len(pick))) or not 1 <= len(pick) <= LONGEST:
+            most = f"{len(pick) - 1}" if 1 < len(pick) <= LONGEST else f"n, at most {LONGEST - 1}"
+            raise NotationError(f"`{name}` must list 0 to {most}, each once", *_find(pattern, name))
+    numbers = {name: len(size) if isinstance(size, tuple) else size for name, size in sizes.items()}
+    return Swizzle(
+        groups,
+        tuple(name for name, _ in order),
+        tuple(sorted(numbers.items())),
+        tuple(len(group) for group in joined),
+        tuple(sorted(picks.items())),
+    )
+
+
+def _sides(pattern: str) -> tuple[str, str, str]:
+    left, arrow, right = pattern.partition("->")
+    if not arrow:
+        raise NotationError("has no `->`", 0, max(1, len(pattern)))
+    return left, arrow, right
+
+
+def _groups(text: str, offset: int, side: str) -> tuple[tuple[str, ...], ...]:
+    """The names of each dim on one side of a pattern, which begins at `offset` and is before or after the arrow."""
+    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
+        raise NotationError("has parentheses that do not match", offset, offset + len(text.rstrip()))
+    groups, seen = [], set()
+    for token in re.finditer(r"\([^()]*\)|\S+", text):
+        span = (offset + token.start(), offset + token.end())
+        members = re.findall(r"[A-Za-z_]\w*", token[0])
+        if "".join(members) != re.sub(r"[()\s]", "", token[0]) or not members:
+            raise NotationError(f"`{token[0]}` is not a name or a group of names in parentheses", *span)
+        for name in members:
+            if name in seen:
+                raise NotationError(f"`{name}` appears twice {side} the arrow", *span)
+            seen.add(name)
+        groups.append(tuple(members))
+    return tuple(groups)
+
+
+def _same_names(
+    pattern: str, groups: tuple[tuple[str, ...], ...], order: list[tuple[str, tuple[int, int]]], offset: int
+) -> None:
+    """Raises NotationError unless each name before the arrow stands once after it, and no other."""
+    names = [name for group in groups for name in group]
+    met = set()
+    for name, span in order:
+        if name not in names:
+            raise NotationError(f"`{name}` does not appear before the arrow", *span)
+        if name in met:
+            raise NotationError(f"`{name}` appears twice after the arrow", *span)
+        met.add(name)
+    missing = [name for name in names if name not in met]
+    if missing:
+        raise NotationError(f"`{missing[0]}` is missing after the arrow", offset, max(offset + 1, len(pattern)))
+
+
+def _find(pattern: str, name: str, start: int = 0) -> tuple[int, int]:
+    match = re.compile(rf"\b{re.escape(name)}\b").search(pattern, start)
     return match.span() if match else (0, len(pattern))

@@ -43,6 +43,11 @@ def _inverse_element_span(element: Format, scale: Format, parameters: Parameters
     return 1 / span, f"fp32(1 / {span:g})"
 
 
+def _element_span(element: Format, scale: Format, parameters: Parameters) -> Value:
+    lowest = _element_min(element, scale, parameters)[0]
+    return element.max - lowest, f"from {lowest:g} to {element.max:g}"
+
+
 def _element_half_range(element: Format, scale: Format, parameters: Parameters) -> Value:
     lowest = _element_min(element, scale, parameters)[0]
     return (element.max - lowest) / 2, f"half the range from {lowest:g} to {element.max:g}"
@@ -80,6 +85,7 @@ CONSTANTS: dict[str, Callable[[Format, Format, Parameters], Value]] = {
     "bounded_range": _bounded_range,
     "inverse_bounded_range": _inverse_bounded_range,
     "inverse_element_span": _inverse_element_span,
+    "element_span": _element_span,
     "element_half_range": _element_half_range,
     "inverse_element_max": _inverse_element_max,
     "inverse_element_power": _inverse_element_power,

@@ -47,6 +47,7 @@ class Rule:
     candidate: str = ""
     candidates: tuple[str, ...] = ()
     error: tuple[Step, ...] = ()
+    zero_is_value: bool = False  # a zero point is the value of element 0, not the element of the value 0
 
     @property
     def needs_tensor_amax(self) -> bool:
@@ -101,7 +102,10 @@ def _make(name: str, entry: dict[str, object]) -> Rule:
     steps, error = (tuple(map(_step, entry.get(key) or ())) for key in ("steps", "error"))  # type: ignore[call-overload]
     ((candidate, values),) = (entry.get("candidates") or {"": ()}).items()  # type: ignore[attr-defined]
     candidates = tuple(map(str, values))
-    return Rule(name, str(entry["summary"]), parameters, steps, str(entry["decode"]), candidate, candidates, error)
+    zero = entry.get("zero-is") == "value"
+    return Rule(
+        name, str(entry["summary"]), parameters, steps, str(entry["decode"]), candidate, candidates, error, zero
+    )
 
 
 def _step(item: dict[str, str]) -> Step:

@@ -17,6 +17,7 @@ LANGUAGE = 1  # version of the spec language
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
+Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
 Value = float | int | bool | str
 RecipeName = Annotated[str, Field(max_length=40)]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
@@ -94,7 +95,9 @@ class Scale(_Model):
     round: Literal["nearest", "up", "down"] = Field(
         default="nearest", description="how a scale is rounded into its format"
     )
-    zero: str | None = Field(default=None, description="format of the zero points, for a rule that makes them")
+    zero: str | None = Field(
+        default=None, description="format of the zero points, for a rule that makes them: an integer, f16 or bf16"
+    )
     history: History | None = Field(
         default=None, description="take the amax from earlier steps (whole-tensor scales only)"
     )
@@ -143,6 +146,29 @@ class Buffer(_Model):
     pad: Annotated[tuple[Size, ...], Field(max_length=2)] = Field(
         default=(), description="padding multiple of each dim"
     )
+    swizzle: str | None = Field(
+        default=None, description="einops-style pattern over the padded dims: their parts, as stored", max_length=200
+    )
+    sizes: dict[str, Size | Order] = Field(
+        default={}, description="size of every name of the swizzle but one of each group, or the order of its entries"
+    )
+    words: Literal[16, 32, 64] | None = Field(
+        default=None, description="bits of a word: the last dim counts words, int16, int32 or int64, first code lowest"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_sizes(cls, data: Any) -> Any:
+        """Collects inline integers and lists as sizes, beside a swizzle; any other key is unknown."""
+        if not isinstance(data, dict) or "sizes" in data or "swizzle" not in data:
+            return data
+        own = {key: value for key, value in data.items() if key not in cls.model_fields and is_size(value)}
+        return {key: value for key, value in data.items() if key not in own} | {"sizes": own}
+
+
+def is_size(value: object) -> bool:
+    """True for what may stand beside a swizzle's names: a number, or a list of them."""
+    return type(value) is int or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 
 class Quantize(_Model):
@@ -169,6 +195,7 @@ class Orientation(_Model):
     block: Block
     data: Buffer
     scale: Buffer
+    zero: Buffer | None = Field(default=None, description="how zero points lie, if not as the scales do")
 
 
 class Orientations(_Model):

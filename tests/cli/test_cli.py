@@ -146,6 +146,10 @@ def test_schema_knows_formats_rules_and_parameters() -> None:
     assert "e2m1" in schema["$defs"]["Element"]["properties"]["format"]["anyOf"][0]["enum"]
     assert schema["$defs"]["GemmScale"]["additionalProperties"]["type"] == "integer"
     assert "sizes" not in schema["$defs"]["GemmScale"]["properties"]
+    buffer = schema["$defs"]["Buffer"]
+    assert "sizes" not in buffer["properties"]
+    assert {"type": "integer"}.items() <= buffer["additionalProperties"]["anyOf"][0].items()
+    assert buffer["else"]["propertyNames"]["enum"] == ["layout", "pad", "swizzle", "words"]
     assert "\x00" not in json.dumps(schema)
 
 

@@ -44,6 +44,7 @@ Tile = tuple[int, int, int, int, int | None]  # rows, columns, pieces of 16 byte
 UNREADABLE = {103}  # newer than the disassembler in Triton's wheel, which is older than the assembler there
 ALIGNED = [["tt.divisibility", 16]]
 POINTERS = {torch.uint8: "*u8", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+POINTERS |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}  # buffers in words
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
 BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone

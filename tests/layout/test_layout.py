@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_models import RECIPES, Array, recipe_layout, reference, variant, write
 
+from layoutc.layout.chain import Join, Reorder
 from layoutc.layout.layout import Buffer, Chain, Layout, Pad, Permute, Repeat, Split, Step, swizzle_chain
 from layoutc.runtime import numerics
 from layoutc.spec.notation import parse_swizzle
@@ -37,7 +38,7 @@ def chains(draw: st.DrawFn) -> Chain:
     for _ in range(draw(st.integers(0, 4))):
         dims = len(shape)
         dim = draw(st.integers(0, dims - 1))
-        kind = draw(st.sampled_from(["permute", "repeat", "pad", "split"]))
+        kind = draw(st.sampled_from(["permute", "repeat", "pad", "split", "reorder", "join"]))
         step: Step
         if kind == "permute":
             step = Permute(tuple(draw(st.permutations(range(dims)))))
@@ -46,11 +47,15 @@ def chains(draw: st.DrawFn) -> Chain:
             step = Repeat(dim, times, draw(st.integers(1, shape[dim] * times)))
         elif kind == "pad":
             step = Pad(tuple(draw(st.integers(1, 6)) for _ in range(dims)))
+        elif kind == "reorder":
+            step = Reorder(dim, tuple(draw(st.permutations(range(shape[dim])))))
+        elif kind == "join":
+            step = Join((*[1] * dim, dims - dim))
         else:
             sizes = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=2)))
             if shape[dim] % prod(sizes) or dims + len(sizes) > 5:
                 continue
-            step = Split(dim, sizes)
+            step = Split(dim, sizes, draw(st.integers(0, len(sizes))))
         if prod(step.shape(shape)) > 2000:
             continue
         steps.append(step)
@@ -74,8 +79,13 @@ def apply_in_numpy(chain: Chain) -> Array:
                 array = np.pad(
                     array, [(0, -n % of) for n, of in zip(array.shape, multiples, strict=True)], constant_values=-1
                 )
-            case Split(dim, sizes):
-                array = array.reshape(*array.shape[:dim], -1, *sizes, *array.shape[dim + 1 :])
+            case Split(dim, sizes, rest):
+                parts = (*sizes[:rest], -1, *sizes[rest:])
+                array = array.reshape(*array.shape[:dim], *parts, *array.shape[dim + 1 :])
+            case Reorder(dim, order):
+                array = np.take(array, order, axis=dim)
+            case Join(counts):
+                array = array.reshape(*array.shape[: len(counts) - 1], -1)
     return array
 
 

@@ -19,6 +19,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from numpy_models import F32, SPECS, same_values, write
+from swizzles import swizzles
 
 from layoutc.build.pipeline import compile_spec
 from layoutc.conformance.material import array
@@ -74,6 +75,8 @@ def specs(draw: st.DrawFn) -> Spec:
         data: dict[str, Any] = {"layout": " ".join(axes)}
         if draw(st.booleans()):
             data["pad"] = [draw(st.sampled_from([1, 5, 32])), draw(st.sampled_from([8, 16, 32]))]
+        if draw(st.integers(0, 2)) == 0:
+            data |= draw(swizzles(2, True))
         terms = []
         for axis in draw(st.permutations([axis for axis in "mk" if block[axis] != "all"])):
             divisor = draw(st.sampled_from([d for d in range(1, block[axis] + 1) if block[axis] % d == 0]))
@@ -81,6 +84,8 @@ def specs(draw: st.DrawFn) -> Spec:
         stored: dict[str, Any] = {"layout": " ".join(terms) or "scalar"}
         if terms and draw(st.booleans()):
             stored["pad"] = [draw(st.sampled_from([1, 4, 7, 16])) for _ in terms]
+        if terms and draw(st.integers(0, 3)) == 0:
+            stored |= {"pad": [16] * len(terms)} | draw(swizzles(len(terms), False))
         return {"block": dict(block), "data": data, "scale": stored}
 
     block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
@@ -226,4 +231,5 @@ def test_is_plane_is_true_just_where_no_shape_moves_a_byte(spec: Spec) -> None:
             still &= same and chain.nbytes == buffer.plane.nbytes(m, k)
         assert not buffer.is_plane or still, buffer.name
         if not still:
-            assert buffer.permutes or buffer.pads or any(times > 1 for times in buffer.repeats)
+            ordered = buffer.swizzle is not None or buffer.words
+            assert ordered or buffer.permutes or buffer.pads or any(times > 1 for times in buffer.repeats)

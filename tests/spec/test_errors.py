@@ -221,12 +221,25 @@ CURES: dict[str, tuple[str, str]] = {
     "trailing_comma": ("},\n", ""),
     "unsigned": (", signed: false", ""),
     "value_comma": ("spec,", "spec"),
+    "own_swizzle_cuts_tile": ("shape: {m: 4, k: 32}", "shape: {m: 8, k: 32}"),
+    "own_swizzle_pad": ("pad: [1, 12]", "pad: [1, 24]"),
+    "own_swizzle_missing_size": ("swizzle: m (a b) -> m b a", "swizzle: m (ko a b) -> m (ko b a), a: 4, b: 2"),
+    "words_cut": ("shape: {k: 2}", "shape: {k: 8}"),
+    "words_high_first": ("pack: high-first", "pack: low-first"),
     "zero_int4": ("zero: int4", "zero: int8"),
+    "zeros_cut_byte": ("shape: {m: 32, k: 32}", "shape: {m: 32, k: 64}"),
+    "zeros_cut_byte_as_scales": ("    scale: {layout: m k/32}\n", "zero: {layout: m k/32, pad: [1, 2]}"),
+    "zeros_leave_out_axis": ("zero: {layout: m}", "layout: m k/32"),
+    "zeros_of_scalar": ("shape: {m: 32, k: 64}", "shape: {m: 64, k: 64}"),
     "zero_point": ("zero_point", "zero"),
 }
 # What remains to be typed where the message names a word, not the text around it, or asks for a second thing.
 FINISHED = {
     "trailing_comma": (("{format: e4m3scale", "{format: e4m3}\nscale"),),
+    "zeros_cut_byte_as_scales": (
+        ("zero: {layout: m k/32, pad", "    scale: {layout: m k/32}\n    zero: {layout: m k/32, pad"),
+    ),
+    "zeros_leave_out_axis": (("    layout: m k/32", "    zero: {layout: m k/32}"),),
     "minus_one": (("    block: {m: 1, all}", "    block: {m: 1, k: all}"), ("layout: m k/32", "layout: m")),
     "one_magnitude": (("  int2: {integer: 2, symmetric: true}\n", ""), ("formats:\n", "")),
     "scale_no_rule": (("{rule: power-of-two}", "{format: e8m0, rule: power-of-two}"),),

@@ -15,6 +15,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
+from swizzles import swizzles
 
 from layoutc.conformance.report import line
 from layoutc.conformance.runner import run_checks
@@ -50,6 +51,12 @@ SCALES: list[dict[str, Any]] = [
     {"format": "f16", "rule": "min-max", "zero": "int8"},
     {"format": "bf16", "rule": "min-max", "zero": "int8"},
     {"format": "f16", "rule": "min-max", "zero": "u8"},
+    {"format": "f16", "rule": "min-max", "zero": "u4"},
+    {"format": "bf16", "rule": "min-max", "zero": "u4_less_1"},
+    {"format": "f32", "rule": "min-max", "zero": "f16"},
+    {"format": "f16", "rule": "scale-and-bias", "zero": "f16"},
+    {"format": "bf16", "rule": "scale-and-bias", "zero": "bf16"},
+    {"format": "e4m3", "rule": "scale-and-bias", "zero": "i8_offset"},
     *({"format": "e8m0", "rule": "scale-first", "round": rounding} for rounding in ROUNDING),
     {"format": "ue5m3", "rule": "scale-first", "multiply": True},
 ]
@@ -69,12 +76,14 @@ OWN: dict[str, dict[str, Any]] = {
     "i5_odd_offset": {"integer": 5, "offset": 13},
     "i8_offset": {"integer": 8, "offset": 128, "symmetric": True},
     "u4": {"integer": 4, "offset": 0},
+    "u4_less_1": {"integer": 4, "offset": -1},
     "u8": {"integer": 8, "offset": 0},
     "e3m2_one_zero": {"sign": 1, "exponent": 3, "mantissa": 2, "bias": 4, "nan": [0x20]},
     "i8_64ths": {"integer": 8, "fraction": 6, "symmetric": True},
 }
 ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", "e4m3fnuz", "e5m2fnuz"]
 ELEMENTS += [name for name in OWN if not name.startswith(("ue", "e8"))]
+INTEGERS = [name for name in ELEMENTS if "integer" in OWN.get(name, {})]
 BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset")
 SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
 
@@ -88,16 +97,16 @@ class Plain(yaml.SafeDumper):
 
 
 @st.composite
-def elements(draw: st.DrawFn) -> dict[str, Any]:
-    """A format, packed where it is smaller than a byte."""
-    name = draw(st.sampled_from(ELEMENTS))
+def elements(draw: st.DrawFn, integers: bool = False) -> dict[str, Any]:
+    """A format, packed where it is smaller than a byte. integers: most of them, for rules that shift integers."""
+    name = draw(st.sampled_from(INTEGERS if integers and draw(st.integers(0, 9)) else ELEMENTS))
     rounded = {"round": "stochastic"} if draw(st.integers(0, 4)) == 0 else {}
     packed = {} if name in BYTES else {"pack": draw(st.sampled_from(["low-first", "high-first"]))}
     return {"format": name} | packed | rounded
 
 
 @st.composite
-def orientations(draw: st.DrawFn, swizzled: bool) -> dict[str, Any]:
+def orientations(draw: st.DrawFn, swizzled: bool, zeros: bool = False) -> dict[str, Any]:
     """A block, with random axis orders, stored granularity and padding."""
     block = {axis: draw(st.sampled_from(SIZES)) for axis in "mk"}
     data: dict[str, Any] = {"layout": " ".join(draw(st.permutations(["m", "k"])))}
@@ -107,24 +116,33 @@ def orientations(draw: st.DrawFn, swizzled: bool) -> dict[str, Any]:
     for axis in draw(st.permutations([axis for axis in "mk" if block[axis] != "all"])):
         divisor = draw(st.sampled_from([d for d in range(1, block[axis] + 1) if block[axis] % d == 0]))
         terms.append(axis if divisor == 1 else f"{axis}/{divisor}")
+    if draw(st.integers(0, 3)) == 0:
+        data |= draw(swizzles(2, True))
     scale: dict[str, Any] = {"layout": " ".join(terms) or "scalar"}
     if terms and swizzled:
         scale["pad"] = [128, 4][: len(terms)]
     elif terms and draw(st.booleans()):
         scale["pad"] = [draw(st.sampled_from([1, 4, 7, 16])) for _ in terms]
+    zero: dict[str, Any] = {}
+    if zeros and terms and draw(st.booleans()):
+        zero = {"layout": " ".join(terms), "pad": [32] * len(terms)}
+        zero |= draw(swizzles(len(terms), True)) if draw(st.booleans()) else {}
+        zero = {"zero": zero}
+    if terms and not swizzled and draw(st.integers(0, 4)) == 0:
+        scale |= {"pad": [32] * len(terms)} | draw(swizzles(len(terms), draw(st.booleans())))
     turned: dict[str, Any] = {}
     if draw(st.integers(0, 3)) == 0:
         turned["transform"] = {"hadamard": draw(st.sampled_from([2, 4, 8, 32])), "signs": draw(st.integers(0, 3))}
-    return {"block": block, "data": data, "scale": scale} | turned
+    return {"block": block, "data": data, "scale": scale} | zero | turned
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
     """A spec as YAML. Most are sound; what does not go together is drawn as well."""
     scale = draw(st.sampled_from(SCALES))
-    element = draw(elements())
+    element = draw(elements("zero" in scale))
     swizzled = draw(st.integers(0, 4)) == 0
-    rowwise = draw(orientations(swizzled))
+    rowwise = draw(orientations(swizzled, "zero" in scale))
     spec: dict[str, Any] = {
         "layoutc": 1,
         "name": "made_up",
@@ -136,7 +154,7 @@ def texts(draw: st.DrawFn) -> str:
     if "history" in scale:
         rowwise |= {"block": {"m": "all", "k": "all"}, "scale": {"layout": "scalar"}}
     if draw(st.integers(0, 3)):
-        columnwise = draw(orientations(swizzled))
+        columnwise = draw(orientations(swizzled, "zero" in scale))
         if draw(st.booleans()):
             columnwise |= {key: rowwise[key] for key in ("block", "scale")}
         if draw(st.integers(0, 4)) == 0:
@@ -145,7 +163,7 @@ def texts(draw: st.DrawFn) -> str:
                 columnwise["quantize"]["scale"] = draw(st.sampled_from(SCALES))
         spec["orientations"]["columnwise"] = columnwise
     if draw(st.integers(0, 3)):
-        spec["shape"] = {axis: draw(st.sampled_from([2, 4, 8, 32])) for axis in "mk"}
+        spec["shape"] = {axis: draw(st.sampled_from([2, 4, 8, 32, 128])) for axis in "mk"}
     both = [spec, spec["orientations"].get("columnwise", {}).get("quantize", {})]
     used = {part[key]["format"] for part in both for key in ("element", "scale") if key in part}
     used |= {part["scale"]["zero"] for part in both if "zero" in part.get("scale", {})}

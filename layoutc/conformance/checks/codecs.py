@@ -107,7 +107,9 @@ def _all_codes(subject: Subject, m: int, k: int, turn: int) -> Planes:
             elif plane.bits == 16:
                 values = rng.integers(0, 2**16, shape, np.uint16)
             else:
-                values = ((np.arange(np.prod(shape)).reshape(shape) + 85 * turn) % 256).astype(np.uint8)
+                values = ((np.arange(np.prod(shape)).reshape(shape) + 85 * turn) % 2 ** (plane.code_bits or 8)).astype(
+                    np.uint8
+                )
             planes[plane.name] = values
     if subject.layout.tensor_amax or subject.layout.history:
         planes["amax"] = np.full(max(subject.layout.history, 1), (1.0, 3.7, 1e-12)[turn], F32)
@@ -171,7 +173,8 @@ def _encode_with(subject: Subject, source: Source, probes: Array, anchor: float,
     bm, bk = q.block.m, q.block.k
     multiplier, zero = _affine(subject, source, anchor, amax)
     with np.errstate(all="ignore"):
-        x = (probes - F32(zero)) / multiplier
+        of_values = q.definition.zero_is_value
+        x = probes / multiplier + F32(zero) if of_values else (probes - F32(zero)) / multiplier
     x = x[np.isfinite(x)]
     is_shared = source.scale.per_m is None
     reads_block = bm is not None or bk is not None or not subject.facts.shares_amax

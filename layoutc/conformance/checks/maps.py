@@ -46,7 +46,7 @@ def random_planes(subject: Subject, m: int, k: int) -> Planes:
         elif plane.bits == 16:
             planes[plane.name] = rng.integers(257, 2**16, shape).astype(np.uint16)
         else:
-            planes[plane.name] = rng.integers(1, 256, shape).astype(np.uint8)
+            planes[plane.name] = rng.integers(1, 1 << (plane.code_bits or 8), shape).astype(np.uint8)
     return planes
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from layoutc.conformance.model.codes import Array, pack, unpack
 from layoutc.conformance.model.weights import Planes
 from layoutc.layout.layout import Buffer, Layout
+from layoutc.spec.notation import Swizzle
 
 
 def plane_values(buffer: Buffer, planes: Planes) -> Array:
     """The plane's values, one for each entry: codes are unpacked, scales are as stored."""
     plane = planes[buffer.plane.name]
-    return unpack(plane, buffer.plane.bits, buffer.low_first) if buffer.kind == "data" else plane
+    return unpack(plane, buffer.bits, buffer.low_first) if buffer.kind == "data" else plane
 
 
 def lay_out(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
@@ -37,7 +38,27 @@ def lay_out(buffer: Buffer, planes: Planes, m: int, k: int) -> Array:
     values = values.reshape(-1) if len(axes) == 1 else values
     out = np.zeros(sizes, values.dtype)
     out[tuple(slice(0, size) for size in values.shape)] = values
-    return pack(out, buffer.plane.bits, buffer.low_first) if buffer.kind == "data" else out
+    out = out if buffer.swizzle is None else in_order(buffer.swizzle, out)
+    out = pack(out, buffer.bits, buffer.low_first)
+    return np.ascontiguousarray(out).view(f"<i{buffer.words // 8}") if buffer.words else out
+
+
+def in_order(swizzle: Swizzle, entries: Array) -> Array:
+    """Entries of padded dims in the order of a buffer's swizzle, name by name: by their numbers along each name."""
+    sizes, picks = dict(swizzle.sizes), dict(swizzle.picks)
+    for group, extent in zip(swizzle.groups, entries.shape, strict=True):
+        (rest,) = (name for name in group if name not in sizes)
+        sizes[rest] = extent // int(np.prod([sizes[name] for name in group if name != rest]))
+    grid = np.meshgrid(*(np.arange(sizes[name]) for name in swizzle.order), indexing="ij", sparse=True)
+    at = {name: np.array(picks[name])[n] if name in picks else n for name, n in zip(swizzle.order, grid, strict=True)}
+    index = []
+    for group in swizzle.groups:
+        place = np.zeros(1, int)
+        for name in group:
+            place = place * sizes[name] + at[name]
+        index.append(place)
+    shape = [int(np.prod([sizes[name] for name in names])) for names in swizzle.dims]
+    return np.broadcast_to(entries[tuple(index)], [sizes[name] for name in swizzle.order]).reshape(shape)
 
 
 def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:

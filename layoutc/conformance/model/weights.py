@@ -80,6 +80,7 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
     "element_step": lambda q: _largest(q) / _below_largest(q),
     "bounded_range": lambda q: _bound(q) * _largest(q),
     "inverse_bounded_range": lambda q: 1 / (_bound(q) * _largest(q)),
+    "element_span": lambda q: _largest(q) - _smallest(q),
     "inverse_element_span": lambda q: 1 / (_largest(q) - _smallest(q)),
     "inverse_element_power": lambda q: 1 / _power_below(_largest(q)),
     "scale_max": _largest_scale,
@@ -257,9 +258,12 @@ class Model:
         with np.errstate(all="ignore"):
             divides = "divisor" in names
             by = spread(names["divisor" if divides else "multiplier"], bm, bk, m, k)
+            zero = F32(0) if q.zero is None else spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
+            of_values = programs()[q.rule].get("zero-is") == "value"
+            x = x - zero if of_values else x
             scaled = x / by if divides else x * by
-            if q.zero is not None:
-                scaled = scaled + spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
+            if q.zero is not None and not of_values:
+                scaled = scaled + zero
         codes = self.codes(source, scaled)
         planes = {source.data.name: pack(codes, source.data.bits, q.low_first)}
         for plane in planes_of(source)[1:]:
@@ -344,7 +348,10 @@ class Model:
         bm, bk = q.block.m or max(m, 1), q.block.k or k
         elements = codes_of(q.element).decode(codes)
         with np.errstate(all="ignore"):
-            if q.zero is not None:
-                elements = elements - spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
+            zero = F32(0) if q.zero is None else spread(codes_of(q.zero).decode(names["zero"]), bm, bk, m, k)
+            of_values = programs()[q.rule].get("zero-is") == "value"
+            if q.zero is not None and not of_values:
+                elements = elements - zero
             values: Array = elements * spread(factor, bm, bk, m, k)
+            values = values + zero if of_values else values
         return values if q.transform is None else transformed(q.transform, values, inverse=True)

@@ -7,6 +7,22 @@ const entryOf = ([axis, per], row, column) => (axis === null ? 0 : Math.floor((a
 const product = (numbers) => numbers.reduce((all, one) => all * one, 1);
 const replaced = (list, at, count, ...items) => [...list.slice(0, at), ...items, ...list.slice(at + count)];
 
+// A dim's parts, of which number `rest` takes what the sizes leave; a number's digits in parts, and back; items by counts.
+const partsOf = (size, sizes, rest) => replaced(sizes, rest, 0, size / product(sizes));
+const number = (digitsOf, parts) => digitsOf.reduce((sum, digit, at) => sum * parts[at] + digit, 0);
+function digits(value, parts) {
+  const found = [];
+  for (const size of [...parts].reverse()) {
+    found.unshift(value % size);
+    value = Math.floor(value / size);
+  }
+  return found;
+}
+function grouped(items, counts) {
+  let at = 0;
+  return counts.map((count) => items.slice(at, (at += count)));
+}
+
 // Each step: the shape after it, where a value goes, and which value is at a place (null: padding).
 const STEPS = {
   permute: {
@@ -34,20 +50,25 @@ const STEPS = {
     origin: (index, shape) => (index.some((i, d) => i >= shape[d]) ? null : index),
   },
   split: {
-    shape: (shape, dim, sizes) => replaced(shape, dim, 1, shape[dim] / product(sizes), ...sizes),
-    images(index, shape, dim, sizes) {
-      let rest = index[dim];
-      const parts = [];
-      for (const size of [...sizes].reverse()) {
-        parts.unshift(rest % size);
-        rest = Math.floor(rest / size);
-      }
-      return [replaced(index, dim, 1, rest, ...parts)];
+    shape: (shape, dim, sizes, rest = 0) => replaced(shape, dim, 1, ...partsOf(shape[dim], sizes, rest)),
+    images: (index, shape, dim, sizes, rest = 0) => [replaced(index, dim, 1, ...digits(index[dim], partsOf(shape[dim], sizes, rest)))],
+    origin(index, shape, dim, sizes, rest = 0) {
+      const parts = partsOf(shape[dim], sizes, rest);
+      return replaced(index, dim, parts.length, number(index.slice(dim, dim + parts.length), parts));
     },
-    origin(index, shape, dim, sizes) {
-      const value = sizes.reduce((sum, size, at) => sum * size + index[dim + 1 + at], index[dim]);
-      return replaced(index, dim, 1 + sizes.length, value);
+  },
+  reorder: {
+    shape: (shape) => shape,
+    images: (index, shape, dim, order) => [replaced(index, dim, 1, order.indexOf(index[dim]))],
+    origin: (index, shape, dim, order) => replaced(index, dim, 1, order[index[dim]]),
+  },
+  join: {
+    shape: (shape, counts) => grouped(shape, counts).map(product),
+    images(index, shape, counts) {
+      const sizes = grouped(shape, counts);
+      return [grouped(index, counts).map((parts, d) => number(parts, sizes[d]))];
     },
+    origin: (index, shape, counts) => grouped(shape, counts).flatMap((sizes, d) => digits(index[d], sizes)),
   },
 };
 

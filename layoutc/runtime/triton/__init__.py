@@ -48,11 +48,13 @@ from layoutc.runtime.triton.conversions import (
 from layoutc.runtime.triton.hadamard import hadamard, unhadamard
 from layoutc.runtime.triton.nibbles import load_nibbles, put_nibbles, put_nibbles_of
 from layoutc.runtime.triton.stochastic import random_bits, to_codes_by_chance, to_integer_codes_by_chance
+from layoutc.runtime.triton.swizzles import move_swizzled
 from layoutc.runtime.triton.tiles import (
     load_blocks,
     load_codes,
     load_ranges,
     load_runs,
+    round_up,
     store,
     store_blocks,
     tile_of,
@@ -101,6 +103,7 @@ __all__ = [
     "minimum",
     "move_codes",
     "move_scales",
+    "move_swizzled",
     "over",
     "over_exponents",
     "over_power_of_two",
@@ -110,6 +113,7 @@ __all__ = [
     "put_nibbles",
     "put_nibbles_of",
     "random_bits",
+    "round_up",
     "smallest_of_units",
     "spread_scales",
     "store",

@@ -153,7 +153,7 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     used = source.value(("scale", "rule"))
     if not rule.makes_zero:
         if zero is not None:
-            making = listed(name for name, one in RULES.items() if one.makes_zero)
+            making = "` or `rule: ".join(name for name, one in RULES.items() if one.makes_zero)
             message = f"{rule.name} makes no zero points"
             label = source.key(("scale", "zero"))
             yield source.find("LC340", message, label, used, help=f"delete `zero`, or write `rule: {making}`")
@@ -170,10 +170,14 @@ def zero_points_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     if zero is None:
         message = f"{rule.name} makes zero points, which have no format"
         yield source.find("LC340", message, used, help=f"add `zero: {bytes_}`")
-    elif (fmt := sound_format(spec, zero)) is None or not fmt.integer or fmt.bits != 8:
+    elif (fmt := sound_format(spec, zero)) is None or not (fmt.integer or fmt.bits == 16):
         label = source.value(("scale", "zero"))
         yield source.find(
-            "LC340", f"{quoted(zero)} can't hold zero points", label, used, help=f"write `zero: {bytes_}`"
+            "LC340",
+            f"{quoted(zero)} can't hold zero points",
+            label,
+            used,
+            help=f"write `zero: {bytes_}`, another integer of up to 8 bits, f16 or bf16",
         )
     if element is not None and not element.integer:
         label = source.value(("element", "format"), "is not an integer")

@@ -18,7 +18,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, nea
 from layoutc.spec.checks.rules import suggested_scale
 from layoutc.spec.formats import BUILTIN, Format, aliases, make
 from layoutc.spec.rules import RULES
-from layoutc.spec.schema import COLLECTED, FormatDef, GemmScale, Scale, Spec
+from layoutc.spec.schema import COLLECTED, Buffer, FormatDef, GemmScale, Scale, Spec, is_size
 from layoutc.spec.source import Path, Source
 
 _EXPECTED = {
@@ -104,7 +104,7 @@ def known_keys_only(source: Source) -> tuple[Source, list[Diagnostic]]:
         result = {}
         for key, inner in value.items():
             name: str | None = key
-            if key not in allowed and not _is_inline(model, key, inner):
+            if key not in allowed and not _is_inline(model, key, value):
                 missing = [other for other in allowed if other not in value and other not in result]
                 name = _meant(key, inner, model, missing)
                 diagnostics.append(_unknown_key((*old, key), name, model, allowed, source))
@@ -157,10 +157,12 @@ def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
     return keys
 
 
-def _is_inline(model: type[BaseModel] | None, key: str, value: object) -> bool:
+def _is_inline(model: type[BaseModel] | None, key: str, data: dict[str, Any]) -> bool:
     """True for a swizzle's sizes, and for parameters of other rules, which the checks refuse with a better message."""
     if model is GemmScale:
-        return type(value) is int
+        return type(data[key]) is int
+    if model is Buffer:
+        return "swizzle" in data and is_size(data[key])
     return model is Scale and any(key in rule.parameters for rule in RULES.values())
 
 

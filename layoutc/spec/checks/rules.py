@@ -159,7 +159,7 @@ def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.P
         return None  # parameters_fit_rule says so
     for name in sorted(CONSTANTS.keys() & used - {"epsilon", "inverse_margin", "of_zeros"}):
         try:
-            fits = bool(constant(name, element, scale, parameters)[0])
+            fits = bool(constant(name, element, scale, parameters)[0]) or name == "element_min"  # which may be 0
         except (OverflowError, ZeroDivisionError):
             fits = False
         if not fits:

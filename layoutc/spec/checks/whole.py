@@ -13,19 +13,21 @@ from math import lcm
 from pathlib import PurePath
 from typing import Literal
 
-from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span, listed
+from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span
 from layoutc.spec.checks import files as file_checks
 from layoutc.spec.checks import formats as format_checks
 from layoutc.spec.checks import numbers as number_checks
 from layoutc.spec.checks import products as product_checks
+from layoutc.spec.checks import swizzles as swizzle_checks
 from layoutc.spec.checks import values as value_checks
-from layoutc.spec.notation import Axis, NotationError, Swizzle, Term, parse_layout, parse_swizzle
-from layoutc.spec.schema import Block, Buffer, Orientation, Spec, quantized_as
+from layoutc.spec.checks.parts import AXES, axis_span, buffers, orientations, size_of, stated_shape, terms_of
+from layoutc.spec.notation import Axis, NotationError, parse_layout
+from layoutc.spec.schema import Buffer, Orientation, Spec, quantized_as
 from layoutc.spec.source import Path, Source
 
+_WHAT = {"scale": "scale", "zero": "zero point"}
 Check = Callable[[Spec, Source], Iterator[Diagnostic]]
 Kind = Literal["data", "scale"]
-AXES: tuple[Axis, ...] = ("m", "k")
 
 
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
@@ -86,23 +88,23 @@ def summary_is_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 def layouts_are_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Each layout string parses."""
-    for where, buffer in _buffers(spec):
+    for where, buffer in buffers(spec):
         try:
             parse_layout(buffer.layout)
         except NotationError as error:
             label = source.value((*where, "layout"), within=(error.start, error.end))
             help = "axes, outermost first: `m k`, `k m`, `m k/32`, or `scalar`"
             spaced = " ".join(re.findall(r"[mk](?:/\d+)?", buffer.layout))
-            if re.fullmatch(r"(?:[mk](?:/\d+)?[\s,x*]*)+", buffer.layout) and _terms(Buffer(layout=spaced)):
+            if re.fullmatch(r"(?:[mk](?:/\d+)?[\s,x*]*)+", buffer.layout) and terms_of(Buffer(layout=spaced)):
                 help = f"write `layout: {spaced}`: axes with spaces between, outermost first"
             yield source.find("LC310", f"layout: {error}", label, help=help)
 
 
 def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Data holds one code for each element: both axes, nothing divided."""
-    for name, orientation in _orientations(spec):
+    for name, orientation in orientations(spec):
         where: Path = ("orientations", name, "data", "layout")
-        terms = _terms(orientation.data)
+        terms = terms_of(orientation.data)
         if terms is None:
             continue
         missing = [axis for axis in AXES if axis not in {term.axis for term in terms}]
@@ -111,57 +113,60 @@ def data_has_both_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC311", "a data layout names both axes", label, help="write `m k` or `k m`")
         for term in terms:
             if term.divisor != 1:
-                within = _within(orientation.data, term.axis)
+                within = axis_span(orientation.data, term.axis)
                 label = source.value(where, f"one code for {term.divisor} elements", within=within)
                 help = "write `m k` or `k m`; a divisor belongs in the scale's layout"
                 yield source.find("LC311", "a data layout has one code for each element", label, help=help)
 
 
 def scale_names_its_axes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A scale buffer has a dim for each axis that is cut into blocks, and none for an axis that is not."""
-    for name, orientation in _orientations(spec):
-        where: Path = ("orientations", name)
-        terms = _terms(orientation.scale)
-        if terms is None:
+    """A buffer of scales or zero points has a dim for each axis that is cut into blocks, and none for an axis that is
+    not."""
+    for path, buffer in buffers(spec):
+        orientation: Orientation = getattr(spec.orientations, str(path[1]))
+        terms, what = terms_of(buffer), _WHAT.get(str(path[2]))
+        if terms is None or what is None:
             continue
-        path = (*where, "scale", "layout")
         named = {term.axis for term in terms}
         for axis in AXES:
-            size = _size(orientation.block, axis)
-            block = source.value((*where, "block", axis), f"blocks of {size}" if size else "one block along " + axis)
+            size = size_of(orientation.block, axis)
+            block = source.value((*path[:2], "block", axis), f"blocks of {size}" if size else "one block along " + axis)
             help = f"write `layout: {_scale_layout(orientation)}`"
             if size and axis not in named:
-                message = f"the scale's layout leaves out {axis}, which is cut into blocks"
-                yield source.find("LC312", message, source.value(path, f"no {axis} here"), block, help=help)
+                message = f"the {what}'s layout leaves out {axis}, which is cut into blocks"
+                yield source.find(
+                    "LC312", message, source.value((*path, "layout"), f"no {axis} here"), block, help=help
+                )
             elif not size and axis in named:
-                message = f"the scale's layout names {axis}, along which all elements share a scale"
-                label = source.value(path, within=_within(orientation.scale, axis))
+                message = f"the {what}'s layout names {axis}, along which all elements share a {what}"
+                label = source.value((*path, "layout"), within=axis_span(buffer, axis))
                 yield source.find("LC312", message, label, block, help=help)
 
 
 def scale_granularity_divides_block(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """`k/16` stores a scale once for 16 columns, which must tile a block."""
-    for name, orientation in _orientations(spec):
-        where: Path = ("orientations", name)
-        for term in _terms(orientation.scale) or ():
-            size = _size(orientation.block, term.axis)
+    for path, buffer in buffers(spec):
+        orientation: Orientation = getattr(spec.orientations, str(path[1]))
+        what = _WHAT.get(str(path[2]))
+        for term in (terms_of(buffer) or ()) if what else ():
+            size = size_of(orientation.block, term.axis)
             if size is None or size % term.divisor == 0:
                 continue
-            within = _within(orientation.scale, term.axis)
+            within = axis_span(buffer, term.axis)
             yield source.find(
                 "LC313",
                 f"a block of {size} along {term.axis} can't be stored once for every {term.divisor}",
-                source.value((*where, "scale", "layout"), f"stored once for {term.divisor}", within=within),
-                source.value((*where, "block", term.axis), f"a scale covers {size}"),
-                why="the stored granularity must divide the block, so that each stored scale belongs to one block",
-                help=f"write `{term.axis}/{size}`, or a smaller divisor of {size}; a smaller one repeats the scale",
+                source.value((*path, "layout"), f"stored once for {term.divisor}", within=within),
+                source.value((*path[:2], "block", term.axis), f"a {what} covers {size}"),
+                why=f"the stored granularity must divide the block, so that each stored {what} belongs to one block",
+                help=f"write `{term.axis}/{size}`, or a smaller divisor of {size}; a smaller one repeats the {what}",
             )
 
 
 def pads_fit_dims(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """One padding multiple for each dim of the buffer."""
-    for where, buffer in _buffers(spec):
-        terms = _terms(buffer)
+    for where, buffer in buffers(spec):
+        terms = terms_of(buffer)
         if terms is None or not buffer.pad or len(buffer.pad) == len(terms):
             continue
         label = source.value((*where, "pad"), f"{len(buffer.pad)} given")
@@ -177,22 +182,23 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Rows of codes narrower than a byte end at a byte's end: in planes, in buffers, and in what is padded."""
     seen = set()
     stored: dict[int, Label] = {}
-    help = (
-        f"write `shape: {{{', '.join(f'{axis}: {size}' for axis, size in _packable(spec).items())}}}` at the top level"
-    )
-    for name, orientation in _orientations(spec):
+    help = f"write {stated_shape(spec)} at the top level"
+    for name, orientation in orientations(spec):
         element, _ = quantized_as(spec, orientation)
         own = orientation.quantize.element is not None
         path: Path = ("orientations", name, "quantize", "element") if own else ("element",)
         bits = format_checks.element_bits(spec, element.format)
-        terms = _terms(orientation.data)
+        terms = terms_of(orientation.data)
         if bits is None or bits == 8 or not terms:
             continue
         group, axis = lcm(bits, 8) // bits, terms[-1].axis
+        stored[bits] = source.value((*path, "format"), "stored in planes that are packed along k")
+        if orientation.data.swizzle or orientation.data.words:
+            continue  # which other checks know
         seen.add((axis, bits))
         where: Path = ("orientations", name, "data")
         text = f"packed along {axis}, its innermost axis"
-        packed = source.value((*where, "layout"), text, within=_within(orientation.data, axis))
+        packed = source.value((*where, "layout"), text, within=axis_span(orientation.data, axis))
         yield from _half_byte(spec, source, axis, (bits, group), packed, help)
         pad = orientation.data.pad
         if len(pad) == len(terms) and pad[-1] % group:
@@ -200,21 +206,9 @@ def codes_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             message = f"padding {axis} to {pad[-1]} cuts a byte of {bits}-bit codes"
             multiple = f"write {lcm(pad[-1], group)}, or another multiple of {group}"
             yield source.find("LC316", message, label, packed, help=multiple)
-        stored[bits] = source.value((*path, "format"), "stored in planes that are packed along k")
     for bits, label in stored.items():
         if ("k", bits) not in seen:
             yield from _half_byte(spec, source, "k", (bits, lcm(bits, 8) // bits), label, help)
-
-
-def _packable(spec: Spec) -> dict[str, int]:
-    """The shape that fills bytes along every axis along which codes are packed, in planes and in buffers."""
-    multiples = spec.shape.model_dump(exclude_defaults=True)
-    for _, orientation in _orientations(spec):
-        element, _ = quantized_as(spec, orientation)
-        bits, terms = format_checks.element_bits(spec, element.format), _terms(orientation.data)
-        for axis in {"k", terms[-1].axis} if bits and bits < 8 and terms else ():
-            multiples[axis] = lcm(getattr(spec.shape, axis), multiples.get(axis, 1), lcm(bits or 8, 8) // (bits or 8))
-    return {axis: multiples[axis] for axis in AXES if axis in multiples}
 
 
 def _half_byte(
@@ -231,78 +225,6 @@ def _half_byte(
     yield source.find("LC315", message, packed, shape, help=help)
 
 
-def swizzle_is_readable(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The pattern parses, is a bijection, and all its sizes are known."""
-    if spec.gemm is None or spec.gemm.scale is None:
-        return
-    scale = spec.gemm.scale
-    pattern = scale.swizzle
-    message, within = None, (0, len(pattern))
-    inner = set(re.findall(r"\w+", pattern))
-    for name in scale.sizes:
-        if name not in inner:
-            label = source.key(("gemm", "scale", name))
-            help = f"delete it; the pattern names {listed(sorted(inner))}"
-            yield source.find("LC330", f"swizzle: `{name}` has a size, but is not in the pattern", label, help=help)
-            return
-    if unbalanced := _unbalanced(pattern):
-        message, within = "a parenthesis without its partner", unbalanced
-    else:
-        try:
-            parse_swizzle(pattern, scale.sizes)
-        except NotationError as error:
-            message, within = str(error), (error.start, error.end)
-    if message:
-        label = source.value(("gemm", "scale", "swizzle"), within=within)
-        help = "for instance, for tiles of 128x4: `{swizzle: (rt a b) (ct c) -> rt ct b a c, a: 4, b: 32, c: 4}`"
-        why = "each name appears once on either side, and all but the first of a group have a size"
-        yield source.find("LC330", f"swizzle: {message}", label, why=why, help=help)
-
-
-def swizzle_fits_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """The scale buffers that are swizzled have two dims and are padded to whole tiles."""
-    swizzle = _swizzle(spec)
-    if swizzle is None:
-        return
-    pattern = source.value(("gemm", "scale", "swizzle"))
-    for name, orientation in _orientations(spec):
-        where: Path = ("orientations", name, "scale")
-        terms = _terms(orientation.scale)
-        if terms is None:
-            continue
-        if len(terms) != 2:
-            label = source.value((*where, "layout"), f"{len(terms)} dims" if terms else "a single scale")
-            message = f"the swizzle takes two dims, but the {name} scale has {('none', 'one')[len(terms)]}"
-            yield source.find(
-                "LC331", message, pattern, label, help="delete `gemm.scale`, or cut both axes into blocks"
-            )
-            continue
-        pads = orientation.scale.pad or (1, 1)
-        if len(pads) != 2:
-            continue
-        axes = AXES if name == "rowwise" else AXES[::-1]  # (free, contraction)
-        tiles = {axis: swizzle.tile(dim) for dim, axis in enumerate(axes)}
-        wrong = [dim for dim, term in enumerate(terms) if pads[dim] % tiles[term.axis]]
-        if not wrong:
-            continue
-        wanted = [lcm(pad, tiles[term.axis]) for pad, term in zip(pads, terms, strict=True)]
-        fits_reversed = [pad % tiles[term.axis] == 0 for pad, term in zip(pads[::-1], terms, strict=True)]
-        wanted = list(pads[::-1]) if all(fits_reversed) else wanted  # the right multiples, in the wrong order
-        order = f", in the order of `layout: {orientation.scale.layout}`" if all(fits_reversed) else ""
-        one = (*where, "pad", wrong[0]) if len(wrong) == 1 else (*where, "pad")
-        path = one if orientation.scale.pad else (*where, "layout")
-        needs = " and ".join(f"{tiles[terms[dim].axis]} along {terms[dim].axis}" for dim in wrong)
-        yield source.find(
-            "LC332",
-            f"the {name} scale must be padded to multiples of {needs}",
-            source.value(path, "padded to " + " x ".join(map(str, pads)) if orientation.scale.pad else "not padded"),
-            source.value(
-                ("gemm", "scale", "swizzle"), "moves tiles of " + " x ".join(str(tiles[t.axis]) for t in terms)
-            ),
-            help=f"write `pad: [{', '.join(map(str, wanted))}]`{order}",
-        )
-
-
 CHECKS: tuple[Check, ...] = (
     name_is_usable,
     summary_is_one_line,
@@ -313,72 +235,13 @@ CHECKS: tuple[Check, ...] = (
     scale_granularity_divides_block,
     pads_fit_dims,
     codes_fill_bytes,
-    swizzle_is_readable,
-    swizzle_fits_scales,
+    *swizzle_checks.CHECKS,
 )
-
-
-def _orientations(spec: Spec) -> Iterator[tuple[str, Orientation]]:
-    yield "rowwise", spec.orientations.rowwise
-    if spec.orientations.columnwise is not None:
-        yield "columnwise", spec.orientations.columnwise
-
-
-def _buffers(spec: Spec) -> Iterator[tuple[Path, Buffer]]:
-    for name, orientation in _orientations(spec):
-        yield ("orientations", name, "data"), orientation.data
-        yield ("orientations", name, "scale"), orientation.scale
-
-
-def _terms(buffer: Buffer) -> tuple[Term, ...] | None:
-    """The layout's terms; None if it can't be read, which layouts_are_readable reports."""
-    try:
-        return parse_layout(buffer.layout)
-    except NotationError:
-        return None
-
-
-def _swizzle(spec: Spec) -> Swizzle | None:
-    """The swizzle; None if there is none, or if it can't be read, which swizzle_is_readable reports."""
-    scale = spec.gemm.scale if spec.gemm else None
-    if scale is None or _unbalanced(scale.swizzle):
-        return None
-    try:
-        return parse_swizzle(scale.swizzle, scale.sizes)
-    except NotationError:
-        return None
-
-
-def _unbalanced(pattern: str) -> tuple[int, int] | None:
-    """The first parenthesis without a partner, or inside another pair; else None."""
-    opened: int | None = None
-    for offset, char in enumerate(pattern):
-        if char == "(":
-            if opened is not None:
-                return opened, opened + 1
-            opened = offset
-        elif char == ")":
-            if opened is None:
-                return offset, offset + 1
-            opened = None
-    return None if opened is None else (opened, opened + 1)
-
-
-def _size(block: Block, axis: str) -> int | None:
-    """The block's size along an axis; None for `all`."""
-    size = block.m if axis == "m" else block.k
-    return None if size == "all" else size
-
-
-def _within(buffer: Buffer, axis: str) -> tuple[int, int]:
-    """Where a layout string names an axis."""
-    match = re.search(rf"(?<!\S){axis}\S*", buffer.layout)
-    return match.span() if match else (0, len(buffer.layout))
 
 
 def _scale_layout(orientation: Orientation) -> str:
     """The layout that stores each scale of an orientation once, in the order of its data."""
-    order = [term.axis for term in _terms(orientation.data) or ()] or list(AXES)
-    sizes = {axis: _size(orientation.block, axis) for axis in order}
+    order = [term.axis for term in terms_of(orientation.data) or ()] or list(AXES)
+    sizes = {axis: size_of(orientation.block, axis) for axis in order}
     words = [axis if size == 1 else f"{axis}/{size}" for axis, size in sizes.items() if size]
     return " ".join(words) or "scalar"

@@ -1,0 +1,101 @@
+"""The planes that a tensor stores for each quantization of the weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Literal
+
+from layoutc.ints.sizes import cdiv
+from layoutc.layout.chain import Shape
+from layoutc.layout.quantization import Quantization
+
+Kind = Literal["data", "scale", "zero"]
+ORIENTATIONS = ("rowwise", "columnwise")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A stored array of a source: one value for each `per_m` rows and `per_k` columns of the weight; None: all of them.
+
+    Its shape is (rows, bytes of a row) for codes that are packed below a byte, else (rows, values); (1,) if both are
+    None.
+    """
+
+    name: str
+    kind: Kind
+    per_m: int | None
+    per_k: int | None
+    bits: int
+    half: str = ""  # the torch dtype of values of 16 bits
+    code_bits: int = 0  # of codes that have a byte each here, and fewer bits in buffers; 0: all of `bits`
+
+    @property
+    def dtype(self) -> str:
+        """The torch dtype that holds it: uint8 for codes of up to 8 bits, that of the values for wider ones."""
+        return "float32" if self.bits == 32 else self.half or "uint8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an entry of its dtype."""
+        return max(1, self.bits // 8)
+
+    @property
+    def is_scalar(self) -> bool:
+        """True for one value for the whole weight, equal on all shards."""
+        return self.per_m is None and self.per_k is None
+
+    def shape(self, m: int, k: int) -> Shape:
+        """Its shape for a weight of (m, k)."""
+        if self.is_scalar:
+            return (1,)
+        columns = 1 if self.per_k is None else cdiv(k, self.per_k)
+        width = columns * self.bits // 8 if self.bits < 8 else columns
+        return (1 if self.per_m is None else cdiv(m, self.per_m), width)
+
+    def nbytes(self, m: int, k: int) -> int:
+        """Its bytes for a weight of (m, k)."""
+        return prod(self.shape(m, k)) * self.itemsize
+
+    @property
+    def row_multiple(self) -> int:
+        """Cuts between weight rows at multiples of this cross no value and no byte of the plane.
+
+        Each stored row is whole bytes, so only the rows that share a value matter.
+        """
+        return self.per_m or 1
+
+    @property
+    def column_multiple(self) -> int:
+        """The same for cuts between columns: whole values, and whole bytes of packed codes."""
+        return (self.per_k or 1) * (codes_per_group(self.bits))
+
+
+AMAX = Plane("amax", "scale", None, None, 32)
+
+
+def codes_per_group(bits: int, unit: int = 8) -> int:
+    """The number of codes in the shortest run of whole bytes, or of units of so many bits: 2 of 4 bits, 4 of 6 bits, 1
+    of 8 or more."""
+    return lcm(bits, unit) // bits if bits < unit else 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """One quantization and its planes, named after the first orientation that uses it."""
+
+    name: str
+    quantization: Quantization
+    data: Plane
+    scale: Plane
+    zero: Plane | None
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Its planes, in order."""
+        return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
+
+
+def stream_of(source: Source) -> int:
+    """Which random bits a source's elements are rounded by: those of orientations with codes of their own differ."""
+    return ORIENTATIONS.index(source.name)
