@@ -58,9 +58,12 @@ def awkward(recipe: str) -> Sizes:
     """
     layout = recipe_module(recipe).LAYOUT
     block, smallest = layout.block_rows, layout.multiple_m
+    width = max(WIDTH, layout.multiple_k)
     if block == 1:
-        return Sizes(10 if layout.multiple_k == 1 else 3 * layout.multiple_k, WIDTH, 3, 5)
-    return Sizes(3 * block, WIDTH, 3, max(block // 2, smallest))
+        return Sizes(
+            10 if layout.multiple_k == 1 else 3 * layout.multiple_k, width, 3, 5 if smallest == 1 else smallest
+        )
+    return Sizes(3 * block, width, 3, max(block // 2, smallest))
 
 
 class Part(nn.Module):
@@ -68,6 +71,7 @@ class Part(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.width = sizes.width
         self.first = nn.Linear(sizes.width, sizes.rows)
         self.experts = Experts(sizes.experts, sizes.expert_rows, sizes.rows)
 
@@ -96,7 +100,7 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """(n, width) -> the loss of each part."""
-        return {recipe: part(x).square().mean() for recipe, part in self.items()}
+        return {recipe: part(x[:, : part.width]).square().mean() for recipe, part in self.items()}
 
 
 def build(sizes: dict[str, Sizes], seed: int = 0) -> Parts:
@@ -120,7 +124,7 @@ def shard(model: Parts, mesh: DeviceMesh, **options: Any) -> Parts:
 
 def step(model: Parts, optimizer: Any, number: int) -> dict[str, float]:
     """One step of each part; its loss. Rank 0 brings the whole gradient and the others nothing."""
-    width = next(iter(model.values())).first.weight.shape[1]
+    width = max(part.width for part in model.values())
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(1000 + number))
     losses = model(x)
     is_sharded = isinstance(model, FSDPModule)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from inspect import getsource
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,15 @@ def values(shape: Shape, seed: int) -> Tensor:
 def shapes(recipe: str, world: int) -> list[Shape]:
     """All rows on the first rank, some ranks without any, cuts inside blocks, the last block whole and partial."""
     layout = recipe_module(recipe).LAYOUT
-    least, block, k = layout.multiple_m, layout.block_rows, 2 * layout.column_multiple
+    least, block, k = layout.multiple_m, layout.block_rows, lcm(2 * layout.column_multiple, layout.multiple_k)
     rows = {least, (world - 1) * least, block + least, world * block, world * block + least, 3 * world * block // 2}
     rows |= {world * block - 1} if least == 1 else set()
-    return [*((up, k) for up in sorted(n - n % least for n in rows)), (1, least, k), (3, 2 * block, k), (5, least, k)]
+    return [
+        *((up, k) for up in sorted(n - n % least for n in rows)),
+        (1, least, k),
+        (3, 2 * lcm(block, least), k),
+        (5, least, k),
+    ]
 
 
 class Weights(nn.Module):

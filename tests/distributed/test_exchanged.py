@@ -5,6 +5,7 @@ What shards are compared with is one process, byte for byte.
 
 from __future__ import annotations
 
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def train(recipe: str) -> None:
     known()
     layout = recipe_module(recipe).LAYOUT
     unit = layout.block_rows if layout.block_rows > 1 else 32
-    unit += -unit % layout.column_multiple  # rows of one layer are columns of the next
+    unit += -unit % lcm(layout.column_multiple, layout.multiple_k)  # rows of one layer are columns of the next
     trains_as_one_process(recipe, False, True, (3 * unit, unit), None)
     trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
 
