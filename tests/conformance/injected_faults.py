@@ -24,6 +24,7 @@ def edit(file: str, pattern: str, replacement: str) -> Edit:
     return apply
 
 
+EXCHANGED = "../tests/unshipped/exchanged"  # beside the shipped specs
 METHODS = r"    _cut, _join = .*\n"  # of a generated class: others may follow
 TABLE = r"(    LAYOUT, HANDLERS, REFERENCE = LAYOUT, )HANDLERS(, reference\n)"
 # name: recipe, file, what is replaced, by what, the checks of which each must catch it
@@ -142,6 +143,34 @@ def quantize(x, *, seed=None, **options):
         r"permute\(0, 3, 2, 1, 4\)\.flatten",
         "permute(0, 3, 1, 2, 4).flatten",
         ("swizzle",),
+    ),
+    "codes of a word are in another order": (
+        f"{EXCHANGED}/awq",
+        "reference.py",
+        r"\[0, 1, 3, 2\], \[1, 3\]",
+        "[0, 1, 2, 3], [1, 3]",
+        ("index-maps", "buffers"),
+    ),
+    "words are of half the bits": (
+        f"{EXCHANGED}/gptq",
+        "reference.py",
+        r"torch\.int32",
+        "torch.int16",
+        ("shapes", "buffers"),
+    ),
+    "zero points are not less 1": (
+        f"{EXCHANGED}/gptq",
+        "reference.py",
+        r"(def decode_zero\(.*\n.*\n.*), offset=-1\)",
+        r"\1, offset=0)",
+        ("decode", "quantize"),
+    ),
+    "a bias is taken away": (
+        f"{EXCHANGED}/q4_1",
+        "reference.py",
+        r" \+ num\.per_element\(zero",
+        " - num.per_element(zero",
+        ("decode", "dequantize"),
     ),
     "products read one orientation": (
         "mxfp8",
