@@ -109,6 +109,8 @@ def random_spec(seed: int) -> Spec | None:
         data: dict[str, object] = {"layout": " ".join(axes)}
         if chance.random() < 0.5:
             data["pad"] = [chance.choice([1, 5, 32]), chance.choice([8, 16, 32])]
+        if chance.random() < 0.2:
+            data |= {"swizzle": "x (y z) -> (x y) z", "z": chance.sample(range(8), 8)}
         kept = [axis for axis in chance.sample("mk", 2) if block[axis] != "all"]
         divisors = {axis: [d for d in range(1, 17) if block[axis] % d == 0] for axis in kept}
         steps = {axis: chance.choice(divisors[axis]) for axis in kept}

@@ -32,10 +32,10 @@ def test_cells_are_those_of_the_index_map(path: Path) -> None:
         if is_swizzled(plan.layout, buffer):
             assert isinstance(swizzled, list)
             values = swizzled
-        elif buffer.plane.bits >= 8:
-            values = [values[0] for values in by_byte[:: buffer.plane.bits // 8]]
+        elif buffer.bits >= 8:
+            values = [values[0] for values in by_byte[:: buffer.bits // 8]]
         else:  # a code that continues in the next byte is in both
-            codes = itertools.chain.from_iterable(by_byte[: 512 * buffer.plane.bits // 8])
+            codes = itertools.chain.from_iterable(by_byte[: 512 * buffer.bits // 8])
             values = [value for value, _ in itertools.groupby(codes)]
         expected = [f"{value[0]},{value[1]}" for value in values[:512] if value is not None]
         assert [cell.text for cell in cells] == expected, buffer.name

@@ -9,6 +9,7 @@ import numpy as np
 from places import EXCHANGED, SPECS, UNSHIPPED
 
 from layoutc.build import operands, pipeline
+from layoutc.conformance.model.placing import in_order
 from layoutc.explorer import data, page
 from layoutc.layout.layout import Buffer, Layout, Plane, is_swizzled
 from layoutc.plan.plan import Plan
@@ -68,7 +69,8 @@ def laid_out(buffer: Buffer, m: int, k: int) -> np.ndarray:
     whole = whole.T if [dim.axis for dim in buffer.dims] == ["k", "m"] else whole
     whole = whole.ravel() if len(buffer.dims) == 1 else whole
     pads = [(0, -size % dim.multiple) for size, dim in zip(whole.shape, buffer.dims, strict=True)]
-    return np.pad(whole, pads)
+    padded = np.pad(whole, pads)
+    return padded if buffer.swizzle is None else in_order(buffer.swizzle, padded)
 
 
 def as_read(layout: Layout, buffer: Buffer, m: int, k: int) -> np.ndarray:

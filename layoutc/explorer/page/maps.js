@@ -8,9 +8,9 @@ const product = (numbers) => numbers.reduce((all, one) => all * one, 1);
 const replaced = (list, at, count, ...items) => [...list.slice(0, at), ...items, ...list.slice(at + count)];
 
 // A dim's parts, of which number `rest` takes what the sizes leave; a number's digits in parts, and back; items by counts.
-const partsOf = (size, sizes, rest) => replaced(sizes, rest, 0, size / product(sizes));
-const number = (digitsOf, parts) => digitsOf.reduce((sum, digit, at) => sum * parts[at] + digit, 0);
-function digits(value, parts) {
+const splitSizes = (size, sizes, rest) => replaced(sizes, rest, 0, size / product(sizes));
+const fromDigits = (list, parts) => list.reduce((sum, digit, at) => sum * parts[at] + digit, 0);
+function toDigits(value, parts) {
   const found = [];
   for (const size of [...parts].reverse()) {
     found.unshift(value % size);
@@ -18,7 +18,7 @@ function digits(value, parts) {
   }
   return found;
 }
-function grouped(items, counts) {
+function inGroups(items, counts) {
   let at = 0;
   return counts.map((count) => items.slice(at, (at += count)));
 }
@@ -50,11 +50,11 @@ const STEPS = {
     origin: (index, shape) => (index.some((i, d) => i >= shape[d]) ? null : index),
   },
   split: {
-    shape: (shape, dim, sizes, rest = 0) => replaced(shape, dim, 1, ...partsOf(shape[dim], sizes, rest)),
-    images: (index, shape, dim, sizes, rest = 0) => [replaced(index, dim, 1, ...digits(index[dim], partsOf(shape[dim], sizes, rest)))],
+    shape: (shape, dim, sizes, rest = 0) => replaced(shape, dim, 1, ...splitSizes(shape[dim], sizes, rest)),
+    images: (index, shape, dim, sizes, rest = 0) => [replaced(index, dim, 1, ...toDigits(index[dim], splitSizes(shape[dim], sizes, rest)))],
     origin(index, shape, dim, sizes, rest = 0) {
-      const parts = partsOf(shape[dim], sizes, rest);
-      return replaced(index, dim, parts.length, number(index.slice(dim, dim + parts.length), parts));
+      const parts = splitSizes(shape[dim], sizes, rest);
+      return replaced(index, dim, parts.length, fromDigits(index.slice(dim, dim + parts.length), parts));
     },
   },
   reorder: {
@@ -63,12 +63,12 @@ const STEPS = {
     origin: (index, shape, dim, order) => replaced(index, dim, 1, order[index[dim]]),
   },
   join: {
-    shape: (shape, counts) => grouped(shape, counts).map(product),
+    shape: (shape, counts) => inGroups(shape, counts).map(product),
     images(index, shape, counts) {
-      const sizes = grouped(shape, counts);
-      return [grouped(index, counts).map((parts, d) => number(parts, sizes[d]))];
+      const sizes = inGroups(shape, counts);
+      return [inGroups(index, counts).map((parts, d) => fromDigits(parts, sizes[d]))];
     },
-    origin: (index, shape, counts) => grouped(shape, counts).flatMap((sizes, d) => digits(index[d], sizes)),
+    origin: (index, shape, counts) => inGroups(shape, counts).flatMap((sizes, d) => toDigits(index[d], sizes)),
   },
 };
 
