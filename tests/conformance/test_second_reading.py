@@ -50,8 +50,10 @@ def test_the_independent_model_shares_no_arithmetic(module: str) -> None:
     imported = set(re.findall(r"^from (layoutc[\w.]*) import", text, flags=re.M))
     assert imported <= {f"layoutc.conformance.model.{name}" for name in ("codes", "hadamard", "philox", "weights")} | {
         "layoutc.spec.formats",
+        "layoutc.spec.notation",
         "layoutc.layout.layout",
     }
     assert "torch" not in re.findall(r"^(?:import|from) (\w+)", text, flags=re.M)
-    for line_ in re.findall(r"^from layoutc\.(?:spec\.formats|layout\.layout) import (.*)", text, flags=re.M):
-        assert set(line_.split(", ")) <= {"Format", "Layout", "Plane", "Quantization", "Source", "Buffer", "Transform"}
+    for line_ in re.findall(r"^from layoutc\.(?:spec\.\w+|layout\.layout) import (.*)", text, flags=re.M):
+        types = {"Format", "Layout", "Plane", "Quantization", "Source", "Buffer", "Swizzle", "Transform"}
+        assert set(line_.split(", ")) <= types
