@@ -1,6 +1,6 @@
 """How long a folder of another program takes to load and to write, beside plain reads and writes of the same bytes.
 
-    python tests/bench/files.py --gib 2 --folder /tmp/files
+    python tests/bench/files.py --gib 2 --folder files_bench
 
 One process, on the CPU. The files are read once before anything is timed, so that all reads come from memory. Bytes are
 compared first.
