@@ -5,7 +5,8 @@
 Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU), each sharded as one group and, unless
 --eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
 the peak of memory, the loss after the steps, the last fifth of steps over the first, and bytes that are allocated after
-the last step and were not after the first; with --profile, where the card's time goes in one step. `layoutc:RECIPE`
+the last step and were not after the first; with --profile, where the card's time goes in one step, and with --trace a
+trace of it for each variant. `layoutc:RECIPE`
 are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low
 precision. `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
 has that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,7 +186,10 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
             _wait(device)
             times.append((time.perf_counter() - began) * 1e3)
             held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
-        parts = _parts(step) if options.profile and device.type == "cuda" else {}
+        parts = {}
+        if (options.profile or options.trace) and device.type == "cuda":
+            name = f"{variant}_batch_{batch}".replace(":", "_")
+            parts = _parts(step, Path(options.trace, f"{name}.json.gz") if options.trace else None)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     fifth = -(-len(times) // 5)
     later = statistics.median(times[-fifth:]) / statistics.median(times[:fifth])
@@ -212,24 +217,42 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _parts(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of the card in one step, by kind of kernel; kinds overlap, and idle is what no kernel covers."""
+def _parts(step: Callable[[], None], trace: Path | None) -> dict[str, float]:
+    """Milliseconds of the card in one step, by kind of kernel, and how many of them nothing of another kind covers.
+
+    Idle is what no kernel covers. The first rank writes the trace.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
+    if trace is not None and dist.get_rank() == 0:
+        profile.export_chrome_trace(str(trace))
     spans = [
         (e.time_range.start, e.time_range.end, e.name.lower()) for e in profile.events() if e.device_time_total > 0
     ]
-    found: dict[str, float] = {}
+    of_kind: dict[str, list[tuple[float, float]]] = {}
     for start, end, name in spans:
         kind = next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
-        found[kind] = found.get(kind, 0) + (end - start) / 1e3
-    busy, until = 0.0, 0.0
-    for start, end, _ in sorted(spans):
-        busy += max(0.0, end - max(start, until))
+        of_kind.setdefault(kind, []).append((start, end))
+    every = [(start, end) for start, end, _ in spans]
+    busy = _covered(every)
+    found = {}
+    for kind, those in sorted(of_kind.items()):
+        found[kind] = sum(end - start for start, end in those)
+        found[f"{kind} alone"] = busy - _covered(
+            [span for other in of_kind if other != kind for span in of_kind[other]]
+        )
+    found["idle"] = max(end for _, end in every) - min(start for start, _ in every) - busy
+    return {kind: round(microseconds / 1e3, 2) for kind, microseconds in found.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """How much of time the spans cover together."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
         until = max(until, end)
-    whole = max(end for _, end, _ in spans) - min(start for start, *_ in spans)
-    return {kind: round(ms, 2) for kind, ms in sorted(found.items())} | {"idle": round((whole - busy) / 1e3, 2)}
+    return covered
 
 
 def main() -> None:
@@ -244,6 +267,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--trace", help="a folder for traces of a step, for Perfetto or chrome://tracing")
     parser.add_argument("--saves", choices=("quantized", "input"), help="what products in low precision keep of inputs")
     parser.add_argument("--json")
     options = parser.parse_args()
