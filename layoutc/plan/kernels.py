@@ -150,10 +150,13 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
     sources = tuple(_source_kernel(source, layout, fused_moves) for source in layout.sources)
     choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
     chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
+    in_words = {one: all(_nibbles(source.quantization, layout) for source in written) for _, one, written in chosen}
     quantize = QuantizeKernel(
-        tiles=tuple((size, one, quantize_tile(written, size)) for size, one, written in chosen),
+        tiles=tuple((size, one, quantize_tile(written, size, in_words[one])) for size, one, written in chosen),
         buffer_tiles=tuple(
-            (size, one, buffer_tile(written, size, moves)) for size, one, written in chosen if not_fused is None
+            (size, one, buffer_tile(written, size, in_words[one], moves))
+            for size, one, written in chosen
+            if not_fused is None
         ),
         not_fused=not_fused,
         not_batched=_not_batched(layout),

@@ -26,9 +26,14 @@ class Tile:
     covers: tuple[int, int] | None = None
 
 
-def quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
-    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x."""
-    return _with_room(_quantize_tile(sources, itemsize), sources)
+def quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> Tile:
+    """The tile of a program that quantizes, which holds whole blocks of all sources. itemsize: bytes per value of x.
+
+    in_words: codes of 4 bits are made eight at a time, a word each. Only then may a thread have two pieces of a row:
+    pairs of codes would be stored as bytes, which lie in a thread by pieces first, and Triton 3.6 and 3.7 mix up such
+    bytes where threads of a warp exchange them (a conversion of layouts by shuffles).
+    """
+    return _with_room(_quantize_tile(sources, itemsize, in_words), sources)
 
 
 def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
@@ -40,7 +45,7 @@ def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
     return replace(tile, warps=2 * tile.warps, registers=None)
 
 
-def _quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
+def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> Tile:
     """As quantize_tile, of sources that round to nearest.
 
     Measured at 8192 x 8192. All rows of a block should be in one warp, since a reduction across warps goes through
@@ -60,7 +65,7 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
     if block_m == 1:
         reason = "blocks lie along rows: long rows"
         rows, columns, run, warps = 4, 1024, 1, 4
-        if bits <= 4 and not any(source.quantization.element.integer for source in sources):
+        if in_words:
             reason = "blocks along rows, codes of 4 bits: two pieces fill a word"
             rows, columns, run, warps = (4, 512, 2, 1) if wide else (1, 2048, 2, 1)
         if block_k > columns:
@@ -88,7 +93,7 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int) -> Tile:
     if bits == 4 and block_k == 1:
         return Tile(block_m, max(block_k, 4096 // block_m), 1, 1, None, rows_reason)
     if bits == 4:
-        return Tile(block_m, max(block_k, 8192 // block_m), 2, 4, None, rows_reason)
+        return Tile(block_m, max(block_k, 8192 // block_m), 2 if in_words else 1, 4, None, rows_reason)
     return Tile(block_m, max(block_k, (4096 if bits == 6 else 8192) // block_m), 1, 2, None, rows_reason)
 
 
@@ -117,18 +122,18 @@ def dequantize_tile(source: Source) -> Tile:
     return Tile(block_m, max(block_k, 4096 // block_m), 1, 2, None, "one row of blocks")
 
 
-def buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...]) -> Tile:
+def buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves: tuple[Move, ...]) -> Tile:
     """As quantize_tile, for a program that writes buffers.
 
     If codes are transposed, it has enough rows to write whole sectors of the transposed codes. More rows and warps cost
     more in traffic through shared memory than they gained.
     """
-    return _with_room(_buffer_tile(sources, itemsize, moves), sources)
+    return _with_room(_buffer_tile(sources, itemsize, in_words, moves), sources)
 
 
-def _buffer_tile(sources: Sequence[Source], itemsize: int, moves: tuple[Move, ...]) -> Tile:
+def _buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves: tuple[Move, ...]) -> Tile:
     """As buffer_tile, of sources that round to nearest."""
-    least = _quantize_tile(sources, itemsize)
+    least = _quantize_tile(sources, itemsize, in_words)
     span = widest(moves)
     width = max([span, *(source.quantization.block.k or 1 for source in sources)])
     if not any(isinstance(move, CodeMove) for move in moves):

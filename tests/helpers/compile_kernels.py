@@ -3,11 +3,12 @@
 Names of recipes may follow (`all`, if none, are those that are shipped), RECIPE/KERNEL with `*` for those of its
 kernels, `amaxes` (of batches and of whole rows; in `all`), and `checks`: what compares a card's conversions with
 arithmetic.
-Each line has the kernel's registers, bytes of stack, bits of its global accesses and the conversions it asks for; of
-kernels that use a stack or that `--count` names (RECIPE/KERNEL, or `all`), the machine code is read as well: spills,
-conversions, instructions for each element. That takes as long as compiling. A process of its own, since the
-interpreter that other tests start can't be turned off again; `--serve` answers lists of these arguments, a line each,
-and ends each answer with an empty line (tests/helpers/kernel_compiler.py).
+Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
+whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
+(RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. That
+takes as long as compiling. A process of its own, since the interpreter that other tests start can't be turned off
+again; `--serve` answers lists of these arguments, a line each, and ends each answer with an empty line
+(tests/helpers/kernel_compiler.py).
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ def figures(kernel: Any, tile: Tile, count: bool) -> dict[str, Any]:
         "stack": stack,
         "accesses": sorted({f"{way} {int(many or 1) * int(bits)}" for way, many, bits in accesses}),
         "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
+        # As Triton 3.6 and 3.7 exchange bytes that lie in a thread in another order, which comes out mixed up.
+        "mixes_bytes": bool(re.search(rf"\b({0x3120}|{0x7564})\b", kernel.asm["ptx"])),
     }
     if not code:
         return found

@@ -71,6 +71,7 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     names += [f"{recipe}/{kernel}" for recipe, kernel in {**budgets, **BUDGETS_BY_CHANCE} if recipe and not EVERY]
     names += [] if is_old else ["checks"]
     found = compiled(capability, *names, count={**budgets, **BUDGETS_BY_CHANCE})
+    assert [(one["recipe"], one["kernel"]) for one in found if one["mixes_bytes"]] == []
     if is_old or EVERY:
         check_other_sizes([one for one in found if one["recipe"] in OTHER_SIZES])
     check_by_chance([one for one in found if one["recipe"] == BY_CHANCE])
