@@ -29,6 +29,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 #: Inside, functions get tensors of classes with a `__torch_function__` of their own as if they had none.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
+#: The innermost transform of torch.func (grad, vmap, ...) that calls are made in; None outside of all.
+transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
 #: The product of two quantized matrices: `torch.nn.functional.scaled_mm`, with enums as numbers.
 scaled_mm: Callable[..., Tensor] = torch.ops.aten._scaled_mm_v2.default
 

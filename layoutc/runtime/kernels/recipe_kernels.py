@@ -261,23 +261,28 @@ class Kernels:
     # ----------------------------------------------------------------------------------------------------- dequantize
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        planes = launch.readable(planes)
-        read = {name: planes[name] for name in ("amax", *self._written) if name in planes}
+        read = self.read_of(launch.readable(planes))
         out = torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
         if m and k:
-            key = m, k, out.device, orientation, dtype, tuple(read)
-            if (bound := self._reading.get(key)) is None:
-                bound = self._reading[key] = self._dequantizing(out, read, orientation)
-            bound(out, *read.values())
+            self.dequantizing(out, read, orientation)(out, *read.values())
         return out
 
-    def _dequantizing(self, out: Tensor, planes: Planes, orientation: str) -> Bound:
-        (m, k), (tile_m, tile_k, warps) = out.shape, self.dequantize_sizes[orientation]
-        serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
-        kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
-        constants = Constants((self.dequantize_tile, *serves, tile_m, tile_k, *kind))
-        args = (out, m, k, planes.get("amax"), *map(planes.get, self._planes))
-        return Bound(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
+    def read_of(self, planes: Planes) -> dict[str, Tensor]:
+        """The planes that dequantizing reads, in its order."""
+        return {name: planes[name] for name in ("amax", *self._written) if name in planes}
+
+    def dequantizing(self, out: Tensor, read: Planes, orientation: str) -> Bound:
+        """The launch that dequantizes such planes into such a tensor, (m, k), kept for the next of them."""
+        (m, k), key = out.shape, (*out.shape, out.device, orientation, out.dtype, tuple(read))
+        if (bound := self._reading.get(key)) is None:
+            tile_m, tile_k, warps = self.dequantize_sizes[orientation]
+            serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
+            kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
+            constants = Constants((self.dequantize_tile, *serves, tile_m, tile_k, *kind))
+            args = (out, m, k, read.get("amax"), *map(read.get, self._planes))
+            bound = Bound(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
+            self._reading[key] = bound
+        return bound
 
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(

@@ -1,20 +1,27 @@
-"""F.linear of quantized weights, as autograd and torch.compile see it: one function, two operators.
+"""F.linear of quantized weights, as autograd and torch.compile see it.
 
-The operators take the weight itself, so that a traced graph asks its class, and sees what is inside of them:
-quantizing, laying out, scaled_mm. Eager calls go to the class directly, since a torch operator costs several
-microseconds.
+In low precision, it is one function and two operators. These take the weight itself, so that a traced graph asks its
+class, and sees what is inside of them: quantizing, laying out, scaled_mm. Eager calls go to the class directly, since a
+torch operator costs several microseconds.
+
+Dequantized, an eager call is one function as well, and traces are left to the class. As torch divides F.linear up,
+eager calls would ask the class for a transposed weight and a product, in forward and again in backward, and make a
+tensor for each transposed weight: several times what a plain weight takes of the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime import product_mode as mode
@@ -22,8 +29,9 @@ from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import linear
 from layoutc.runtime.products.choice import Keeps, keeps
 from layoutc.runtime.quantize.weights import FLOATS
-from layoutc.runtime.torch_private import AsyncCollectiveTensor, without_torch_function
+from layoutc.runtime.torch_private import AsyncCollectiveTensor, transform, without_torch_function
 from layoutc.runtime.weight import operators
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 def _no_weight(*_: Any) -> Any:
@@ -74,6 +82,44 @@ class LowPrecisionLinear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
+class DequantizedLinear(torch.autograd.Function):
+    """x w^T + bias with the values of a quantized weight, in x's dtype. Gradients of x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        """x (..., k), weight (m, k), bias (m,) -> (..., m)."""
+        needs_input, trains = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if trains else None, weight if needs_input else None)
+        return F.linear(x, values_of(weight, "rowwise", x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of those that need one: products of the class where they are differentiated again."""
+        x, weight = ctx.saved_tensors
+        needs_input, trains, needs_bias = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_input = of_weight = None
+        with without_torch_function():
+            if needs_input:
+                values = weight if torch.is_grad_enabled() else values_of(weight, "columnwise", grad.dtype)
+                of_input = (flat @ values).view(*grad.shape[:-1], weight.shape[1])
+            if trains:
+                of_weight = flat.t() @ x.reshape(-1, x.shape[-1])
+        return of_input, of_weight, flat.sum(0) if needs_bias else None
+
+
+def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
+    """The values of a whole weight (m, k): by what its last launch has left, else as any dequantizing."""
+    reading = weight._readings.get((orientation, dtype))
+    if reading is not None and not weight._writes.waiting and (values := reading(weight._planes)) is not None:
+        return values  # type: ignore[no-any-return]
+    found: Tensor = weight._dequantize(orientation, dtype)
+    planes = weight._planes
+    if isinstance(planes, dict) and not weight._halo.rows:
+        weight._readings[orientation, dtype] = weight._reading(planes, weight._matrix, orientation, dtype)
+    return found
+
+
 def arrived(x: Tensor) -> Tensor:
     """x itself, where it is the result of a collective that may still be under way: kernels take plain tensors."""
     waited: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
@@ -98,17 +144,37 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """`__torch_function__` of recipes that have products: FUNCTIONS in low precision, all others as they are."""
+    """`__torch_function__` of recipes: FUNCTIONS as one function each, all others as they are."""
+    if func is torch.autograd.grad and (by_edges := _by_edges(*args, **(kwargs or {}))) is not None:
+        return by_edges()
     multiply = FUNCTIONS.get(func)
     with without_torch_function():  # inside, a weight's shape is no call of this function
         made = None if multiply is None else multiply(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
 
 
-def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear in low precision; None for what is no linear layer with a weight that is multiplied so."""
-    if not hasattr(weight, "LAYOUT") or (how := mode.of(weight)) == "dequantize":
+def _by_edges(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> partial[Any] | None:
+    """torch.autograd.grad with the edges of weights, so that it is no call of this function; None where it must be.
+
+    Inside of such a call, layers that activation checkpointing runs again would not be the functions that forward had.
+    """
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    others = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if any(hasattr(one, "LAYOUT") for one in others) or kwargs.get("materialize_grads"):
         return None
+    with without_torch_function():
+        if not all(one.requires_grad for one in tensors if isinstance(one, Tensor)):
+            return None
+        edges = [get_gradient_edge(one) if hasattr(one, "LAYOUT") else one for one in tensors]
+    return partial(torch.autograd.grad, outputs, edges, *args, **kwargs)
+
+
+def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+    """F.linear as one function; None for what is no linear layer with a weight that is multiplied so."""
+    if not hasattr(weight, "LAYOUT"):
+        return None
+    if (how := mode.of(weight)) == "dequantize":
+        return _dequantized(input, weight, bias)
     if input.is_floating_point() and autocasts(input):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     if hasattr(input, "LAYOUT") or isinstance(input, DTensor):
@@ -120,5 +186,22 @@ def _multiplied(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor |
     return out
 
 
-# What has products in low precision: None where a call is not one. `experts` adds those of 3-D weights.
+def _dequantized(x: Any, weight: Any, bias: Any) -> Tensor | None:
+    """F.linear by dequantized values; None for what the class must see by itself: traces, transforms, other classes."""
+    if type(x) is not Tensor or not isinstance(weight, QuantizedTensor) or weight._transposed or weight.dim() != 2:
+        return None
+    if x.dtype is not weight.dtype or x.dim() < 2 or x.shape[-1] != weight.shape[1] or x.layout is not torch.strided:
+        return None
+    if bias is not None and (type(bias) not in (Tensor, nn.Parameter) or bias.dtype is not x.dtype):
+        return None
+    if x.is_nested or operators.traced(x) or transform() is not None or forward_ad._current_level >= 0:
+        return None
+    if autocasts(x) or torch.is_inference_mode_enabled():
+        return None
+    if not torch.is_grad_enabled():
+        return F.linear(x, values_of(weight, "rowwise", x.dtype), bias)
+    return DequantizedLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# What is one function: None where a call is not one. `experts` adds products of 3-D weights.
 FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {F.linear: _multiplied}

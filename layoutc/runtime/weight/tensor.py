@@ -69,6 +69,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
     _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
+    _readings: dict[tuple[str, torch.dtype], Any]  # by orientation: `kernels.reading.Reading`, what does the last again
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
@@ -107,7 +108,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         self._name = self._home = None
         self._writes, self._part = Writes(planes=planes), None
         self._common, self._peers, self._products = frozenset(), None, None
-        self._halo, self._padding, self._sent, self._steady = halo, NOT_PADDED, None, None
+        self._halo, self._padding, self._sent, self._steady, self._readings = halo, NOT_PADDED, None, None, {}
         return self
 
     # -------------------------------------------------------------------------------------------- making others like it

@@ -1,0 +1,213 @@
+"""F.linear of quantized weights in high precision: the bits of torch's own way through the class, in one function."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import layoutc
+from layoutc.runtime.kernels import reading
+from layoutc.runtime.products import autograd
+from layoutc.runtime.torch_private import without_torch_function
+
+# Codes of both orientations and of one, packed codes, no products in low precision, one orientation.
+RECIPES = ("fp8_block", "mxfp8", "nvfp4", "int4_group32", "mxfp8_frozen")
+SHAPES = [(64,), (2, 3)]
+Linear = Callable[..., Tensor]
+
+
+def through_the_class(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As torch divides F.linear up: a transposed weight and a product."""
+    with without_torch_function():
+        return F.linear(x, weight, bias)
+
+
+def case(name: str, shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool) -> tuple[Tensor, Any, Tensor | None]:
+    generator = torch.Generator().manual_seed(3)
+    recipe = importlib.import_module(f"layoutc.recipes.{name}")
+    weight = nn.Parameter(recipe.quantize(torch.randn(256, 128, generator=generator).to(dtype)))
+    x = torch.randn(*shape, 128, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(256, generator=generator).to(dtype).requires_grad_() if with_bias else None
+    return x, weight, bias
+
+
+def results(linear: Linear, x: Tensor, weight: Any, bias: Tensor | None) -> list[Tensor]:
+    """The output, and the gradients of all that has one."""
+    out = linear(x, weight, bias)
+    wanted = [one for one in (x, weight, bias) if one is not None and one.requires_grad]
+    return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_outputs_and_gradients_have_the_bits_of_the_class(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool
+) -> None:
+    x, weight, bias = case(name, shape, dtype, with_bias)
+    assert type(F.linear(x, weight, bias).grad_fn).__name__ == "DequantizedLinearBackward"
+    for found, expected in zip(
+        results(F.linear, x, weight, bias), results(through_the_class, x, weight, bias), strict=True
+    ):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    with torch.no_grad():
+        assert torch.equal(F.linear(x, weight, bias), F.linear(x, weight._dequantize("rowwise", dtype), bias))
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_what_needs_no_gradient_has_none_and_is_not_kept(frozen: str) -> None:
+    x, weight, bias = case("fp8_block", (5,), torch.bfloat16, True)
+    {"x": x, "weight": weight, "bias": bias}[frozen].requires_grad_(False)
+    for found, expected in zip(
+        results(F.linear, x, weight, bias), results(through_the_class, x, weight, bias), strict=True
+    ):
+        assert torch.equal(found, expected)
+    kept = F.linear(x, weight, bias).grad_fn.saved_tensors
+    assert [one is None for one in kept] == [frozen == "weight", frozen == "x"]
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+def test_gradients_are_differentiated_again(name: str) -> None:
+    x, weight, bias = case(name, (7,), torch.float32, True)
+
+    def of_gradient(linear: Linear) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(linear(x, weight, bias).pow(3).sum(), (x, weight), create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), (x, weight, bias))
+
+    for found, expected in zip(of_gradient(F.linear), of_gradient(through_the_class), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_transforms_autocast_and_other_dtypes_are_left_to_the_class() -> None:
+    x, weight, _ = case("fp8_block", (5,), torch.float32, False)
+    detached, frozen = x.detach(), weight.detach()
+    by_function = torch.func.grad(lambda one: F.linear(one, frozen).square().sum())(detached)
+    assert torch.equal(by_function, results(through_the_class, x, weight, None)[1])
+    assert torch.equal(torch.func.vmap(lambda one: F.linear(one, frozen))(detached), F.linear(detached, frozen))
+    _, tangent = torch.func.jvp(lambda one: F.linear(one, frozen), (detached,), (torch.ones_like(detached),))
+    assert torch.equal(tangent, F.linear(torch.ones_like(detached), frozen))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = F.linear(x, weight)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, F.linear(x.bfloat16(), weight._dequantize("rowwise", torch.bfloat16)))
+    half = x.detach().bfloat16()
+    assert torch.equal(F.linear(half, weight), F.linear(half, weight._dequantize("rowwise", torch.bfloat16)))
+    with torch.inference_mode():
+        assert torch.equal(F.linear(detached, weight), F.linear(detached, weight._dequantize("rowwise", torch.float32)))
+
+
+@pytest.mark.parametrize("products", ["dequantize", "low"])
+@pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "autograd.grad"])
+def test_checkpointed_layers_have_the_same_gradients(by_grad: bool, products: Any) -> None:
+    """Also where torch.autograd.grad is given the weight, and so is itself a call of the weight's class."""
+    x, weight, bias = case("mxfp8", (2, 32), torch.bfloat16, True)
+
+    def recomputed(*args: Any) -> Tensor:
+        return checkpoint(F.linear, *args, use_reentrant=False)  # type: ignore[return-value]
+
+    with layoutc.products(products):
+        expected = results(F.linear, x, weight, bias)[1:]
+        if by_grad:
+            found = results(recomputed, x, weight, bias)[1:]
+        else:
+            recomputed(x, weight, bias).square().sum().backward()
+            found = [one.grad for one in (x, weight, bias)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_gradients_by_name_of_one_weight_and_of_none() -> None:
+    x, weight, _ = case("fp8_block", (5,), torch.float32, False)
+    other = torch.ones(2, requires_grad=True)
+    out = F.linear(x, weight).sum()
+    expected = torch.autograd.grad(through_the_class(x, weight, None).sum(), weight)
+    assert torch.equal(torch.autograd.grad(out, weight, retain_graph=True)[0], expected[0])
+    named = torch.autograd.grad(outputs=out, inputs=[weight, other], allow_unused=True, retain_graph=True)
+    assert torch.equal(named[0], expected[0])
+    assert named[1] is None
+    zeros = torch.autograd.grad(out, [other, weight], allow_unused=True, materialize_grads=True, retain_graph=True)
+    assert not zeros[0].any()
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(out, [weight, other], retain_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(out, weight.detach())
+
+
+def test_a_wrong_width_is_refused_in_torchs_words() -> None:
+    _, weight, _ = case("fp8_block", (5,), torch.float32, False)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        F.linear(torch.ones(3, 127), weight)
+
+
+# ----------------------------------------------------------------------------------------------- launches that are kept
+class Launched:
+    """In place of a bound launch: writes how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, out: Tensor, *planes: Tensor) -> None:
+        self.calls += 1
+        out.fill_(self.calls)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[reading.Reading, dict[str, Tensor], Launched]:
+    """A kept launch of two planes on the CPU, whose device has no number."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    planes = {"data": torch.zeros(64, dtype=torch.uint8), "scale": torch.zeros(4)}
+    launched = Launched()
+    bound: Any = launched
+    return reading.Reading(bound, planes, (8, 8), torch.bfloat16), planes, launched
+
+
+def test_a_kept_launch_follows_memory_that_is_freed_and_allocated_anew(kept: Any) -> None:
+    """As FSDP2 does after each pass: freed planes are for the ordinary way, which says so."""
+    again, planes, launched = kept
+    out = again(planes)
+    assert out.shape == (8, 8)
+    assert out.dtype == torch.bfloat16
+    assert out[0, 0] == 1
+    storage = planes["data"].untyped_storage()
+    storage.resize_(0)
+    assert again(planes) is None
+    storage.resize_(64)
+    assert again(planes)[0, 0] == 2 == launched.calls
+
+
+def test_a_kept_launch_is_not_for_other_planes_devices_or_addresses(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    again, planes, launched = kept
+    assert again({**planes, "data": planes["data"].clone()}) is None
+    assert again({"data": planes["data"]}) is None
+    planes["data"].set_(torch.zeros(68, dtype=torch.uint8)[1:65])
+    assert again(planes) is None
+    planes["data"].set_(torch.zeros(64, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert again(planes) is None
+    assert launched.calls == 0
+
+
+def test_a_kept_launch_keeps_no_plane_alive(kept: Any) -> None:
+    again, planes, _ = kept
+    shapes = {name: plane.shape for name, plane in planes.items()}
+    planes.clear()
+    assert again({name: torch.zeros(shape) for name, shape in shapes.items()}) is None
+    assert all(reference() is None for _, reference in again._planes)
+
+
+def test_a_kept_launch_is_not_asked_while_pieces_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then reading a weight raises."""
+    _, weight, _ = case("fp8_block", (5,), torch.float32, False)
+    monkeypatch.setitem(weight._readings, ("rowwise", torch.float32), lambda planes: torch.zeros(256, 128))
+    assert not autograd.values_of(weight, "rowwise", torch.float32).any()
+    monkeypatch.setattr(weight._writes, "waiting", [object()])
+    monkeypatch.setattr(type(weight), "_dequantize", lambda *_: torch.ones(256, 128))
+    assert autograd.values_of(weight, "rowwise", torch.float32).all()
