@@ -40,6 +40,7 @@ def test_kept_launches_read_what_is_there_now(name: str, dtype: torch.dtype) -> 
     recipe = importlib.import_module(f"layoutc.recipes.{name}")
     first, second = (torch.randn(256, 512, device="cuda", dtype=dtype) for _ in range(2))
     weight = nn.Parameter(recipe.quantize(first))
+    before = {key: plane.clone() for key, plane in weight._planes.items()}  # some recipes round by chance
     x = torch.randn(3, 32, 512, device="cuda", dtype=dtype, requires_grad=True)
     other = recipe.quantize(second)._planes
     expected = {}
@@ -57,6 +58,6 @@ def test_kept_launches_read_what_is_there_now(name: str, dtype: torch.dtype) -> 
     for key, plane in weight._planes.items():
         plane.copy_(other[key])
     assert all(map(torch.equal, results(x, weight, kept=True), expected["second"]))
-    weight._planes.update({key: one.clone() for key, one in recipe.quantize(first)._planes.items()})
+    weight._planes.update(before)
     assert all(map(torch.equal, results(x, weight, kept=True), expected["first"]))
     assert not in_the_way.any()
