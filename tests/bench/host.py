@@ -7,10 +7,11 @@ Square weights of one group, in bf16: gathered as they are, quantized (layoutc:R
 and as torchao's float8 gathers them, where torchao is installed. First, what is gathered is compared with the whole
 weights, quantized, byte for byte, before and after a step. Then all is timed by the host's clock; no stream is waited
 for in between. In us a parameter: `unshard()` and `reshard()` together; and by themselves, in runs of their own, what
-FSDP2 calls the hooks in (FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too. In ms: a
-step of fused AdamW, or of MasterWeights with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is
-what MasterWeights steps. `amaxes` is layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of
-two runs, and how far these are apart. On a CPU there are no kernels: references are timed with the rest.
+FSDP2 calls the hooks in (FSDPParam.all_gather_inputs and init_unsharded_param), which plain weights take too; `linear`
+is a linear layer's forward on 16 rows that need a gradient, by a weight that is gathered. In ms: a step of fused AdamW,
+or of MasterWeights with it. Its ratio is to plain fused AdamW on as many fp32 weights, which is what MasterWeights
+steps. `amaxes` is layoutc.precompute_amaxes, or torchao's. A figure is the mean of the medians of two runs, and how far
+these are apart. On a CPU there are no kernels: references are timed with the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import layoutc
 
 RECIPES = ("fp8_block", "mxfp8", "nvfp4", "fp8_current")
 FORMS = ("fp32", "bf16", *(f"{use}:{recipe}" for use in ("layoutc", "cast") for recipe in RECIPES), "torchao:float8")
-COLUMNS = ("gather", "pre", "post", "amaxes", "step")
+COLUMNS = ("gather", "pre", "post", "linear", "amaxes", "step")
 Figures = dict[str, float]
 
 
@@ -203,6 +204,10 @@ def measure(form: str, count: int, size: int, device: torch.device) -> Figures:
 
             clock.median(noted)
         figures |= {name: statistics.median(sums[clock.warm :]) / count * 1e6 for name, sums in each.items()}
+        model.unshard()
+        x = torch.ones(16, size, dtype=next(model.parameters()).dtype, device=device, requires_grad=True)
+        figures["linear"] = clock.median(lambda: [layer(x) for layer in model]) / count * 1e6
+        model.reshard()
         figures["step"] = clock.median(optimizer.step) * 1e3
         if amaxes is not None:
             figures["amaxes"] = clock.median(amaxes) * 1e3
@@ -218,7 +223,8 @@ def measure(form: str, count: int, size: int, device: torch.device) -> Figures:
 def table(runs: dict[str, list[Figures]]) -> Iterator[str]:
     """A line for each form: mean and spread of the runs."""
     heads = (
-        f"{'gather us':>20}{'of bf16':>9}{'pre us':>20}{'post us':>16}{'amaxes ms':>14}{'step ms':>16}{'of fp32':>9}"
+        f"{'gather us':>20}{'of bf16':>9}{'pre us':>20}{'post us':>16}{'linear us':>16}{'amaxes ms':>14}"
+        f"{'step ms':>16}{'of fp32':>9}"
     )
     yield " " * 16 + heads
     means = {form: {name: statistics.mean([run[name] for run in of]) for name in of[0]} for form, of in runs.items()}
@@ -230,8 +236,8 @@ def table(runs: dict[str, list[Figures]]) -> Iterator[str]:
         gathers = f"{means[form]['gather'] / means['bf16']['gather']:.2f}" if "bf16" in means else "-"
         steps = f"{means[form]['step'] / means['fp32']['step']:.2f}" if "fp32" in means else "-"
         yield (
-            f"{form:<16}{cells['gather']:>20}{gathers:>9}{cells['pre']:>20}{cells['post']:>16}{cells['amaxes']:>14}"
-            f"{cells['step']:>16}{steps:>9}"
+            f"{form:<16}{cells['gather']:>20}{gathers:>9}{cells['pre']:>20}{cells['post']:>16}{cells['linear']:>16}"
+            f"{cells['amaxes']:>14}{cells['step']:>16}{steps:>9}"
         )
 
 
