@@ -1,8 +1,7 @@
-"""Dequantizing the same planes again and again, as each pass does: what one launch can know of the next is kept."""
+"""Dequantizing the planes of one weight again and again: what one launch can know of the next is kept."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 import torch
@@ -14,14 +13,13 @@ from layoutc.runtime.kernels.recipe_kernels import Kernels
 
 
 class Reading:
-    """A launch for planes that stay the same tensors, while FSDP2 frees their memory and allocates it anew."""
+    """A launch for planes of a layout and a shape. They may be other tensors each time, as gathers bring them."""
 
-    __slots__ = ("_bound", "_device", "_dtype", "_planes", "_shape")
+    __slots__ = ("_bound", "_device", "_dtype", "_names", "shape")
 
     def __init__(self, bound: Bound, planes: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """planes: what the launch reads, in its order, as kernels read them. They are not kept alive."""
-        self._bound, self._shape, self._dtype = bound, shape, dtype
-        self._planes = tuple((name, weakref.ref(plane)) for name, plane in planes.items())
+        """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
+        self._bound, self._names, self.shape, self._dtype = bound, tuple(planes), shape, dtype
         self._device = next(iter(planes.values())).device
 
     @classmethod
@@ -43,19 +41,19 @@ class Reading:
     def __call__(self, planes: Mapping[str, Tensor]) -> Tensor | None:
         """The (m, k) values; None if anything is not as it was: then the ordinary way finds out what it is.
 
-        That is: other planes, freed or misaligned memory, or another current device.
+        That is: planes that are missing, freed, strided, misaligned or on another device, or another current device.
         """
-        found = []
-        for name, before in self._planes:
+        index, found = self._device.index, []
+        for name in self._names:
             plane = planes.get(name)
-            if plane is None or plane is not before():
+            if plane is None or not plane.is_contiguous() or plane.device.index != index:
                 return None
             address = plane.data_ptr()
             if address == 0 or address & 3:
                 return None
             found.append(plane)
-        if torch.cuda.current_device() != self._device.index:
+        if torch.cuda.current_device() != index:
             return None
-        out = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        out = torch.empty(self.shape, dtype=self._dtype, device=self._device)
         self._bound(out, *found)
         return out

@@ -110,13 +110,14 @@ class DequantizedLinear(torch.autograd.Function):
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
     """The values of a whole weight (m, k): by what its last launch has left, else as any dequantizing."""
+    planes, matrix = weight._planes, weight._matrix
+    if not isinstance(planes, dict) or weight._halo.rows or weight._writes.waiting:
+        return weight._dequantize(orientation, dtype)
     reading = weight._readings.get((orientation, dtype))
-    if reading is not None and not weight._writes.waiting and (values := reading(weight._planes)) is not None:
+    if reading is not None and reading.shape == matrix and (values := reading(planes)) is not None:
         return values  # type: ignore[no-any-return]
     found: Tensor = weight._dequantize(orientation, dtype)
-    planes = weight._planes
-    if isinstance(planes, dict) and not weight._halo.rows:
-        weight._readings[orientation, dtype] = weight._reading(planes, weight._matrix, orientation, dtype)
+    weight._readings[orientation, dtype] = weight._reading(planes, matrix, orientation, dtype)
     return found
 
 

@@ -69,7 +69,7 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
     _products: Mode | None  # how it is multiplied by its own choice; None: as is set for all weights
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
-    _readings: dict[tuple[str, torch.dtype], Any]  # by orientation: `kernels.reading.Reading`, what does the last again
+    _readings: dict[tuple[str, torch.dtype], Any]  # by orientation: `kernels.reading.Reading`, a launch that is kept
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
