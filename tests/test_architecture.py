@@ -41,7 +41,8 @@ COMPILER = {
     "emit": ("spec layout plan", "jinja2"),
     "report": ("ints diagnostics spec layout plan estimate checkpoint checkpoint.common", "rich"),
     "explorer": ("ints spec layout plan report", ""),
-    "report.budgets": ("models budget report", "matplotlib"),
+    "charts": ("", "matplotlib"),
+    "report.budgets": ("models budget report charts", "matplotlib"),
     "build": ("diagnostics spec spec.checks layout plan emit", "click"),
 }
 RUNTIME = {
@@ -96,8 +97,8 @@ ABOVE = {
     ),
     "doctor": ("runtime.sharding runtime.kernels runtime.weight runtime.products runtime.train", "torch"),
     "cli": (
-        "diagnostics spec spec.checks plan estimate models budget build report report.budgets explorer checkpoint "
-        "conformance bench doctor",
+        "diagnostics spec spec.checks plan estimate models budget build report charts report.budgets explorer "
+        "checkpoint conformance bench doctor",
         "click rich resvg_py",
     ),
 }

@@ -6,6 +6,7 @@ prints: gathered weights against quantizing the whole weight, and the resumed ru
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -314,8 +315,13 @@ class _Progress:
         self._bar.advance(self._task, steps)
 
 
-def run(recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int = 2) -> bool:
-    """Starts the ranks and prints the table; true if all checks passed. Raises ValueError for an unknown recipe."""
+def run(
+    recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int = 2, as_json: bool = False
+) -> dict[str, Any]:
+    """Starts the ranks, prints the table, and returns the results; each run's `resumed` says if its checks passed.
+
+    With as_json they go to stdout as one object, and the table to stderr. Raises ValueError for an unknown recipe.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from layoutc.runtime.train.convert import recipe_class
@@ -336,11 +342,18 @@ def run(recipes: Sequence[str] = (), steps: int = DEFAULT_STEPS, processes: int 
     config = Config(chosen, steps)
     started = time.perf_counter()
     results: list[Result] = elastic_launch(launch, worker)(config)[0]
-    return report(results, config, processes, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report(results, config, processes, seconds, as_json)
+    found: dict[str, Any] = {"kind": "demo", "torch": torch.__version__, "device": device, "processes": processes}
+    found |= {"seconds": round(seconds, 1), "rows": [asdict(result) for result in results]}
+    if as_json:
+        print(json.dumps(found))
+    return found
 
 
-def report(results: list[Result], config: Config, processes: int, seconds: float) -> bool:
-    """Prints the table and the checks; true if all of them passed."""
+def report(results: list[Result], config: Config, processes: int, seconds: float, as_json: bool) -> None:
+    """Prints the table and the checks; to stderr with as_json."""
     from rich.console import Console
     from rich.table import Table
 
@@ -356,7 +369,7 @@ def report(results: list[Result], config: Config, processes: int, seconds: float
             f"{result.resident / 2**20:.2f} MiB ({result.resident / plain.resident:.2f}x)",
             f"{result.step_ms:.1f} ms",
         )
-    console = Console()
+    console = Console(stderr=as_json)
     console.print(table)
     for result in results:
         if result.name != "bf16":
@@ -366,8 +379,7 @@ def report(results: list[Result], config: Config, processes: int, seconds: float
         saved = f"saved with torch.distributed.checkpoint and resumed; the next {RESUMED_STEPS} losses {same}"
         console.print(f"{result.name}: {saved}", soft_wrap=True)
     console.print(f"{seconds:.0f} s in all")
-    return all(result.resumed for result in results)
 
 
 if __name__ == "__main__":
-    sys.exit(0 if run() else 1)
+    sys.exit(0 if all(row["resumed"] for row in run()["rows"]) else 1)

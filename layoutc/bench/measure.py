@@ -250,14 +250,15 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         shapes = [to_shape(text) for text in arguments.shape]
-        return report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
+        report(arguments.recipes, shapes, arguments.world, arguments.peers, arguments.json)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
 
 
-def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, as_json: bool) -> int:
-    """Prints what `run` finds; 0. With as_json one object goes to stdout, and what is going on to stderr."""
+def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: bool, as_json: bool) -> dict[str, Any]:
+    """Prints and returns what `run` finds. With as_json one object goes to stdout, and what is going on to stderr."""
     stream = sys.stderr if as_json else sys.stdout
 
     def say(text: str) -> None:
@@ -266,4 +267,4 @@ def report(recipes: Sequence[str], shapes: Sequence[Shape], world: int, peers: b
     results = run(recipes, shapes, world, peers, say)
     if as_json:
         print(json.dumps(results))
-    return 0
+    return results

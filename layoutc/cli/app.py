@@ -44,7 +44,7 @@ _FAMILIES = {
     "files": ("convert",),
     "plan": ("plan",),
     "doctor": ("doctor", "completion"),
-    "measure": ("bench",),
+    "measure": ("bench", "demo"),
 }
 
 
@@ -211,31 +211,6 @@ def explain(code: str | None, every: bool) -> None:
                 f"no finding has the code {code}." + (f" Did you mean {meant}?" if meant else " See: layoutc explain")
             )
         click.echo(page(entries[name]), nl=False)
-
-
-@main.command()
-@click.option("--recipe", "recipes", multiple=True, help="A recipe to train with; may be given several times.")
-@click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
-@click.option(
-    "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."
-)
-def demo(recipes: tuple[str, ...], steps: int, processes: int) -> None:
-    """Train a small transformer with quantized weights under FSDP2.
-
-    \b
-    layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
-    layoutc demo --recipe mxfp8 --recipe nvfp4 --steps 50
-    layoutc demo --processes 4
-    """
-    try:
-        from layoutc.bench.demo import run
-    except ImportError as error:
-        refuse(f"the demo needs torch with torch.distributed: {error}")
-    try:
-        passed = run(recipes=recipes, steps=steps, processes=processes)
-    except ValueError as error:
-        refuse(str(error))
-    sys.exit(0 if passed else 1)
 
 
 @main.command()

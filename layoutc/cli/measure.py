@@ -1,12 +1,15 @@
-"""The command that measures: bench. As in app.py: arguments, streams and exit codes; torch is imported when needed."""
+"""The commands that measure: bench and demo. As in app.py: arguments, streams and exit codes; torch is imported when
+needed."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
-from layoutc.cli.shared import shape_of
+from layoutc.cli.charts import chart_option, draw_again, draw_chart, written
+from layoutc.cli.shared import refuse, shape_of
 
 Shape = tuple[int, int]
 
@@ -28,7 +31,10 @@ def _shapes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 @click.option("--world", type=click.IntRange(2), default=8, show_default=True, help="Ranks that the hooks are for.")
 @click.option("--peers", is_flag=True, help="Also the recipes in plain torch, compiled; torch's operators; torchao.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
-def bench(recipes: tuple[str, ...], shapes: list[Shape], world: int, peers: bool, as_json: bool) -> None:
+@chart_option
+def bench(
+    recipes: tuple[str, ...], shapes: list[Shape], world: int, peers: bool, as_json: bool, chart: Path | None
+) -> None:
     """Time kernels against the bandwidth of this machine's card, and the all-gather hooks.
 
     Without a card the hooks alone. Where only torch and Triton are installed: python -m layoutc.bench
@@ -38,12 +44,63 @@ def bench(recipes: tuple[str, ...], shapes: list[Shape], world: int, peers: bool
     layoutc bench mxfp8 --shape 4096x14336 --shape 512x4096
     layoutc bench nvfp4 --peers               beside torch.compile and torchao
     layoutc bench --json > bench.json         for a machine
+    layoutc bench bench.json --chart bench.svg   drawn again, elsewhere
     """
+    from layoutc.charts import measured
+
+    if len(recipes) == 1 and (before := written(recipes[0])) is not None:
+        if chart is None:
+            raise click.UsageError(f"give --chart FILE: {recipes[0]} has been measured")
+        draw_again(measured.draw_kernels, recipes[0], before, chart)
+        return
     try:
         from layoutc.bench.measure import report
     except ImportError as error:
         raise click.UsageError(f"`layoutc bench` needs torch: {error}") from error
     try:
-        sys.exit(report(recipes, shapes, world, peers, as_json))
+        draw_chart(measured.draw_kernels, report(recipes, shapes, world, peers, as_json), chart)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+@click.command()
+@click.argument("result", required=False, metavar="[RESULT.json]")
+@click.option("--recipe", "recipes", multiple=True, help="A recipe to train with; may be given several times.")
+@click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; what is going on, on stderr.")
+@chart_option
+def demo(
+    result: str | None, recipes: tuple[str, ...], steps: int, processes: int, as_json: bool, chart: Path | None
+) -> None:
+    """Train a small transformer with quantized weights under FSDP2.
+
+    RESULT.json: what --json wrote before, to be drawn again.
+
+    \b
+    layoutc demo                              two processes, 60 steps in bf16, mxfp8 and nvfp4
+    layoutc demo --recipe mxfp8 --recipe nvfp4 --steps 50
+    layoutc demo --processes 4
+    layoutc demo --json > demo.json           losses of all steps, bytes
+    layoutc demo demo.json --chart demo.svg   drawn again, elsewhere
+    """
+    from layoutc.charts import measured
+
+    if result is not None:
+        before = written(result)
+        if before is None or chart is None:
+            raise click.UsageError("to draw a result again: layoutc demo RESULT.json --chart FILE")
+        draw_again(measured.draw_demo, result, before, chart)
+        return
+    try:
+        from layoutc.bench.demo import run
+    except ImportError as error:
+        refuse(f"the demo needs torch with torch.distributed: {error}")
+    try:
+        found = run(recipes=recipes, steps=steps, processes=processes, as_json=as_json)
+    except ValueError as error:
+        refuse(str(error))
+    draw_chart(measured.draw_demo, found, chart)
+    sys.exit(0 if all(row["resumed"] for row in found["rows"]) else 1)

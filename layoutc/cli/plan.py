@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import Command, spec_of, specs_option
+from layoutc.cli.charts import chart_option, draw_chart
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import MOST_RANKS, WORLDS, words_of, worlds_of
 
@@ -95,9 +96,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
-@click.option(
-    "--chart", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw to a .png, .svg or .pdf."
-)
+@chart_option
 @click.option("-q", "--quiet", is_flag=True, help="No table where a chart is drawn, and no progress.")
 def plan(
     model: str | None,
@@ -126,10 +125,8 @@ def plan(
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv both write to stdout; give one of them")
-    if chart is not None:
-        _check_chart(chart)
     from layoutc.report import tables
-    from layoutc.report.budgets import figures
+    from layoutc.report.budgets import charts, figures
 
     data = _data(model, shapes, asked, quiet)
     if as_json:
@@ -142,32 +139,7 @@ def plan(
             tables.print_rich(made)
         else:
             click.echo(tables.plain(made), nl=False)
-    if chart is not None:
-        _draw(data, chart)
-
-
-def _check_chart(chart: Path) -> None:
-    """Before any work."""
-    from importlib.util import find_spec
-
-    from layoutc.report.budgets.charts import SUFFIXES
-
-    if chart.suffix not in SUFFIXES:
-        raise click.UsageError(f"{chart} should end in {', '.join(SUFFIXES)}")
-    if find_spec("matplotlib") is None:
-        raise click.UsageError("charts need matplotlib: pip install 'layoutc[charts]', or pip install matplotlib")
-    if not chart.absolute().parent.is_dir():
-        raise click.UsageError(f"{chart.absolute().parent} is no folder to write {chart.name} to")
-
-
-def _draw(data: dict[str, Any], chart: Path) -> None:
-    from layoutc.report.budgets import charts
-
-    try:
-        lines = charts.draw(data, chart)
-    except OSError as error:
-        raise click.UsageError(f"{chart}: {error.strerror}") from error
-    click.echo(f"{chart}: {', '.join(lines)}", err=True)
+    draw_chart(charts.draw, data, chart)
 
 
 def _data(model: str | None, shapes: tuple[str, ...], asked: dict[str, Any], quiet: bool) -> dict[str, Any]:

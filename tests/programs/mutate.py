@@ -60,6 +60,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layoutc/runtime/bindings/*", ("bindings/*", "checkpoint/*")),
     ("layoutc/runtime/*", ("runtime/*", "ints/*", "distributed/*")),
     ("layoutc/conformance/*", ("conformance/*",)),
+    ("layoutc/charts/*", ("cli/test_measured_charts.py", "cli/test_plan_command.py")),
     ("layoutc/ints/*", ("ints/*", "report/test_describe.py", "runtime/test_hooks.py")),
     ("layoutc/explorer/*", ("explorer/*", "cli/*")),
     ("layoutc/estimate/*", ("estimate/*", "cli/test_estimate.py", "budget/*")),

@@ -1,7 +1,4 @@
-"""Charts of budgets, from the JSON that `layoutc plan` writes: step time and memory of a rank against ranks.
-
-Needs matplotlib, which is in the extra `charts`.
-"""
+"""Charts of budgets, from the JSON that `layoutc plan` writes: step time and memory of a rank against ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +7,9 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
+from layoutc.charts import style
 from layoutc.report.budgets.figures import figure, label
 
-SUFFIXES = (".png", ".svg", ".pdf")
-STYLE = {
-    **{"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "svg.hashsalt": "layoutc"},
-}
-MARKS = "osD^vPX*"
-# Told apart by people who see few colours, and in print by their marks.
-COLOURS = ("#404040", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 PANELS = (
     ("step_seconds", 1e3, "Step, estimated", "ms"),
     ("memory_bytes", 1e-9, "Memory of a rank, without activations", "GB"),
@@ -39,31 +29,21 @@ def _ticks(low: float, high: float) -> list[float]:
 def draw(data: Mapping[str, Any], path: Path) -> list[str]:
     """Writes the chart, and returns the names of its lines. The suffix of the path says the format.
 
-    Raises ImportError without matplotlib, ValueError for a suffix that is none of SUFFIXES, OSError as writing does.
+    Raises ImportError without matplotlib, OSError as writing does.
     """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} should end in {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("charts need matplotlib: pip install 'layoutc[charts]', or pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, rc_context
     from matplotlib.ticker import FuncFormatter
 
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for one in data["budgets"]:
         lines.setdefault(label(one), []).append(one)
     worlds = sorted({one["mesh"]["world"] for one in data["budgets"]})
-    with rc_context(STYLE):
-        drawn, places = pyplot.subplots(1, len(PANELS), figsize=(9, 3.6), layout="constrained")
+    with style.page(path, (1,) * len(PANELS), (9, 3.6)) as (drawn, places):
         for axes, (name, scale, title, unit) in zip(places, PANELS, strict=True):
             for number, (recipe, budgets) in enumerate(lines.items()):
                 ordered = sorted(budgets, key=lambda one: int(one["mesh"]["world"]))
                 x = [one["mesh"]["world"] for one in ordered]
                 y = [figure(one, name) * scale for one in ordered]
-                mark, colour = MARKS[number % len(MARKS)], COLOURS[number % len(COLOURS)]
-                axes.plot(x, y, marker=mark, color=colour, markersize=4, linewidth=1.2, label=recipe)
+                axes.plot(x, y, **style.line(number), markersize=4, linewidth=1.2, label=recipe)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
@@ -84,7 +64,4 @@ def draw(data: Mapping[str, Any], path: Path) -> list[str]:
             size=8,
             color="#606060",
         )
-        metadata = {"Date": None} if path.suffix == ".svg" else {"CreationDate": None} if path.suffix == ".pdf" else {}
-        drawn.savefig(path, dpi=200, metadata=metadata)
-        pyplot.close(drawn)
     return list(lines)

@@ -1,0 +1,70 @@
+"""--chart, and results that a command wrote before, from which it draws again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+MOST_BYTES = 64 << 20
+MOST_NAMED = 8  # lines of a chart
+Draw = Callable[[Mapping[str, Any], Path], Sequence[str]]
+
+chart_option = click.option(
+    "--chart",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    callback=lambda ctx, param, value: _checked(value),
+    help="Draw to a .png, .svg or .pdf.",
+)
+
+
+def _checked(path: Path | None) -> Path | None:
+    """Before any work."""
+    from layoutc.charts import style
+
+    if path is not None:
+        try:
+            style.check(path)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    return path
+
+
+def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:
+    """Draws, where a path was given, and says what on stderr."""
+    if path is None:
+        return
+    try:
+        lines = draw(data, path)
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+    click.echo(f"{path}: {', '.join(lines) if len(lines) <= MOST_NAMED else f'{len(lines)} lines'}", err=True)
+
+
+def draw_again(draw: Draw, name: str, data: Mapping[str, Any], path: Path) -> None:
+    """As draw_chart, of what `written` has read from a file of this name."""
+    try:
+        draw_chart(draw, data, path)
+    except ValueError as error:
+        raise click.UsageError(f"{name}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise click.UsageError(f"{name} is not whole: {type(error).__name__}: {error}") from error
+
+
+def written(name: str) -> Any | None:
+    """What a command wrote to a file with --json, if a name is that of one; None for other names."""
+    path = Path(name)
+    if path.suffix != ".json":
+        return None
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise click.UsageError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is no result of this command")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"{path} is no JSON: {error}") from error
