@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from layoutc.diagnostics.diagnostic import nearest
 
@@ -112,6 +113,15 @@ def find(name: str, folder: Path, everywhere: bool = False) -> Path:
 def by_package() -> dict[str, dict[str, Path]]:
     """The name of each shipped folder -> its specs by name."""
     return {package: {path.stem: path for path in specs_in(folder)} for package, folder in sorted(folders().items())}
+
+
+def completed(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """What a shell offers for a recipe: names of those in the folder of --specs and of shipped ones; or else files."""
+    folder = Path(context.params.get("folder") or "specs")
+    names = dict.fromkeys(
+        [path.stem for path in specs_in(folder)] + [one for specs in by_package().values() for one in specs]
+    )
+    return [CompletionItem(name) for name in names if name.startswith(begun)] or [CompletionItem(begun, type="file")]
 
 
 def _listed(shipped: dict[str, dict[str, Path]], folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from layoutc.build.lookup import Command, spec_of, specs_option
+from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.shared import MOST_RANKS, WORLDS, report, words_of, worlds_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE|SPEC]...")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE|SPEC]...", shell_complete=completed)
 @specs_option("Where recipes are looked up.")
 @click.option("--model", "preset", type=click.Choice(MODELS), default=MODELS[0], show_default=True, help="Its sizes.")
 @_size("dim", "Columns of activations, in place of the model's.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from layoutc.build.lookup import spec_of, specs_in, specs_option
+from layoutc.build.lookup import completed, spec_of, specs_in, specs_option
 from layoutc.cli.reading import content_of, plan_of, read_plan
 from layoutc.cli.shared import report, shape_of
 from layoutc.diagnostics.diagnostic import Diagnostic, has_errors, nearest, tidy
@@ -33,7 +33,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("recipes", metavar="[RECIPE|SPEC]...", nargs=-1)
+@click.argument("recipes", metavar="[RECIPE|SPEC]...", nargs=-1, shell_complete=completed)
 @specs_option("Where RECIPE is looked up.")
 @click.option(
     "--shape",

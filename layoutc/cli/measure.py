@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from layoutc.build.lookup import completed
 from layoutc.cli.charts import chart_option, draw_again, draw_chart, written
 from layoutc.cli.shared import refuse, shape_of
 
@@ -19,7 +20,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE]...")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]...", shell_complete=completed)
 @click.option(
     "--shape",
     "shapes",
@@ -65,7 +66,12 @@ def bench(
 
 @click.command()
 @click.argument("result", required=False, metavar="[RESULT.json]")
-@click.option("--recipe", "recipes", multiple=True, help="A recipe to train with; may be given several times.")
+@click.option(
+    *("--recipe", "recipes"),
+    multiple=True,
+    help="A recipe to train with; may be given several times.",
+    shell_complete=completed,
+)
 @click.option("--steps", type=click.IntRange(1), default=60, show_default=True, help="Optimizer steps.")
 @click.option(
     "--processes", type=click.IntRange(1), default=2, show_default=True, help="Ranks to start on this machine."

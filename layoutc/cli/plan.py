@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layoutc.build.lookup import Command, spec_of, specs_option
+from layoutc.build.lookup import Command, completed, spec_of, specs_option
 from layoutc.cli.charts import chart_option, draw_chart
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import MOST_RANKS, WORLDS, words_of, worlds_of
@@ -45,7 +45,13 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
     metavar="NAME=MxK,...",
     help="Weights, in place of MODEL; NAME*32=MxK: one in each of 32.",
 )
-@click.option("--recipe", "recipes", multiple=True, metavar="RECIPE|SPEC", help="Side by side; can be repeated.")
+@click.option(
+    *("--recipe", "recipes"),
+    multiple=True,
+    metavar="RECIPE|SPEC",
+    help="Side by side; can be repeated.",
+    shell_complete=completed,
+)
 @specs_option("Where recipes are looked up.")
 @click.option(
     "--use",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layoutc.build.lookup import SUFFIXES, chosen, spec_of, specs_in, specs_option
+from layoutc.build.lookup import SUFFIXES, chosen, completed, spec_of, specs_in, specs_option
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import refuse
 from layoutc.diagnostics.diagnostic import nearest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE or SPEC]...")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE or SPEC]...", shell_complete=completed)
 @specs_option("Where specs are.")
 @click.option("--check", "only", multiple=True, metavar="NAME", help="Run this check alone; can be repeated.")
 @click.option("--list", "listing", is_flag=True, help="Print the checks and what each means.")

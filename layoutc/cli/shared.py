@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from layoutc.build.lookup import Command, specs_option
+from layoutc.build.lookup import Command, completed, specs_option
 from layoutc.diagnostics.diagnostic import Diagnostic
 from layoutc.diagnostics.renderers import FORMS, render
 
@@ -29,7 +29,7 @@ def reporting(command: Command) -> Command:
 
 def choosing(command: Command) -> Command:
     """Adds RECIPE or SPEC... and --specs."""
-    specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...")
+    specs = click.argument("specs", nargs=-1, metavar="[RECIPE|SPEC]...", shell_complete=completed)
     return specs(specs_option("Where recipes are looked up, and specs where none is named.")(command))
 
 

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from layoutc.cli import progress
@@ -144,7 +146,12 @@ def test_completion_is_what_the_shell_asks(shell: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("layoutc pl", "plan"), ("layoutc plan --chart x --st", "--stored"), ("layoutc completion z", "zsh")],
+    [
+        ("layoutc pl", "plan"),
+        ("layoutc plan --chart x --st", "--stored"),
+        ("layoutc completion z", "zsh"),
+        ("layoutc show mxfp8_", "mxfp8_2d"),
+    ],
 )
 def test_completion_completes(words: str, found: str) -> None:
     """As bash calls it."""
@@ -153,6 +160,33 @@ def test_completion_completes(words: str, found: str) -> None:
     program = [sys.executable, "-m", "layoutc"]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert found in [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "begun", "found"),
+    [
+        (["show"], "nvfp4_1", ["nvfp4_1d"]),
+        (["check"], "mxfp8_2", ["mxfp8_2d"]),
+        (["check", "--specs", "mine"], "ow", ["own"]),
+        (["bench"], "fp8_block_", ["fp8_block_1d"]),
+        (["plan", "--recipe"], "hybrid", ["hybrid_fp8"]),
+        (["demo", "--recipe"], "hybrid", ["hybrid_fp8"]),
+        (["estimate"], "mine/own.y", []),
+        (["test"], "mine/", []),
+    ],
+    ids=str,
+)
+def test_names_of_recipes_are_completed_and_else_files(
+    words: list[str], begun: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/own.yaml").write_text("layoutc: 1", encoding="utf-8")
+    offered = ShellComplete(main, {}, "layoutc", "_LAYOUTC_COMPLETE").get_completions(words, begun)
+    if found:
+        assert [(one.value, one.type) for one in offered] == [(name, "plain") for name in found]
+    else:
+        assert [(one.value, one.type) for one in offered] == [(begun, "file")]
 
 
 class Terminal(io.StringIO):
