@@ -93,8 +93,11 @@ def test_every_entry_is_there_in_order(saved: Any) -> None:
     codes, step, none = (entry(saved.facts, f"extra.{name}") for name in ("codes", "steps.1", "none"))
     assert (codes.kind, codes.shape, codes.bf16_bytes) == ("float8_e4m3fn", (3,), 6)
     assert (step.kind, step.bf16_bytes) == ("int64", 32)
-    assert (none.kind, none.shape, none.dtype, none.bytes_per_element) == ("value", None, None, None)
-    assert none.bf16_bytes == none.stored_bytes
+    nbytes = next(info.length for at, info in metadata.storage_data.items() if at.fqn == "extra.none")
+    assert none == EntryFacts("extra.none", "value", None, None, (), 0, (), (), 1, nbytes, None, nbytes)
+    assert step == EntryFacts(
+        "extra.steps.1", "int64", (4,), "int64", (), 1, (), (), 1, step.stored_bytes, step.stored_bytes / 4, 32
+    )
 
 
 def test_totals(saved: Any) -> None:

@@ -147,6 +147,12 @@ def test_low_precision_uses_the_rate_of_the_kernel_and_only_where_there_is_one()
     for name in ("mxfp8", "nvfp4"):  # no kernel before 10.0
         plain, low = both(name)
         assert low == plain
+    for name in ("fp8_block", "fp8_block_1d"):  # nor any but on 9.0, which this card is
+        plain, low = both(name)
+        assert low.forward < plain.forward
+        assert low.backward < plain.backward
+        blackwell = replace(H200, capability=(10, 0))
+        assert estimate(replace(use(name), low=True), model, 1, NVLINK, blackwell).forward == plain.forward
 
 
 def test_what_can_not_be_is_refused() -> None:

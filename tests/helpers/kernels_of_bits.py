@@ -1,4 +1,4 @@
-"""Triton kernels that write the random bits of a tile, for tests of these bits."""
+"""Triton kernels that write the random bits of a tile, and codes that are rounded by them, for tests of both."""
 
 from __future__ import annotations
 
@@ -39,3 +39,20 @@ def randint_kernel(seed, out):
     tl.store(out + 16 + at, b.to(tl.uint32).to(tl.int64))
     tl.store(out + 32 + at, c.to(tl.uint32).to(tl.int64))
     tl.store(out + 48 + at, d.to(tl.uint32).to(tl.int64))
+
+
+@triton.jit
+def codes_kernel(x, bits, out, N: tl.constexpr, ARGUMENTS: tl.constexpr, IS_INTEGER: tl.constexpr):
+    """Codes of N values, with the arguments of the tile function."""
+    at = tl.arange(0, N)
+    words = tl.load(bits + at).to(tl.uint32)
+    values = tl.load(x + at)
+    if IS_INTEGER:
+        codes = lt.to_integer_codes_by_chance(
+            values, words, ARGUMENTS[0], ARGUMENTS[1], ARGUMENTS[2], ARGUMENTS[3], ARGUMENTS[4]
+        )
+    else:
+        codes = lt.to_codes_by_chance(
+            values, words, ARGUMENTS[0], ARGUMENTS[1], ARGUMENTS[2], ARGUMENTS[3], ARGUMENTS[4]
+        )
+    tl.store(out + at, codes)

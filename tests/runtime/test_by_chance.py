@@ -89,7 +89,13 @@ def code_of(fmt: Format, x: float, bits: int) -> int:
     negative = str(x).startswith("-")
     sign = 1 << (fmt.bits - 1)
     if fmt.integer:
-        most = -fmt.lowest if negative else 2 ** (fmt.bits - 1) - 1
+        most = (
+            -fmt.lowest
+            if negative
+            else 2**fmt.bits - 1 - fmt.offset
+            if fmt.offset is not None
+            else 2 ** (fmt.bits - 1) - 1
+        )
         values = [Fraction(step, 2**fmt.fraction) for step in range(most + 1)]
     else:
         values = [Fraction(magnitude) for magnitude in fmt.magnitudes]
@@ -99,7 +105,7 @@ def code_of(fmt: Format, x: float, bits: int) -> int:
         share = (size - values[at]) * 2**32 // (values[at + 1] - values[at])
         at += bits + share >= 2**32
     if fmt.integer:
-        return (-at if negative else at) % 2**fmt.bits
+        return ((-at if negative else at) + (fmt.offset or 0)) % 2**fmt.bits
     return at | (sign if negative else 0)
 
 
@@ -209,6 +215,38 @@ def test_as_many_bits_round_away_as_the_distance_says() -> None:
         bits = torch.tensor([2**32 - share, 2**32 - share - 1] * 2)
         low = code_of(fmt, float(np.float32(x)), 0)
         assert encoded(fmt, value, bits).tolist() == [low + 1, low, (low + 1) | 8, low | 8]
+
+
+OFFSETS = {"u4": {"integer": 4, "offset": 0}, "i8_offset": {"integer": 8, "offset": 131}}
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *OFFSETS])
+def test_tiles_of_kernels_have_the_codes_of_the_rule(name: str) -> None:
+    """Each Triton function, by the interpreter: every code's value and those between, both signs, and NaN."""
+    triton = pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    from kernels_of_bits import codes_kernel
+
+    from layoutc.runtime.triton.codes import TWOS_COMPLEMENT
+
+    fmt = FORMATS[name] if name in FORMATS else make(name, OFFSETS[name])
+    count, generator = 1024, np.random.default_rng(7)
+    tops = np.array(fmt.magnitudes, dtype=np.float32)
+    low, high = tops[:-1], tops[1:]
+    size = np.concatenate([tops, low + (high - low) * np.float32(0.3), [tops[-1] * 1.5, tops[1] * 2.0**-31, np.inf]])
+    x = torch.from_numpy(np.resize(np.concatenate([size, -size, [np.nan]]), count).astype(np.float32))
+    bits = torch.from_numpy(generator.integers(0, 2**32, count))
+    out = torch.empty(count, dtype=torch.int32)
+    if fmt.integer:
+        offset = TWOS_COMPLEMENT.value if fmt.offset is None else fmt.offset
+        arguments = (fmt.integer, fmt.lowest, fmt.fraction, fmt.nan_code, offset)
+    else:
+        arguments = (fmt.mantissa, fmt.bias, fmt.bits - 1 if fmt.sign else -1, fmt.last, fmt.nan_code)
+    codes_kernel[(1,)](x, bits, out, count, arguments, bool(fmt.integer))
+    finite = float(np.finfo(np.float32).max)
+    words = zip(x.clamp(-finite, finite).tolist(), bits.tolist(), strict=True)
+    assert out.tolist() == [fmt.nan_code if one != one else code_of(fmt, one, word) for one, word in words]
 
 
 # ------------------------------------------------------------------------------------------------------- whole matrices

@@ -257,6 +257,13 @@ def test_a_copy_has_values_of_its_own(recipe: str) -> None:
     assert torch.equal(other.data.plain, values_for() * 3)  # type: ignore[attr-defined]
 
 
+def test_a_copy_of_a_weight_made_of_a_parameter_keeps_no_graph() -> None:
+    """Else each copy would hold all those before it."""
+    weight = module_of("fp8_current").CastTensor(nn.Parameter(values_for()))
+    other = copy.deepcopy(copy.deepcopy(weight))
+    assert not any(plane.requires_grad for plane in other._planes.values())
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "fp8_delayed"])
 def test_assigned_data_is_quantized_by_its_own_amax(recipe: str) -> None:
     """What was found ahead of gathers belongs to the values before."""

@@ -160,6 +160,28 @@ def test_the_checks_of_torch_refuse_another_order_of_scales() -> None:
         linear.scaled_mm.multiply(a, b, torch.bfloat16)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
+def test_scales_lie_where_cublas_takes_them(recipe: str) -> None:
+    """A scale that is a piece of a larger tensor is copied to 16 bytes; the others aren't."""
+    made = module(recipe)
+    held = made.quantize(weight(M, K))
+    buffers = dict(held.buffers(swizzled=bool(made.LAYOUT.swizzled)))
+    whole = linear.scaled_mm.side(made.LAYOUT, "rowwise", buffers, M, is_left=False)
+    scale = buffers["rowwise_scale"]
+    for at in range(0, 32, 4):
+        storage = torch.zeros(scale.nbytes + 64, dtype=torch.uint8)
+        begin = -storage.data_ptr() % 16 + at
+        piece = storage[begin : begin + scale.nbytes].view(scale.dtype).view(scale.shape)
+        piece.copy_(scale)
+        found = linear.scaled_mm.side(made.LAYOUT, "rowwise", buffers | {"rowwise_scale": piece}, M, is_left=False)
+        assert found.scales[0].data_ptr() % 16 == 0
+        assert (found.scales[0].data_ptr() == piece.data_ptr()) == (at % 16 == 0)
+        assert found.scales[0].stride() == whole.scales[0].stride()
+        assert torch.equal(
+            found.scales[0].contiguous().view(torch.uint8), whole.scales[0].contiguous().view(torch.uint8)
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "mxfp8"])
 def test_dtypes_bias_and_leading_dims(recipe: str, dtype: torch.dtype) -> None:
