@@ -9,10 +9,12 @@ A fault that survives is a test to write, or changes nothing: read its diff. The
 module is. Nothing is written into the checkout: tests run in copies of it, each fault in a process of its own.
 
 First those tests run that call the faulty function, a few cases of each, fastest first, up to the first that fails.
-Where none does, all other tests of the module's area (AREAS) follow; --quick leaves those out, and with them what shows
-only in certain cases, in programs that tests start, or in results that are kept from test to test. Which test calls
-what is noted when a test file is new, and kept in the user's cache folder. A test that takes ten times as long as it
-did has noticed a fault. Nothing runs on a GPU.
+Where none does, the others follow of all files with a test that calls any function of the module, and of those that
+start programs; --quick leaves those out, and with them what shows only in certain cases, in programs that tests start,
+or in results that are kept from test to test. Which test calls what is noted when a test file is new, and kept in the
+user's cache folder: of the module's area (AREAS), of all tests with --everywhere. Tests beyond the area are asked where
+they have been noted before and call the module. A test that takes ten times as long as it did has noticed a fault.
+Nothing runs on a GPU.
 
 Exit codes: 0 all faults were noticed, 1 some survived, 2 usage, or no test passes without a fault.
 """
@@ -23,14 +25,16 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +82,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
 SLOW = (
     "runtime/test_compiled_kernels.py",
     "runtime/test_torchao_oracle.py",
-    "programs/test_mutate.py",
+    *("programs/test_mutate.py", "programs/test_fsdp2_of_torch.py"),
     *("runtime/test_kernels.py", "runtime/test_batches.py"),  # Triton's interpreter takes minutes under a profiler
 )
 CASES = 3  # of those cases of a test that call the same functions of the module, so many run first, or a few more
@@ -94,13 +98,34 @@ def area_of(module: str, root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found - {tests / slow for slow in SLOW})
 
 
-def recorded(workers: Workers, files: Iterable[str]) -> Record:
-    """What each test calls: kept from earlier, or noted now. Tests that fail are not among them."""
-    from mutation.running import Recorder
+def every_test(root: Path) -> list[str]:
+    """All test files that can be asked, as paths below the root."""
+    found = (path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py"))
+    return sorted(file for file in found if file.removeprefix("tests/") not in SLOW and "/gpu/" not in file)
 
-    def place_of(file: str) -> Path:
-        digest = hashlib.sha256(file.encode() + (workers.root / file).read_bytes()).hexdigest()
-        return CACHE / f"{digest[:24]}.json"
+
+def starts_programs(file: str, root: Path) -> bool:
+    """True for a test file that starts processes, or imports a helper that does: what runs there is not noted."""
+    text = (root / file).read_text(encoding="utf-8")
+    imported = {
+        name for line in re.findall(r"^(?:from|import) ([\w, ]+)", text, re.M) for name in re.split(r"\W+", line)
+    }
+    helpers = [path for path in (root / "tests").rglob("*.py") if path.stem in imported and path.stem != "harness"]
+    texts = [text, *(path.read_text(encoding="utf-8") for path in helpers)]
+    return any(re.search(r"\b(subprocess|multiprocessing|ProcessPoolExecutor)\b", one) for one in texts)
+
+
+def _place_of(file: str, root: Path) -> Path:
+    digest = hashlib.sha256(file.encode() + (root / file).read_bytes()).hexdigest()
+    return CACHE / f"{digest[:24]}.json"
+
+
+def recorded(workers: Workers, files: Iterable[str], others: Iterable[str] = ()) -> Record:
+    """What each test calls: kept from earlier, or noted now. Tests that fail are not among them.
+
+    others: files of which only what was kept is taken.
+    """
+    from mutation.running import Recorder
 
     def note(file: str, place: Path) -> Run:
         def done(how: str, result: Any, took: float) -> None:
@@ -115,12 +140,12 @@ def recorded(workers: Workers, files: Iterable[str]) -> Record:
         return Run([file], lambda copy, path: Recorder(str(copy), path), done, 1200.0, stops=False)
 
     CACHE.mkdir(parents=True, exist_ok=True)
-    places = {file: place_of(file) for file in files}
+    places = {file: _place_of(file, workers.root) for file in files}
     if missing := [(file, place) for file, place in places.items() if not place.is_file()]:
         print(f"{len(missing)} test files are new; noting what their tests call", file=sys.stderr, flush=True)
         workers.run([note(file, place) for file, place in missing])
     found: Record = {}
-    for place in places.values():
+    for place in (*places.values(), *(_place_of(file, workers.root) for file in others)):
         found |= json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
     return found
 
@@ -154,10 +179,11 @@ class Mutation:
     """Tries faults on the tests of their modules."""
 
     def __init__(
-        self, workers: Workers, record: Record, areas: dict[str, list[str]], is_quick: bool, patience: float
+        self, workers: Workers, record: Record, areas: Mapping[str, set[str]], is_quick: bool, patience: float
     ) -> None:
         self.workers, self.record, self.areas, self.is_quick = workers, record, areas, is_quick
         self.patience = patience
+        self._starts_programs = cache(lambda file: starts_programs(file, workers.root))
 
     def run(self, trials: list[Trial]) -> None:
         """All of them. A test that fails without a fault has noticed nothing, so those are tried again without it."""
@@ -172,19 +198,23 @@ class Mutation:
                 trial.doubted, trial.noticed = trial.doubted | wrong, ""
 
     def _first(self, trial: Trial) -> Run:
-        """Tests of the files that are most about the faulty function, then all that call it, then others of the area.
+        """Tests of the files that are most about the faulty function, then all that call it, then others.
 
+        Others: of files with a test that calls the module, and of those that start programs.
         What a module runs when it is imported is asked of all tests that call any function of it.
         """
         module, scope = trial.fault.module, trial.fault.scope
-        files, calling, others = set(self.areas[module]), defaultdict[Any, list[str]](list), list[str]()
+        files, calling, others = self.areas[module], defaultdict[Any, list[str]](list), list[str]()
         share: dict[str, list[bool]] = defaultdict(list)
+        about = {file for file in files if self._starts_programs(file)}
         for name, test in self.record.items():
             if (file := name.partition("::")[0]) in files and name not in trial.doubted:
                 called = frozenset(function for place, function in test["calls"] if place == module)
                 is_called = scope in called if scope else bool(called)
                 (calling[name.partition("[")[0], called] if is_called else others).append(name)
                 share[file].append(is_called)
+                about |= {file} if called else set()
+        others = [name for name in others if name.partition("::")[0] in about]
         few = {name for cases in calling.values() for name in cases[:: max(1, len(cases) // CASES)]}
         near = sorted(share, key=lambda file: ("/distributed/" in file, -sum(share[file]) / len(share[file])))[:FILES]
         stages = [
@@ -256,6 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="only tests that call the faulty function, a few cases of each"
     )
+    parser.add_argument(
+        "--everywhere", action="store_true", help="note what all tests call, and ask those of all areas"
+    )
     parser.add_argument("--patience", type=float, default=20, metavar="S", help="seconds that each test has at least")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
@@ -274,16 +307,21 @@ def main(arguments: list[str] | None = None) -> int:
         for fault in chosen:
             print(f"{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
         return 0 if chosen else 2
-    areas = {fault.module: asked.tests or area_of(fault.module, root) for fault in chosen}
+    areas = {fault.module: set(asked.tests or area_of(fault.module, root)) for fault in chosen}
     if (root / "layoutc").is_dir():
         preload()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         workers = Workers(root, Path(folder), max(1, min(asked.jobs, len(chosen))))
-        record = recorded(workers, sorted({file for files in areas.values() for file in files}))
+        noted = {file for files in areas.values() for file in files}
+        rest = set() if asked.tests else set(every_test(root)) - noted
+        record = recorded(workers, *((sorted(noted | rest),) if asked.everywhere else (sorted(noted), sorted(rest))))
         if not record:
             print("no test passes without a fault", file=sys.stderr)
             return 2
+        for name, test in record.items():
+            for module in {place for place, _ in test["calls"]} & set(areas):
+                areas[module].add(name.partition("::")[0])
         trials = [Trial(fault) for fault in chosen]
         Mutation(workers, record, areas, asked.quick, asked.patience).run(trials)
     survived = [trial.fault for trial in trials if not trial.noticed]
@@ -291,7 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{fault.key}  {fault.module}:{fault.line}  {fault.kind}\n{fault.diff(sources[fault.module])}")
     minutes = (time.monotonic() - start) / 60
     of, counts = f"of {len(every)} in {len(found)} modules", (len(trials) - len(survived), len(survived))
-    print(f"\n{len(trials)} faults {of}: {counts[0]} noticed, {counts[1]} survived; {minutes:.1f} min")
+    rate = counts[0] / len(trials)
+    print(f"\n{len(trials)} faults {of}: {counts[0]} noticed, {counts[1]} survived, {rate:.0%}; {minutes:.1f} min")
     return 1 if survived else 0
 
 
