@@ -21,9 +21,9 @@ def render(page: Page) -> str:
     folder = files("layoutc.explorer").joinpath("page")
     parts = {
         "title": html.escape(f"{', '.join(recipe.name for recipe in page.recipes)} - layoutc"),
-        "style": folder.joinpath("page.css").read_text(encoding="utf-8").rstrip(),
+        "style": folder.joinpath("page.css").read_text(encoding="utf-8"),
         "data": _as_json(page),
-        "script": "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS).rstrip(),
+        "script": "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
     }
     before, *rest = folder.joinpath("page.html").read_text(encoding="utf-8").split("@")
     # Names and text between them take turns: a part's own text is never looked at again.

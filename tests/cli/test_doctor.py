@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from click.testing import CliRunner, Result
 from layoutc.cli import progress
 from layoutc.cli.app import main
 from layoutc.doctor import machine, packages, recipes
-from layoutc.doctor.findings import Line, is_healthy
+from layoutc.doctor.findings import Line, Runs, is_healthy
 from layoutc.runtime.sharding import registry
 
 
@@ -116,6 +117,102 @@ def test_versions(installed: str, bounds: str, fits: bool) -> None:
     assert packages.satisfies(installed, bounds) == fits
 
 
+@pytest.mark.parametrize(
+    ("installed", "bounds", "fits"),
+    [
+        *(
+            ("1.4", bound, fits)
+            for bound, fits in (("==1.4", True), ("!=1.4", False), ("<=1.4", True), (">1.4", False))
+        ),
+        *(
+            ("1.4.2", bound, fits)
+            for bound, fits in (("==1.4", True), ("!=1.4", False), ("<=1.4", True), (">1.4", False))
+        ),
+        *(
+            ("1.5", bound, fits)
+            for bound, fits in (("==1.4", False), ("!=1.4", True), ("<=1.4", False), (">1.4", True))
+        ),
+        *(
+            ("1.4", bound, fits)
+            for bound, fits in (("<1.4", False), ("<1.4.1", True), (">=1.4", True), (">=1.4.1", False))
+        ),
+        ("unknown", ">=1", False),
+    ],
+)
+def test_each_kind_of_bound(installed: str, bounds: str, fits: bool) -> None:
+    assert packages.satisfies(installed, bounds) == fits
+
+
+def test_lines_of_packages() -> None:
+    """All of them, in order, word by word: those that are needed, and those that add something."""
+    python = packages.look(have(), stated())[0]
+    assert (python.about, python.verdict) == ("Python", "fine")
+    wanted = stated("Torch (>=2.11)", "yaml ; python_version > '3'", "x[y]>=2", "-", 'peft>=1; extra == "integrations"')
+    found = packages.look(have(layoutc="1.0", torch="2.10", x="2", peft="1.1", triton="9"), wanted)
+    without = "is not installed"
+    assert [(line.about, line.verdict, line.found, line.fix) for line in found[1:]] == [
+        ("layoutc", "fine", "1.0", ""),
+        ("torch", "missing", "2.10, and layoutc runs with >=2.11", "pip install 'torch>=2.11'"),
+        ("yaml", "missing", without, "pip install 'yaml'"),
+        ("x", "fine", "2", ""),
+        ("triton", "fine", "9", ""),
+        *(
+            (name, "without", f"{without}: {packages.ADDS[name][1]}", f"pip install 'layoutc[{extra}]'")
+            for name, extra in (
+                *(("safetensors", "safetensors"), ("matplotlib", "charts"), ("torchao", "test")),
+                *(("transformers", "integrations"), ("accelerate", "integrations")),
+            )
+        ),
+        ("peft", "fine", "1.1", ""),
+    ]
+    absent = packages.look(have(peft="0.9"), stated('peft>=1; extra == "integrations"'))
+    assert absent[1] == Line("layoutc", "missing", "runs from a folder, and is not installed", "pip install layoutc")
+    assert absent[-1] == Line("peft", "fine", "0.9")  # what is asked for is unknown then
+
+
+def test_lines_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    cards = [("L40", (8, 9)), ("H100", (9, 0)), ("B200", (10, 0)), ("A100", (8, 0))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: cards[number][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: cards[number][1])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine, "driver", lambda: "")
+    to_fp8, to_all = "to FP8 with", "to FP8, FP6, FP4 and E8M0 with"
+    own = "the card's own instructions"
+    assert [(line.about, line.verdict, line.found) for line in machine._cards()] == [
+        ("torch is built for", "fine", "CUDA 13.0"),
+        ("driver", "fine", "unknown"),
+        ("card 0", "fine", f"L40, compute capability 8.9: kernels convert {to_fp8} {own}"),
+        ("card 1", "fine", f"H100, compute capability 9.0: kernels convert {to_fp8} {own}"),
+        ("card 2", "fine", f"B200, compute capability 10.0: kernels convert {to_all} {own}"),
+        ("card 3", "fine", "A100, compute capability 8.0: kernels convert with integer arithmetic"),
+    ]
+    monkeypatch.setattr(machine, "driver", lambda: "580.1")
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    _, driver, *_, last = machine._cards()
+    assert driver == Line("driver", "fine", "580.1")
+    assert (last.about, last.verdict, last.fix) == ("kernels", "missing", "pip install 'layoutc[triton]'")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (None, ""),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12.2.0\n", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("else", "of an unknown version"),
+    ],
+)
+def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, version: str) -> None:
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    if text is not None:
+        (tmp_path / "version").write_text(text, encoding="utf-8")
+    assert machine.driver() == version
+
+
 def test_cards_without_a_fitting_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -135,6 +232,119 @@ def test_recipes_that_can_not_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one.recipe for one in runs] == ["mxfp8"]
     assert [(line.about, line.verdict) for line in lines] == [("recipe no_such", "missing")]
     assert is_healthy([Line("a", "fine", ""), Line("b", "without", "")])
+
+
+LINES = [
+    Line("torch", "missing", "is not installed", "pip install torch"),
+    Line("cards", "without", "none"),
+    Line("triton", "without", "3.5: kernels", "pip install triton"),
+    Line("numpy", "fine", "2.0"),
+]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of which each room of doctor finds a part."""
+    monkeypatch.setattr(packages, "look", lambda: LINES[:1])
+    monkeypatch.setattr(machine, "look", lambda: LINES[1:3])
+    monkeypatch.setattr(recipes, "look", lambda: ([Runs("mxfp8", "theirs", "kernels", "dequantized")], LINES[3:]))
+
+
+TABLES = """This machine
+  missing  torch   is not installed
+  without  cards   none
+  without  triton  3.5: kernels
+  fine     numpy   2.0
+
+Recipes
+  recipe  of      quantizing  products of linear layers
+  mxfp8   theirs  kernels     dequantized
+
+To install
+  needed    torch   pip install torch
+  optional  triton  pip install triton
+"""
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word by word: as tables, as JSON, and quietly; a machine without recipes or work to do has shorter tables."""
+    result = run("doctor")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, TABLES, "")
+    result = run("doctor", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, list(data), data["healthy"]) == (1, ["healthy", "findings", "recipes"], False)
+    assert [Line(**line) for line in data["findings"]] == LINES
+    assert data["recipes"] == [
+        {"recipe": "mxfp8", "package": "theirs", "kernels": "kernels", "products": "dequantized"}
+    ]
+    result = run("doctor", "--quiet")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "torch: is not installed; pip install torch\n"
+    monkeypatch.setattr(packages, "look", lambda: LINES[3:])
+    monkeypatch.setattr(machine, "look", list)
+    monkeypatch.setattr(recipes, "look", lambda: ([], []))
+    result = run("doctor")
+    assert (result.exit_code, result.stdout) == (0, "This machine\n  fine  numpy  2.0\n")
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_without_torch_packages_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    import layoutc.doctor
+
+    monkeypatch.delattr(layoutc.doctor, "machine")
+    monkeypatch.setitem(sys.modules, "layoutc.doctor.machine", None)
+    result = run("doctor", "--quiet")
+    assert result.exit_code == 1
+    torch_line, runtime_line = result.stderr.splitlines()
+    assert torch_line == "torch: is not installed; pip install torch"
+    assert runtime_line.startswith("runtime: can't be imported: ")
+    assert runtime_line.endswith("; pip install torch")
+
+
+def test_what_runs_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for what the runtime chooses, on a card and without."""
+    import torch
+
+    from layoutc.runtime.train.convert import recipe_class
+
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    mxfp8 = recipe_class("mxfp8")
+    without = type("Without", (), {"KERNELS": None, "LAYOUT": mxfp8.LAYOUT})
+    assert recipes.kernels(without, card).startswith("reference: the recipe has no kernels")  # type: ignore[arg-type]
+    assert recipes.kernels(mxfp8, cpu) == "reference: there is no card"
+    assert recipes.kernels(mxfp8, card) == "kernels"
+    monkeypatch.setattr(recipes.importlib.util, "find_spec", lambda name: None)
+    assert recipes.kernels(mxfp8, card) == "reference: there is no Triton"
+    asked: list[Any] = []
+    ways = {"forward": ("kernel", ""), "grad_input": ("dequantize", "too old"), "grad_weight": ("reference", "why")}
+
+    def choose(cls: Any, name: str, *rest: Any) -> Any:
+        asked.append((cls, name, *rest))
+        way, reason = ways[name]
+        return SimpleNamespace(way=way, reason=reason)
+
+    monkeypatch.setattr(recipes, "choose", choose)
+    assert recipes.products(mxfp8, card) == "low precision: forward; others dequantized: too old"
+    assert asked == [(mxfp8, name, 4096, 4096, 4096, card, "auto") for name in ways]
+    ways |= dict.fromkeys(ways, ("kernel", ""))
+    assert recipes.products(mxfp8, card) == "low precision"
+    ways |= dict.fromkeys(ways, ("dequantize", "no kernel"))
+    assert recipes.products(mxfp8, card) == "dequantized: no kernel"
+    assert recipes.products(recipe_class("mxint8"), card) == "dequantized"
+
+
+def test_recipes_of_other_packages_follow_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    import layoutc.recipes
+
+    own = [(name, "layoutc.recipes") for name in layoutc.recipes.RECIPES]
+    monkeypatch.setattr(recipes, "entry_points", lambda group: [SimpleNamespace(name="a", value=group)])
+    assert recipes.installed() == [*own, ("a", "layoutc.recipes")]
+    monkeypatch.setitem(sys.modules, "layoutc.recipes", None)
+    assert recipes.installed() == [("a", "layoutc.recipes")]
+    monkeypatch.setattr(recipes, "entry_points", lambda group: [])
+    runs, (line,) = recipes.look()
+    assert (runs, line.about, line.verdict) == ([], "recipes", "missing")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -221,6 +221,23 @@ def test_merging_says_what_it_costs(recipe: str) -> None:
     assert all(low < error < high for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_are_more_than_a_product_are_refused_and_nothing_is_merged(more: dict[str, bool]) -> None:
+    """On quantized layers; on others PEFT merges them itself."""
+    from peft import LoraConfig, get_peft_model
+
+    from layoutc.integrations.peft import merge
+
+    for targets in ("all-linear", ["o_proj"]):
+        model = base("mxfp8")
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more))
+        kept = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with pytest.raises(ValueError, match="adapter default is more than a product of two matrices: keep it apart"):
+            merge(model)
+        assert all(torch.equal(param.detach(), kept[name]) for name, param in model.named_parameters())
+
+
 def is_merged_in_shards(recipe: str) -> list[float]:
     """By hand, into shards: the bytes and the errors of one process. PEFT's own are refused there."""
     from layoutc.integrations.peft import merge

@@ -79,12 +79,10 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("*", ("*",)),
 )
-SLOW = (
-    "runtime/test_compiled_kernels.py",
-    "runtime/test_torchao_oracle.py",
-    *("programs/test_mutate.py", "programs/test_fsdp2_of_torch.py"),
-    *("runtime/test_kernels.py", "runtime/test_batches.py"),  # Triton's interpreter takes minutes under a profiler
-)
+NEVER = ("runtime/test_torchao_oracle.py", "programs/test_mutate.py", "programs/test_fsdp2_of_torch.py")
+# Triton's interpreter takes minutes under a profiler, and compiles for cards in another process: what these call is not
+# noted, and kernels' modules alone ask them, last.
+UNTRACED = tuple(f"runtime/test_{name}.py" for name in ("kernels", "batches", "compiled_kernels"))
 CASES = 3  # of those cases of a test that call the same functions of the module, so many run first, or a few more
 FILES = 3  # that are asked first: to collect the tests of all takes longer than to run some
 Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[module, function], ...]}
@@ -93,15 +91,17 @@ Record = dict[str, dict[str, Any]]  # test -> {"seconds": its time, "calls": [[m
 def area_of(module: str, root: Path) -> list[str]:
     """Test files that are asked about a module, as paths below the root."""
     globs = next(globs for pattern, globs in AREAS if fnmatch(module, pattern))
-    tests = root / "tests"
+    tests, without = root / "tests", NEVER if globs == KERNELS else (*NEVER, *UNTRACED)
     found = {path for glob in globs for path in tests.glob(glob) if fnmatch(path.name, "test_*.py")}
-    return sorted(path.relative_to(root).as_posix() for path in found - {tests / slow for slow in SLOW})
+    return sorted(path.relative_to(root).as_posix() for path in found - {tests / name for name in without})
 
 
 def every_test(root: Path) -> list[str]:
     """All test files that can be asked, as paths below the root."""
     found = (path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py"))
-    return sorted(file for file in found if file.removeprefix("tests/") not in SLOW and "/gpu/" not in file)
+    return sorted(
+        file for file in found if file.removeprefix("tests/") not in (*NEVER, *UNTRACED) and "/gpu/" not in file
+    )
 
 
 def starts_programs(file: str, root: Path) -> bool:
@@ -137,7 +137,8 @@ def recorded(workers: Workers, files: Iterable[str], others: Iterable[str] = ())
             if result:  # or it is asked again: what stopped all of its tests may have passed by
                 place.write_text(json.dumps(result), encoding="utf-8")
 
-        return Run([file], lambda copy, path: Recorder(str(copy), path), done, 1200.0, stops=False)
+        is_traced = file.removeprefix("tests/") not in UNTRACED
+        return Run([file], lambda copy, path: Recorder(str(copy), path, is_traced), done, 1200.0, stops=False)
 
     CACHE.mkdir(parents=True, exist_ok=True)
     places = {file: _place_of(file, workers.root) for file in files}
@@ -206,7 +207,7 @@ class Mutation:
         module, scope = trial.fault.module, trial.fault.scope
         files, calling, others = self.areas[module], defaultdict[Any, list[str]](list), list[str]()
         share: dict[str, list[bool]] = defaultdict(list)
-        about = {file for file in files if self._starts_programs(file)}
+        about = {file for file in files if file.removeprefix("tests/") in UNTRACED or self._starts_programs(file)}
         for name, test in self.record.items():
             if (file := name.partition("::")[0]) in files and name not in trial.doubted:
                 called = frozenset(function for place, function in test["calls"] if place == module)

@@ -74,6 +74,7 @@ def test_what_is_changed(kind: str, before: str, after: list[str]) -> None:
         "@lru_cache(maxsize=8)\ndef f() -> Literal[3]: ...\n",
         'told = f"{x + 1}"\n',
         "found = dict[str, int]()\n",
+        "found = f(zip(*a, strict=True))\n",
     ],
 )
 def test_what_is_left_alone(text: str) -> None:

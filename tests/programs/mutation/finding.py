@@ -313,6 +313,11 @@ class _Finder(ast.NodeVisitor):
         for part in (node.iter, *node.ifs):
             self.visit(part)
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """zip(strict=True) fails where lengths differ, as an assertion does."""
+        if not (node.arg == "strict" and isinstance(node.value, ast.Constant) and node.value.value is True):
+            self.visit(node.value)
+
     def visit_Constant(self, node: ast.Constant) -> None:
         """One more, one less; the other truth."""
         value = node.value

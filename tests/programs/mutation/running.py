@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -54,8 +55,8 @@ def traced(root: str, check: Callable[..., Any], *arguments: Any) -> tuple[Any, 
 class Recorder:
     """Writes {test: {"seconds", "calls": [[module, function], ...]}} of all tests that passed to a file."""
 
-    def __init__(self, root: str, file: Path) -> None:
-        self.root, self.file, self.tests = root, file, dict[str, dict[str, Any]]()
+    def __init__(self, root: str, file: Path, is_traced: bool = True) -> None:
+        self.root, self.file, self.is_traced, self.tests = root, file, is_traced, dict[str, dict[str, Any]]()
         self._ranks: Calls = set()
         self._failed: set[str] = set()
         self._next_write = 0.0
@@ -63,10 +64,11 @@ class Recorder:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Around one test, its fixtures included."""
-        self._follow_ranks()
+        if self.is_traced:
+            self._follow_ranks()
         self._ranks.clear()
-        start = time.perf_counter()
-        with Tracer(self.root) as tracer:
+        start, tracer = time.perf_counter(), Tracer(self.root)
+        with tracer if self.is_traced else nullcontext():
             yield
         calls = sorted(tracer.calls | self._ranks)
         self.tests[item.nodeid] = {"seconds": round(time.perf_counter() - start, 3), "calls": calls}
