@@ -37,4 +37,4 @@ def render(page: Page) -> str:
 def _as_json(page: Page) -> str:
     """JSON that can stand in a script element: no text of a spec ends it."""
     text = json.dumps(as_data(page), ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.replace("<", "\\u003c")

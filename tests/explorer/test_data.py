@@ -139,7 +139,7 @@ class Reader(html.parser.HTMLParser):
 
 def test_a_page_of_six_recipes_is_small_and_loads_nothing() -> None:
     made, text = page_of(*SIX)
-    assert len(text.encode()) < 500_000
+    assert len(text.encode()) < page.LARGEST == 500_000
     reader = Reader()
     reader.feed(text)
     assert reader.loads == []
@@ -159,7 +159,9 @@ def test_a_spec_cannot_end_the_script_that_holds_it(tmp_path: Path) -> None:
     reader = Reader()
     reader.feed(made)
     assert len(reader.scripts) == 2
-    assert json.loads(reader.scripts[0])["recipes"][0]["spec"][-1]["text"] == comment
+    assert "<" not in reader.scripts[0]
+    lines = json.loads(reader.scripts[0])["recipes"][0]["spec"]
+    assert "\n".join(line["text"] for line in lines).endswith(comment)
 
 
 def test_shapes_that_a_recipe_does_not_take_are_refused() -> None:
@@ -174,9 +176,15 @@ def test_shapes_that_a_recipe_does_not_take_are_refused() -> None:
 
 
 def test_too_many_recipes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = page_of(SIX[0])
+    made, text = page_of(SIX[0])
     monkeypatch.setattr(page, "LARGEST", 1000)
     with pytest.raises(ValueError, match="name fewer recipes"):
+        page.render(made)
+    size = len(text.encode())
+    monkeypatch.setattr(page, "LARGEST", size)
+    assert page.render(made) == text
+    monkeypatch.setattr(page, "LARGEST", size - 1)
+    with pytest.raises(ValueError, match=f"more than {size - 1:,} bytes"):
         page.render(made)
 
 

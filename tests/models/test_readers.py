@@ -11,7 +11,7 @@ import pytest
 
 from layoutc.models import config, read, shapes
 from layoutc.models.expressions import evaluate
-from layoutc.models.weights import ModelError, in_layers, kind_by_name, layer_of
+from layoutc.models.weights import MOST_SIZE, ModelError, Weight, in_layers, kind_by_name, layer_of
 
 LLAMA = {
     "model_type": "llama",
@@ -186,6 +186,58 @@ def test_bad_shapes(text: str) -> None:
         return
     with pytest.raises(ModelError, match="is not a shape of a weight; write NAME=ROWSxCOLUMNS"):
         shapes.read([text])
+
+
+def test_what_is_typed_is_what_is_planned() -> None:
+    """Spaces around a shape are none of it; of weights without a layer, each is the root's."""
+    found = shapes.read(
+        [" up*2=96x64", "down=64X96 ", "experts=4x96x64", "lm_head=128x64", "gate=8x64", "cube=2x3x4x5"]
+    )
+    assert found.root.weights == (
+        Weight("down", (64, 96), "linear", 1.0),
+        Weight("experts", (4, 96, 64), "experts"),
+        Weight("lm_head", (128, 64), "linear", 1.0),
+        Weight("gate", (8, 64), "linear", 1.0),
+        Weight("cube", (2, 3, 4, 5), "other"),
+    )
+    assert [(layer.name, layer.weights) for layer in found.layers] == [
+        (f"layers.{at}", (Weight("up", (96, 64), "linear", 1.0),)) for at in range(2)
+    ]
+    assert (found.name, found.source, found.notes) == ("shapes", "--shapes", ())
+
+
+def test_limits_are_the_largest_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a size, of a file, of a header, and of the weights of a model; one more is refused."""
+    from layoutc.models import files, headers, weights
+
+    assert shapes.read([f"up={MOST_SIZE}x1"]).elements == MOST_SIZE == 2**40
+    with pytest.raises(ModelError, match="is larger than a weight can be"):
+        shapes.read([f"up={MOST_SIZE + 1}x1"])
+    for size, fits in ((MOST_SIZE, True), (MOST_SIZE + 1, False), (0, False), (1, True)):
+        path = header(tmp_path / "sizes.safetensors", {"a": ("F32", [size])})
+        if fits:
+            assert read.read(str(path)).elements == size
+        else:
+            with pytest.raises(ModelError, match="has the shape"):
+                read.read(str(path))
+    path.write_bytes(b"12345")
+    assert files.content_of(path, 5) == b"12345"
+    with pytest.raises(ModelError, match="has 5 bytes, and the most that is read is 4"):
+        files.content_of(path, 4)
+    header(path, {"a": ("F32", [4])})
+    length = path.stat().st_size - 8
+    monkeypatch.setattr(headers, "MOST_JSON", length)
+    assert [name for name, _ in headers.header(path)] == ["a"]
+    monkeypatch.setattr(headers, "MOST_JSON", length - 1)
+    with pytest.raises(ModelError, match=f"its header should have {length} bytes"):
+        list(headers.header(path))
+    path.write_bytes(bytes(7))
+    with pytest.raises(ModelError, match="truncated or no safetensors"):
+        list(headers.header(path))
+    monkeypatch.setattr(weights, "MOST_WEIGHTS", 3)
+    assert len(shapes.read(["up*3=4x4"]).names()) == 3
+    with pytest.raises(ModelError, match="has 4 weights; the most that are planned is 3"):
+        shapes.read(["up*4=4x4"])
 
 
 def test_names_occur_once() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,31 @@ def test_what_is_too_large_to_enumerate_is_quick(size: int) -> None:
     before = perf_counter()
     assert [proof for proof in prove(plan) if not proof.holds] == []
     assert perf_counter() - before < 5
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "is_sound"),
+    [
+        *(
+            (chain.Permute(order), (2, 3), order in ((0, 1), (1, 0)))
+            for order in ((0, 1), (1, 0), (0, 0), (0,), (0, 2))
+        ),
+        *((chain.Repeat(0, 4, limit), (3, 5), limit > 8) for limit in (7, 8, 9, 12)),
+        *((chain.Pad(multiples), (3, 5), 0 not in multiples) for multiples in ((1, 1), (0, 4), (4, 0), (4, 8))),
+        *((chain.Split(1, sizes), (3, 12), 5 not in sizes) for sizes in ((2, 3), (5,), (12,), (4, 5))),
+        *((chain.Reorder(1, order), (2, 3), len(set(order)) == 3) for order in ((2, 0, 1), (0, 1, 1), (0, 1))),
+        *((chain.Join(counts), (2, 3, 4), sum(counts) == 3) for counts in ((1, 2), (3,), (1, 1), (2, 2))),
+    ],
+)
+def test_a_step_of_a_large_buffer_is_judged_by_itself(step: Any, shape: tuple[int, ...], is_sound: bool) -> None:
+    made = SimpleNamespace(steps=(step,), shapes=(shape, (1, 8)), bits=4)
+    assert proofs._step_by_step(made) == ("" if is_sound else f"{step} on {shape}")  # type: ignore[arg-type]
+
+
+def test_rows_of_a_large_buffer_are_whole_bytes() -> None:
+    for last, bits in ((7, 4), (8, 4), (3, 6), (4, 6), (1, 8)):
+        made: Any = SimpleNamespace(steps=(), shapes=((2, last),), bits=bits)
+        assert (proofs._step_by_step(made) == "") == (last * bits % 8 == 0)
 
 
 # ------------------------------------------------------------------------------------------------- wrong on purpose

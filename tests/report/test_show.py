@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from layoutc.diagnostics.renderers import FORMS
 from layoutc.diagnostics.sarif import sarif
 from layoutc.report import show, tables
 from layoutc.report.describe import describe
+from layoutc.report.files import file_tables
 from layoutc.spec.checks.read import read_spec_bytes
 
 SPECS, ERRORS, GOLDEN = ROOT / "specs", TESTS / "errors", TESTS / "golden" / "show"
@@ -44,6 +46,33 @@ def test_products(name: str, golden: Callable[[Path, str], None]) -> None:
     result = run(name, "--products")
     assert result.exit_code == 0, result.stderr
     golden(GOLDEN.parent / "products" / f"{name}.txt", result.stdout)
+
+
+WITH_FILES = [
+    path
+    for path in sorted((*SPECS.glob("*.yaml"), *(UNSHIPPED / "exchanged").glob("*.yaml")))
+    if "\nfiles:" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", WITH_FILES, ids=lambda path: path.stem)
+def test_files_of_others(path: Path, golden: Callable[[Path, str], None]) -> None:
+    result = run(path, "--files")
+    assert (result.exit_code, result.stderr) == (0, "")
+    golden(GOLDEN.parent / "files" / f"{path.stem}.txt", result.stdout)
+
+
+def test_a_tensor_of_sizes_is_a_row_of_its_own() -> None:
+    layout = recipe("fp8_block").layout
+    first, *others = layout.files
+    sized = replace(layout, files=(replace(first, shape=("{module}.weight_shape", "I64")), *others))
+    plain, found = file_tables(layout)[0], file_tables(sized)[0]
+    assert found.rows == (*plain.rows, ("the weight's sizes", "{module}.weight_shape", "I64", "2", ""))
+
+
+def test_a_recipe_without_files_of_others_says_so() -> None:
+    result = run("nvfp4", "--files")
+    assert (result.exit_code, result.stdout) == (0, "nvfp4: its spec states no files of other programs\n")
 
 
 def test_kernels_and_products_are_shown_one_at_a_time() -> None:
@@ -223,6 +252,31 @@ def test_rich_shows_every_cell(capsys: pytest.CaptureFixture[str], monkeypatch: 
     tables.print_rich(drawn)
     text = capsys.readouterr().out
     assert all(cell in text for table in drawn for row in table.rows for cell in row)
+
+
+@pytest.mark.parametrize("length", [tables.NAME, tables.NAME + 1])
+def test_names_are_not_broken_and_texts_are(
+    length: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a narrow terminal, in a column whose cells are at most as long as a name."""
+    monkeypatch.setenv("COLUMNS", "30")
+    name, text = "n" * length, "word " * 20
+    tables.print_rich([tables.Table("Title", ("a", "b", "c"), ((name, text, "1"), ("m", "x", "22")), frozenset({2}))])
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "Title"
+    names = [line.split()[0] for line in lines if line.startswith(" n")]
+    assert "".join(names) == name
+    assert (len(names) == 1) == (length == tables.NAME)
+    assert [line.rstrip()[-2:] for line in lines if line.rstrip().endswith(("1", "2"))] == [" 1", "22"]
+
+
+def test_plain_tables_have_columns_two_spaces_apart() -> None:
+    made = [
+        tables.Table("A", ("name", "n"), (("x", "1"), ("longer", "22")), frozenset({1})),
+        tables.Table("", (), (("k", "v"), ("key", ""))),
+        tables.Table("C", (), ()),
+    ]
+    assert tables.plain(made) == "A\n  name     n\n  x        1\n  longer  22\n\n  k    v\n  key\n\nC\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- SARIF
