@@ -21,7 +21,7 @@ def layouts_of(spec: Spec, content: bytes, path: str) -> tuple[Mapping[str, Layo
     A name is the spec's own, or that of a spec beside it, or of one that layoutc ships. content: the spec's file, for
     positions in it. Never raises.
     """
-    if spec.gemm is None or spec.gemm.activation is None:
+    if spec.gemm is None:
         return {}, []
     found: dict[str, Layout] = {}
     findings: list[Diagnostic] = []

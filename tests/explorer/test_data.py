@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,37 @@ def test_shapes_that_a_recipe_does_not_take_are_refused() -> None:
     stops = data.stops_of([plan], (160, 224), 11)
     assert stops.first == (160, 224, 11)
     assert (160 in stops.rows, 224 in stops.columns, 11 in stops.worlds) == (True, True, True)
+
+
+@pytest.mark.parametrize("names", [("nvfp4",), ("fp8_current", "mxfp8"), ("fp8_block",)])
+def test_stops_are_sizes_that_every_recipe_takes(names: tuple[str, ...]) -> None:
+    """The usual ones, ascending; at least four of each; and the sizes that were asked for."""
+    plans = [plan_of(SPECS / f"{name}.yaml") for name in names]
+    m, k = (lcm(*(getattr(plan.layout, f"multiple_{axis}") for plan in plans)) for axis in "mk")
+    found = data.stops_of(plans, None, None)
+    for stops, usual, multiple in ((found.rows, data.ROWS, m), (found.columns, data.COLUMNS, k)):
+        assert list(stops) == sorted(set(stops))
+        assert {size for size in usual if size % multiple == 0} <= set(stops)
+        assert all(size % multiple == 0 for size in stops)
+        assert len(stops) >= data.FEWEST
+    assert found.worlds == data.WORLDS
+    assert found.first == (96, 64, 4)
+    own = data.stops_of(plans, (m * 1000, k * 1000), 24)
+    assert set(own.rows) - set(found.rows) == {m * 1000}
+    assert set(own.columns) - set(found.columns) == {k * 1000}
+    assert (own.worlds, own.first) == ((*data.WORLDS, 24), (m * 1000, k * 1000, 24))
+    assert data.stops_of(plans, None, 5).worlds == data.WORLDS
+
+
+def test_stops_of_large_multiples() -> None:
+    assert data._taken((16, 96, 128, 144), 16, None) == (16, 96, 128, 144)
+    assert data._taken((16, 96, 128, 144), 48, None) == (48, 96, 144, 192)
+    assert data._taken((16, 96), 1000, 5000) == (1000, 2000, 3000, 4000, 5000)
+    assert [data._nearest((16, 32, 48), wanted) for wanted in (1, 24, 25, 40, 41, 99)] == [16, 16, 32, 32, 48, 48]
+    plan = plan_of(SPECS / "mxfp8.yaml")
+    assert data.stops_of([plan], (2**16, 2**15), None).first[0] == 2**16
+    with pytest.raises(ValueError, match="at most 2,147,483,648 elements"):
+        data.stops_of([plan], (2**16, 2**15 + 32), None)
 
 
 def test_too_many_recipes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from test_describe import NAMES, plan_of, recipe
 
 from layoutc.cli.app import main
 from layoutc.plan.plan import Plan
-from layoutc.report.breaking import compare, differences
+from layoutc.report.breaking import SHOWN, Change, Difference, compare, differences, findings
 
 SPECS = ROOT / "specs"
 Edit = Callable[[dict[str, Any]], object]
@@ -35,6 +35,30 @@ def text_of(name: str, edit: Edit | None = None, rename: str | None = None) -> s
         data.pop("files", None)  # which an edit may not fit
         edit(data)
     return yaml.safe_dump(data, sort_keys=False)
+
+
+@pytest.mark.parametrize("count", [0, 1, SHOWN, SHOWN + 1, SHOWN + 4])
+def test_so_many_differences_are_spelled_out(count: int) -> None:
+    differing = tuple(Difference(f"fact {number}", "old", "new") for number in range(count))
+    (found,) = findings([Change("a", "changed", "a-1", "a-2", None, differing)], "main", {"a": "specs/a.yaml"})
+    listed = [f"fact {number}: old -> new" for number in range(min(count, SHOWN))]
+    listed += [f"and {count - SHOWN} more"] if count > SHOWN else []
+    assert (found.code, found.path, found.why) == ("LC601", "specs/a.yaml", "; ".join(listed) or None)
+    assert found.message == "bytes of recipe `a` have changed since main: a-1 -> a-2"
+
+
+def test_each_status_has_its_finding_or_none() -> None:
+    changes = [
+        Change("a", "unchanged", "a-1", "a-1"),
+        Change("b", "added", None, "b-1"),
+        Change("c", "removed", "c-1", None),
+        Change("d", "renamed", "d-1", "d-1", "e"),
+    ]
+    gone, renamed = findings(changes, "v1", {name: f"{name}.yaml" for name in "abcd"})
+    assert (gone.code, gone.path) == ("LC602", "c.yaml")
+    assert gone.message == "recipe `c` of v1 is gone, and so is its layout c-1"
+    assert (renamed.code, renamed.path, renamed.help) == ("LC603", "d.yaml", "import `e` where `d` is imported")
+    assert renamed.message == "recipe `d` of v1 is now `e`; its bytes are the same"
 
 
 @pytest.fixture

@@ -1,0 +1,98 @@
+"""Options that several commands share: what they read, what they refuse, and where findings go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from layoutc.build import lookup
+from layoutc.cli import shared
+from layoutc.diagnostics.diagnostic import Diagnostic
+
+
+def context() -> tuple[click.Context, click.Parameter]:
+    return click.Context(click.Command("c")), click.Option(["--o"])
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (None, None),
+        ("4096x14336", (4096, 14336)),
+        ("1X9999999999", (1, 9999999999)),
+        ("7x8", (7, 8)),
+        *((bad, "refused") for bad in ("", "0x4", "4x0", "4x04", "10000000000x4", "4x4x4", "4", " 4x4", "٤x4", "-4x4")),
+    ],
+)
+def test_shapes(text: str | None, shape: Any) -> None:
+    if shape == "refused":
+        with pytest.raises(click.BadParameter, match=r"is not a shape; write rows x columns, as in 4096x14336\."):
+            shared.shape_of(*context(), text)
+    else:
+        assert shared.shape_of(*context(), text) == shape
+
+
+@pytest.mark.parametrize(
+    ("texts", "worlds"),
+    [
+        (("8,64", "4"), [8, 64, 4]),
+        (("8, 8,1 ", "8"), [8, 1]),
+        ((str(2**20),), [2**20]),
+        *(((bad,), None) for bad in (str(2**20 + 1), "0", "", "8,", "-1", "1.5", "٤", "²", "eight")),
+    ],
+)
+def test_worlds(texts: tuple[str, ...], worlds: list[int] | None) -> None:
+    if worlds is None:
+        with pytest.raises(click.BadParameter, match="is not a number of ranks; write 1 to 1,048,576, as in --world"):
+            shared.worlds_of(*context(), texts)
+    else:
+        assert shared.worlds_of(*context(), texts) == worlds
+
+
+FINDING = Diagnostic("LC315", "no such format", "specs/a.yaml", help="name another")
+
+
+@pytest.mark.parametrize("form", [None, "full", "concise", "github", "json", "sarif"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(
+    ("color", "variables", "colored"),
+    [
+        ("always", {"NO_COLOR": "1"}, True),
+        ("never", {}, False),
+        ("auto", {}, None),
+        ("auto", {"NO_COLOR": ""}, False),
+        ("auto", {"TERM": "dumb"}, False),
+    ],
+)
+def test_where_findings_go(
+    form: str | None,
+    is_terminal: bool,
+    color: str,
+    variables: dict[str, str],
+    colored: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Machines read stdout, people stderr; colours in the full form alone, of a terminal that wants them."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen: list[Any] = []
+    monkeypatch.setattr(shared.sys, "stderr", type("Stream", (), {"isatty": lambda self: is_terminal})())
+    monkeypatch.setattr(shared, "render", lambda items, *rest: seen.append((list(items), *rest)) or "text")
+    monkeypatch.setattr(shared.click, "echo", lambda text, **options: seen.append((text, options)))
+    shared.report([FINDING], form, color)
+    written = form or ("full" if is_terminal else "concise")
+    paints = written == "full" and (is_terminal if colored is None else colored)
+    to_people = written in ("full", "concise")
+    assert seen == [([FINDING], written, paints), ("text", {"err": to_people, "nl": False, "color": paints or None})]
+
+
+def test_specs_are_looked_up_without_a_command_line(tmp_path: Path) -> None:
+    """As a function that a program calls: nothing was given then."""
+    assert lookup.find("mxfp8", tmp_path).stem == "mxfp8"
+    with pytest.raises(click.UsageError, match="nvfp5"):
+        lookup.find("nvfp5", tmp_path)
