@@ -71,3 +71,16 @@ def test_a_piece_that_begins_where_a_tensor_ends_is_not_its_own() -> None:
     tensor._writes.waiting[:] = [within, at_the_last, beyond, further]
     pending_writes.forget(tensor)
     assert tensor._writes.waiting == [beyond, further]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_data_that_is_assigned_takes_the_place_of_what_waits(name: str) -> None:
+    """Plain values; those that a weight dequantizes to are its own bytes, but for a weight that can't be read."""
+    source, target = weight(name, 1), weight(name, 2)
+    target[:8].copy_(source[:8])
+    values = torch.randn(ROWS, ROWS)
+    target.data = values
+    assert raw(target) == raw(recipe(name).quantize(values))
+    before = raw(target)
+    target.data = target.dequantize()
+    assert raw(target) == before
