@@ -233,3 +233,81 @@ def test_the_table_of_the_page_is_what_its_commands_say(monkeypatch: pytest.Monk
             )
     assert len(commands) == 6
     assert rows[1:] == expected
+
+
+def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without options their stated defaults, and with each another value."""
+    from layoutc.budget import totals
+    from layoutc.budget.choice import Picks
+    from layoutc.budget.mesh import Mesh
+    from layoutc.budget.shards import Dtypes
+    from layoutc.estimate.machine import H200, link_of
+    from layoutc.estimate.work import Load
+
+    asked: list[tuple[Any, Mesh, totals.Setting]] = []
+    monkeypatch.setattr(
+        totals, "budget", lambda model, *given, of=totals.budget: asked.append(given) or of(model, *given)
+    )
+    shapes = ("--shapes", "up*2=256x128,experts*2=8x256x128")
+    data_of(*shapes)
+    assert [(use.name, use.plan, use.cast, use.low) for use, _, _ in asked] == [("bf16", None, False, False)] * 5
+    assert [mesh for _, mesh, _ in asked] == [Mesh(world, 1, 1, 1, 0) for world in (8, 64, 512, 4096, 16384)]
+    usual = totals.Setting(
+        Picks((), (), False), Dtypes(4, 2, 4, 8), Load(8192, 8192), link_of(50e9, 8, None, "ring"), H200, True
+    )
+    assert all(setting == usual for _, _, setting in asked)
+    asked.clear()
+    only = ("--only", "*.up", "--only", "*.experts", "--leave", "layers.0.up", "--experts")
+    sizes = ("--stored", "bf16", "--gathered", "fp32", "--reduced", "fp16", "--moments", 3)
+    mesh = ("--world", "16,32", "--replicas", 2, "--ep", 4, "--experts-dim", 1)
+    rest = ("--sequence", 64, "--batch", 3, "--link", 25, "--per-host", 4, "--rule", "tree", "--low", "--compiled")
+    data = data_of(*shapes, "--recipe", "mxfp8,nvfp4", "--use", "both", *only, *sizes, *mesh, *rest)
+    uses = [(use.name, use.plan and use.plan.layout.name, use.cast, use.low) for use, _, _ in asked]
+    named = [("mxfp8", "mxfp8", cast, True) for cast in (False, True)]
+    named += [("nvfp4", "nvfp4", cast, True) for cast in (False, True)]
+    assert uses == 2 * [("fp32", None, False, False), *named]
+    assert [mesh for _, mesh, _ in asked] == [Mesh(world, 2, 1, 4, 1) for world in (16, 32) for _ in range(5)]
+    other = totals.Setting(
+        Picks(("*.up", "*.experts"), ("layers.0.up",), True),
+        Dtypes(2, 4, 2, 3),
+        Load(192, 64),
+        link_of(25e9, 4, None, "tree"),
+        H200,
+        False,
+    )
+    assert all(setting == other for _, _, setting in asked)
+    assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["eager"]) == (64, 3, False)
+    assert data["setting"]["bytes"] == {"stored": 2, "gathered": 4, "reduced": 2, "moments": 3}
+    asked.clear()
+    data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)
+    assert [(use.name, use.cast) for use, _, _ in asked] == [("bf16", False), ("mxfp8", True)]
+
+
+def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data_of("--shapes", "up=256x128", "--world", 8)), encoding="utf-8")
+    texts = {"--recipe": "mxfp8", "--use": "cast", "--only": "*", "--leave": "*", "--world": "8", "--stored": "bf16"}
+    texts |= {"--gathered": "fp32", "--reduced": "bf16", "--rule": "tree", "--link": "9", "--moments": "4"}
+    counts = ("--replicas", "--tp", "--ep", "--experts-dim", "--sequence", "--batch", "--per-host")
+    given = [*texts.items(), *((name, "1") for name in counts), *((name,) for name in FLAGS)]
+    for option in given:
+        result = run(path, *option)
+        assert result.exit_code == 2
+        assert f"is a plan already; it is shown as it is, without {option[0]}" in result.stderr
+    for shown in ((), ("--weights",), ("--csv",), ("--json",)):
+        assert run(path, *shown).exit_code == 0
+    written = json.loads(path.read_text(encoding="utf-8"))
+    for damage, said in (
+        ({"layoutc_plan": 99}, "is a plan of version 99"),
+        ({"budgets": []}, "it has no 'budgets'"),
+        ({"model": {}}, "it has no 'name'"),
+        ({"notes": ...}, "it has no 'notes'"),
+        ({"setting": {"link": {}}}, "it has no "),
+    ):
+        whole = {key: value for key, value in {**written, **damage}.items() if value is not ...}
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        result = run(path)
+        assert (result.exit_code, said in result.stderr) == (2, True), (damage, result.stderr)
+
+
+FLAGS = ("--experts", "--low", "--compiled")
