@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutate import area_of
+from mutate import area_of, every_test, starts_programs
 from mutation.choosing import choose
 from mutation.fault import is_fault
 from mutation.finding import faults_in
@@ -118,6 +118,23 @@ def test_every_module_has_tests_that_are_asked() -> None:
             if folder == "layoutc" and (ROOT / "tests" / room).is_dir():
                 assert any(file.startswith(f"tests/{room}/") for file in area), path
     assert "tests/runtime/test_master_weights.py" in area_of("layoutc/runtime/train/inner_optimizer.py", ROOT)
+
+
+def test_files_that_start_programs_are_asked_of_all_that_is_in_their_area() -> None:
+    """By themselves, or by a helper that they import; functions that are sent to ranks are followed."""
+    starts = ("cli/test_doctor.py", "runtime/test_compiled_kernels.py", "checkpoint/test_killed_saves.py")
+    assert all(starts_programs(f"tests/{name}", ROOT) for name in starts)
+    for name in ("ints/test_cuts.py", "distributed/test_training.py", "spec/test_notation.py"):
+        assert not starts_programs(f"tests/{name}", ROOT), name
+
+
+def test_every_test_can_be_asked_but_those_that_are_slow_or_need_a_card() -> None:
+    found = every_test(ROOT)
+    assert {"tests/bindings/test_places.py", "tests/test_names.py"} <= set(found)
+    assert not [name for name in found if "/gpu/" in name or name.endswith(("test_mutate.py", "/test_kernels.py"))]
+    of_kernels = area_of("layoutc/runtime/triton/units.py", ROOT)
+    assert {"tests/runtime/test_kernels.py", "tests/runtime/test_compiled_kernels.py"} <= set(of_kernels)
+    assert not set(area_of("layoutc/plan/plan.py", ROOT)) - set(found)
 
 
 def test_copies_have_all_of_a_checkout_but_what_builds_leave_at_its_root(tmp_path: Path) -> None:
