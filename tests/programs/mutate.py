@@ -45,7 +45,7 @@ from mutation.workers import Run, Workers, preload
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layoutc-mutation"
-KERNELS = tuple(f"runtime/test_{name}*" for name in ("kernels", "b", "d", "con", "four", "q"))
+KERNELS = tuple(f"runtime/test_{name}*" for name in ("kernels", "b", "d", "con", "comp", "four", "q"))
 # Modules and their tests; the first pattern that fits.
 AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
