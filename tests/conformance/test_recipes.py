@@ -28,6 +28,20 @@ def failures(outcomes: list[Outcome]) -> str:
     return "\n".join(line(outcome) for outcome in outcomes if outcome.status == "fail")
 
 
+def test_checks_in_processes_are_of_weights() -> None:
+    """A recipe of activations skips all of them; with a reason, and before processes are asked for anything."""
+    subject = compile_subject(ROOT / "specs" / "nvfp4_gradient.yaml")
+    try:
+        outcomes = [run_check(subject, check) for check in CHECKS.values() if check.needs_processes or check.of_weights]
+    finally:
+        subject.close()
+    assert len(outcomes) >= 8
+    assert {outcome.status for outcome in outcomes} == {"skip"}
+    assert {outcome.message for outcome in outcomes} == {
+        f"the recipe is for activations and gradients: {subject.plan.not_weights}"
+    }
+
+
 COUNTED = ("fp8_delayed", "int4_group32", "mxfp6_e2m3", "nvfp4")  # a history, zero points, codes across bytes, swizzles
 OF_THE_MACHINE = {"kernels", "products", "low-precision"}  # what these can do decides how much they compare
 
