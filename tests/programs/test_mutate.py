@@ -46,6 +46,8 @@ from places import ROOT
             ["y = torch.amax(min(a, b))\n", "y = torch.amin(max(a, b))\n"],
         ),
         ("arguments exchanged", "f(a, b)\n", ["f(b, a)\n"]),
+        ("arguments exchanged", "n = tl.minimum(a, b)\n", []),
+        ("arguments exchanged", "n = min(a, b, key=f)\n", ["n = min(b, a, key=f)\n"]),
         ("keyword dropped", "f(a, b=c, d=e)\n", ["f(a, b=c)\n", "f(a, d=e)\n"]),
         ("element dropped", "y = {a: b, c: d}\n", ["y = {a: b}\n", "y = {c: d}\n"]),
         ("returned early", "def f():\n    a()\n    b()\n", ["def f():\n    a()\n    return\n"]),

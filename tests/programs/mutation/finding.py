@@ -38,6 +38,7 @@ METHODS = {
 }
 WRAPPERS = {"sorted", "list", "tuple", "set", "dict", "abs", "reversed", "frozenset", "deepcopy"}
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "floor": "ceil", "ceil": "floor"}
+COMMUTATIVE = {"min", "max", "minimum", "maximum", "equal", "gcd", "lcm"}
 KEPT = {None, "strict"}  # zip(strict=True) states what holds
 KEPT_DECORATORS = re.compile(
     r"property|setter|method|dataclass|overload|contextmanager|cache|jit|fixture|command|option"
@@ -352,7 +353,8 @@ class _Finder(ast.NodeVisitor):
             self._replace(f"{name}() dropped", node, self._text(node.args[0]))
         if name in EXCHANGED:
             self._add("another function", self._end(function) - len(name), self._end(function), EXCHANGED[name])
-        for one, other in zip(node.args, node.args[1:], strict=False):
+        commutes = name in COMMUTATIVE and len(node.args) == 2 and not node.keywords
+        for one, other in () if commutes else zip(node.args, node.args[1:], strict=False):
             texts = self._text(one), self._text(other)
             if texts[0] != texts[1] and not any(isinstance(arg, ast.Starred | ast.JoinedStr) for arg in (one, other)):
                 between = self.data[self._end(one) : self._start(other)].decode()
