@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_what_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runs = [result("bf16"), replace(result("mxfp8", verified=9), gathered=3 << 19, resident=1 << 19)]
-    assert demo.report(runs, SMALL, 2, 3.4)
+    demo.report(runs, SMALL, 2, 3.4, as_json=False)
     said = capsys.readouterr().out
     assert "6 steps on 2 ranks, CPU" in said
     cells = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in said.splitlines() if "MiB" in line]
@@ -117,26 +118,35 @@ mxfp8: {saved} equal the uninterrupted run, to the bit
 3 s in all
 """
     assert said.endswith(told)
-    assert not demo.report([runs[0], replace(runs[1], resumed=False)], SMALL, 2, 3.4)
-    assert f"mxfp8: {saved} DIFFER from the uninterrupted run" in capsys.readouterr().out
+    demo.report([runs[0], replace(runs[1], resumed=False)], SMALL, 2, 3.4, as_json=True)
+    told_on = capsys.readouterr()
+    assert f"mxfp8: {saved} DIFFER from the uninterrupted run" in told_on.err
+    assert not told_on.out
 
 
-def test_what_is_asked_is_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes, steps and ranks reach the launcher; the first rank's results the report."""
+def test_what_is_asked_is_what_is_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recipes, steps and ranks reach the launcher; the first rank's results the report, and the JSON."""
     from torch.distributed.launcher import api
 
     asked: list[Any] = []
+    first = [result("bf16", losses=[2.0]), result("mxfp8", verified=9)]
 
     def launch(config: Any, program: Any) -> Any:
         assert program is demo.worker
-        return lambda given: asked.append((config.nproc_per_node, config.max_nodes, given)) or ["first", "second"]
+        return lambda given: asked.append((config.nproc_per_node, config.max_nodes, given)) or [first, "second"]
 
     monkeypatch.setattr(api, "elastic_launch", launch)
-    monkeypatch.setattr(demo, "report", lambda *args: asked.append(args[:3]) or True)
-    assert demo.run()
-    assert demo.run(["nvfp4"], 5, 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "report", lambda *args: asked.append((*args[:3], args[4])))
+    demo.run()
+    assert not capsys.readouterr().out
+    found = demo.run(["nvfp4"], 5, 3, as_json=True)
     of_all, some = demo.Config(("mxfp8", "nvfp4"), 60), demo.Config(("nvfp4",), 5)
-    assert asked == [(2, 1, of_all), ("first", of_all, 2), (3, 1, some), ("first", some, 3)]
+    assert asked == [(2, 1, of_all), (first, of_all, 2, False), (3, 1, some), (first, some, 3, True)]
+    assert json.loads(capsys.readouterr().out) == found
+    assert found.pop("seconds") >= 0
+    rows = [asdict(one) for one in first]
+    assert found == {"kind": "demo", "torch": torch.__version__, "device": "CPU", "processes": 3, "rows": rows}
     with pytest.raises(ValueError, match="there is no recipe 'nvfp5'"):
         demo.run(["nvfp5"])
     assert len(asked) == 4
