@@ -13,6 +13,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of processes that tests start: their tensors are small
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # here, not in processes that would import torch again
+# Or Inductor builds a library for each set of instructions, and each process loads it in another that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # in processes of any test folder

@@ -29,9 +29,7 @@ from resharding import (
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
-from weight_recipes import WEIGHTS
 
-EVERY = WEIGHTS
 TOGETHER = (("fp8_delayed", "nvfp4"), ("fp8_block",), ("mxfp8", "int4_group32", "mxfp6_e3m2"))  # of one size of block
 TRAINED, MORE = 1, 2
 ALL = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))
@@ -174,15 +172,18 @@ def is_cut_in_two_dims(recipes: tuple[str, ...], folder: str, shifts: tuple[int,
                 plane.view(-1).view(torch.uint8).bitwise_not_()
 
 
-@pytest.mark.parametrize("recipes", [EVERY[i : i + 4] for i in range(0, len(EVERY), 4)], ids="-".join)
+# A history, zero points, codes across bytes, a shared amax; scales of whole rows, blocks of a row, a choice of scales.
+CUT_TWICE = (("fp8_delayed", "int4_group32", "mxfp6_e3m2", "fp8_current"), ("fp8_rowwise", "mxfp8", "nvfp4_4over6"))
+
+
+@pytest.mark.parametrize("recipes", CUT_TWICE, ids="-".join)
 def test_columns_and_cuts_in_two_dims_load_as_one_another(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As under tensor parallelism and FSDP2: bytes of every shard are those of the whole weight's.
 
-    Every recipe loads two of the five pairings of ways, and each pairing is loaded by two sets of recipes; with
-    LAYOUTC_ALL_PAIRS=1 every recipe loads all.
+    Each pairing of ways is loaded by a set of recipes, 0 by both; with LAYOUTC_ALL_PAIRS=1 all by both. Shards of every
+    recipe's columns are compared in test_cut_weights.py.
     """
-    number = EVERY.index(recipes[0]) // 4
-    shifts = tuple(range(5)) if ALL else (number % 5, (number + 2) % 5)
+    shifts = tuple(range(5)) if ALL else ((0, 2, 4), (0, 1, 3))[CUT_TWICE.index(recipes)]
     four.run(is_cut_in_two_dims, tuple(recipes), str(tmp_path / "checkpoint"), shifts)

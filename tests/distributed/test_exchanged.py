@@ -27,6 +27,9 @@ import layoutc
 import layoutc.recipes
 
 NAMES = unshipped.exchanged()
+# One for each kind of plane, since ranks know no orders of codes: zero points below a byte, in f16 and in bf16; scales
+# of whole rows; a codebook. Of each recipe, bytes are compared at every cut.
+KINDS = ("awq", "fp8_divided_rows", "hqq", "posit8", "tinygemm")
 
 
 def known() -> None:
@@ -37,9 +40,9 @@ def known() -> None:
 
 
 def cut(recipe: str) -> None:
-    """Stored as codes, on two and three ranks: gathered, in state dicts, and distributed."""
+    """Stored as codes, on three ranks, each kind of plane on two as well: gathered, in state dicts, distributed."""
     known()
-    at_all_cuts(recipe, (2, 3))
+    at_all_cuts(recipe, (2, 3) if recipe in KINDS else (3,))
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -65,7 +68,7 @@ def cast(recipe: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_weights_that_are_cast_are_gathered_at_every_cut(four: Ranks, recipe: str) -> None:
     four.run(cast, recipe)
 
@@ -80,7 +83,7 @@ def train(recipe: str) -> None:
     trains_cast(recipe, "adamw", False, None, (3 * unit, unit))
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_training_on_two_ranks_equals_one_process(two: Ranks, recipe: str) -> None:
     two.run(train, recipe)
 
@@ -91,6 +94,6 @@ def resume(recipes: tuple[str, ...], folder: str) -> None:
     resumes(recipes, awkward, folder, 1)
 
 
-@pytest.mark.parametrize("recipes", [tuple(NAMES[i : i + 4]) for i in range(0, len(NAMES), 4)], ids="-".join)
+@pytest.mark.parametrize("recipes", [KINDS], ids="-".join)
 def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
     four.run(resume, recipes, str(tmp_path))

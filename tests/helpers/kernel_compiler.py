@@ -17,6 +17,8 @@ PROGRAM = HELPERS / "compile_kernels.py"
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))
 # Without them a recipe has each piece of its code in one kernel at least: that of two orientations has that of each.
 SOME = ("quantize* all *", "quantize* rowwise+*", "lay_out*", "dequantize rowwise *")
+# What writes buffers holds the code that quantizes and the code that lays out; where nothing does, both are asked for.
+FUSED = ("quantize_buffers all *", "quantize_buffers rowwise+*", "dequantize rowwise *")
 QUANTIZING = ("quantize all *", "quantize rowwise+*")  # what newer cards convert in
 
 

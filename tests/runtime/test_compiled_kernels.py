@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernel_compiler import EVERY, QUANTIZING, SOME, compiled, some
+from kernel_compiler import EVERY, FUSED, QUANTIZING, SOME, compiled, some
 
 pytest.importorskip("triton", reason="needs triton, whose wheel carries the assemblers")
 pytestmark = pytest.mark.slow
@@ -64,10 +64,12 @@ def test_kernels_compile_without_spills(capability: int) -> None:
     cards those that quantize, whose conversions are looked at as well. All of all with LAYOUTC_ALL_KERNELS=1."""
     is_old = capability == 90
     budgets = BUDGETS if is_old else BUDGETS_100
-    recipes = {*LIKE_OLDER, *({recipe for recipe, _ in BUDGETS if recipe} | OLDER if is_old else CONVERSIONS)}
+    counted = {recipe for recipe, _ in budgets if recipe}
     names = ["all" if EVERY else "amaxes"] if is_old or EVERY else []
-    for recipe in (*sorted(recipes - {BY_CHANCE}), BY_CHANCE, *(OTHER_SIZES if is_old or EVERY else ())):
-        names += some(recipe, SOME if is_old else QUANTIZING)
+    for recipe in sorted(counted | (OLDER | {*OTHER_SIZES} if is_old or EVERY else {*CONVERSIONS}) | {BY_CHANCE}):
+        is_fused = recipe in LIKE_COUNTED and not EVERY
+        names += some(recipe, QUANTIZING if not is_old else FUSED if is_fused else SOME)
+    names += ["int8_block/lay_out"] if is_old and not EVERY else []
     names += [f"{recipe}/{kernel}" for recipe, kernel in {**budgets, **BUDGETS_BY_CHANCE} if recipe and not EVERY]
     names += [] if is_old else ["checks"]
     found = compiled(capability, *names, count={**budgets, **BUDGETS_BY_CHANCE})
@@ -80,7 +82,7 @@ def test_kernels_compile_without_spills(capability: int) -> None:
         check_conversions(found, CONVERSIONS)
         found = [one for one in found if one["recipe"] != "checks"]
     kernels = {(one["recipe"], one["kernel"]): one for one in found}
-    assert len(kernels) == len(found) > (200 if EVERY else 50 if is_old else 15)
+    assert len(kernels) == len(found) > (200 if EVERY else 45 if is_old else 10)
     spills = {name: one["spills"] for name, one in kernels.items() if one["stack"]}
     assert {name: count for name, count in spills.items() if count > SPILLS[capability].get(name, 0)} == {}
     narrow = [
@@ -188,8 +190,9 @@ INSTRUCTIONS = {
 
 
 STACKS_100 = {("nvfp4", "quantize all fp32")}  # 8 bytes with Triton 3.7, none with 3.6
-OLDER = {"mxfp6_e2m3", "nvfp4_4over6"}  # codes across bytes, and a choice of scales, where arithmetic converts
-LIKE_OLDER = ("fp8_block", "fp8_block_1d", "fp8_current", "int4_group32", "int8_block")  # a kind of code and block each
+# Codes across bytes, a choice of scales, zero points, integers: where arithmetic converts.
+OLDER = {"mxfp6_e2m3", "nvfp4_4over6", "int4_group32", "int8_block"}
+LIKE_COUNTED = {"fp8_block_1d", "int8_block", "mxfp4", "nvfp4_gradient"}  # what is not fused is that of others
 CONVERSIONS = {
     "mxfp4": {"e2m1x2", "ue8m0x2"},
     "mxfp6_e2m3": {"e2m3x2", "ue8m0x2"},

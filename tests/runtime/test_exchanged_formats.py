@@ -5,6 +5,7 @@ Where a package is not installed, or does not run without a card, its published 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from fractions import Fraction
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import unshipped
-from kernel_compiler import QUANTIZING, SOME, compiled, some
+from kernel_compiler import EVERY, FUSED, SOME, compiled, some
 from numpy_models import F32, Array, recipe, reference
 from places import EXCHANGED
 from test_kernels import compare
@@ -212,12 +213,17 @@ SPILLS = {("fp8_divided128", "quantize_buffers all bf16"): 2, ("fp8_fnuz", "quan
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, 100] if EVERY else [90])
 def test_kernels_compile(capability: int) -> None:
-    """For Hopper and Blackwell, without a card."""
+    """For Hopper, without a card; for Blackwell as well with LAYOUTC_ALL_KERNELS=1."""
     pytest.importorskip("triton", reason="needs triton, which kernels are written in")
-    patterns = SOME if capability == 90 else QUANTIZING
-    found = compiled(capability, *(one for name in COMPILED for one in some(name, patterns)))
+    unshipped.add_all(EXCHANGED)
+
+    def patterns(name: str) -> tuple[str, ...]:
+        kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
+        return FUSED if kernels.buffer_sizes is not None else SOME
+
+    found = compiled(capability, *(one for name in COMPILED for one in some(name, patterns(name))))
     assert {one["recipe"] for one in found} == set(COMPILED)
     spills = {(one["recipe"], one["kernel"]): one["spills"] for one in found if one["stack"]}
     assert {name: count for name, count in spills.items() if count > SPILLS.get(name, 0)} == {}
