@@ -214,7 +214,8 @@ def figures(kernel: Any, tile: Tile, count: bool) -> dict[str, Any]:
         "accesses": sorted({f"{way} {int(many or 1) * int(bits)}" for way, many, bits in accesses}),
         "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
         # As Triton 3.6 and 3.7 exchange bytes that lie in a thread in another order, which comes out mixed up.
-        "mixes_bytes": bool(re.search(rf"\b({0x3120}|{0x7564})\b", kernel.asm["ptx"])),
+        # Behind a plus is an address.
+        "mixes_bytes": bool(re.search(rf"(?<!\+)\b({0x3120}|{0x7564})\b", kernel.asm["ptx"])),
     }
     if not code:
         return found
