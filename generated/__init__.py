@@ -25,7 +25,9 @@ nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
 nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes columnwise, for nvfp4_gradient.
+nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as compressed-tensors has them.
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
+nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
 """
 
 from importlib import import_module as _import_module  # a recipe may have any name that begins with a letter
@@ -55,7 +57,9 @@ RECIPES = (
     "nvfp4_1d",
     "nvfp4_4over6",
     "nvfp4_activation",
+    "nvfp4_compressed_tensors",
     "nvfp4_gradient",
+    "nvfp4_modelopt",
 )
 
 

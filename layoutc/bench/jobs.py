@@ -75,7 +75,7 @@ def kernel_jobs(
         written = kernels.quantize(x, amax, orientations)
         yield Job(name, f"quantize {'+'.join(orientations)}", label, size([x, *written.values()]), quantize)
     planes: dict[str, Tensor] = kernels.quantize(x, amax, layout.orientations)
-    stored = planes | ({"amax": amax} if amax is not None and "amax" in layout.stored else {})
+    stored = planes | ({"amax": layout.stored_amax(amax)} if amax is not None and "amax" in layout.stored else {})
     if not layout.history:
         yield from _buffer_jobs(name, kernels, cls, x, amax, stored, label)
     for orientation in layout.orientations if dtype == torch.bfloat16 else ():
@@ -163,5 +163,5 @@ def _tensor(
     stored = dict(planes)
     if amax is not None and "amax" in cls.LAYOUT.stored:
         stored["amax"] = amax.new_zeros(max(1, cls.LAYOUT.history))
-        stored["amax"][:1] = amax
+        stored["amax"][:1] = cls.LAYOUT.stored_amax(amax)
     return cls(stored, shape, torch.bfloat16)

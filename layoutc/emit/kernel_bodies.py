@@ -269,7 +269,8 @@ def _dequantize_body(kernels: Kernels) -> Lines:
     planes = (plane for source in kernels.sources for plane in source.source.planes)
     lines = _plane_lines(planes, Sizes(kernels.layout))
     if kernels.layout.tensor_amax:
-        lines.append("tensor_amax = tl.load(amax)  # (1,) float32")
+        levels = kernels.layout.sources[0].quantization.definition.tensor
+        lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
     for source in kernels.sources:
         read = _dequantize_source(source)
         lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read

@@ -226,7 +226,7 @@ def _plane(plane: Plane, plan: Plan, sizes: Sizes) -> PlaneText:
     if plane.name == "amax":
         shape, doc = (
             f"({history or 1},)",
-            f"the last {history} amaxes, latest first" if history else f"amax of the whole {plan.noun}",
+            f"the last {history} amaxes, latest first" if history else _whole(plan),
         )
     else:
         shape = sizes.plane(plane)
@@ -340,9 +340,14 @@ def _has_amax(layout: Layout) -> bool:
     return bool(layout.tensor_amax or layout.history)
 
 
+def _whole(plan: Plan) -> str:
+    levels = any(source.quantization.definition.tensor for source in plan.layout.sources)
+    return f"level of the whole {plan.noun}, in place of its amax" if levels else f"amax of the whole {plan.noun}"
+
+
 def _amax_buffer(plan: Plan) -> list[BufferText]:
     history = plan.layout.history
-    doc = "latest first" if history else f"of the whole {plan.noun}"
+    doc = "latest first" if history else _whole(plan).removeprefix("amax ")
     return [BufferText("amax", f"({history or 1},)", "float32", doc)] if _has_amax(plan.layout) else []
 
 

@@ -108,6 +108,7 @@ class ReferenceText:
     prologue: list[str]
     dequantize: list[str]
     amax_doc: str
+    level: list[str]  # what is stored in place of the amax of the whole; (): the amax
     stochastic: bool
     swizzle: SwizzleText | None
 
@@ -127,6 +128,7 @@ def reference_text(plan: Plan) -> ReferenceText:
         prologue=_prologue(plan),
         dequantize=_dequantize(layout, suffixes),
         amax_doc=_amax_doc(plan),
+        level=rule_text.level_steps(layout.sources[0].quantization, suffixes[layout.sources[0].name]),
         stochastic=layout.stochastic,
         swizzle=_swizzle(layout),
     )
@@ -190,9 +192,15 @@ def _rule(quantization: Quantization, suffix: str) -> RuleText:
         measured="range" if inputs_of(quantization).block_range else "amax",
         arguments=", ".join(one.typed for one in rule_text.scale_arguments(quantization)),
         summary=rule.summary[0].upper() + rule.summary[1:],
-        steps=rule_text.steps(quantization, suffix),
+        steps=_steps(quantization, suffix),
         candidates=_candidates(quantization, suffix),
     )
+
+
+def _steps(quantization: Quantization, suffix: str) -> list[str]:
+    """The rule's steps; those that make the stored level of an amax are a function of their own."""
+    lines, levels = rule_text.steps(quantization, suffix), len(quantization.definition.tensor)
+    return ["tensor_level = level_of(tensor_amax)", *lines[levels:]] if levels else lines
 
 
 def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | None:

@@ -40,6 +40,7 @@ def constant_names(quantization: Quantization, suffix: str) -> dict[str, str]:
         "inverse_element_max",
         "inverse_element_power",
         "scale_max",
+        "scale_min",
         "inverse_range",
         "inverse_margin",
     )
@@ -114,6 +115,14 @@ def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = Non
     return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
 
 
+def level_steps(quantization: Quantization, suffix: str) -> list[str]:
+    """The steps in torch that make what is stored of the amax of the whole weight; none if that is the amax."""
+    return [
+        f"{step.name} = {expression(step.expression, quantization, {}, suffix)}"
+        for step in quantization.definition.tensor
+    ]
+
+
 def error_steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
     """The steps that compute an element's error, as assignments, in order. Default dialect: torch."""
     active = quantization.definition.active_error(dict(quantization.parameters))
@@ -129,7 +138,7 @@ def candidates(quantization: Quantization, suffix: str) -> list[str]:
 
 def decode(quantization: Quantization, scale: str, suffix: str) -> str:
     """The torch expression that a decoded element is multiplied by. `scale`: the expression of the scale plane."""
-    variables = {"scale": scale, "tensor_amax": grown('planes["amax"]', quantization)}
+    variables = {"scale": scale, "tensor_amax": grown('planes["amax"]', quantization), "tensor_level": 'planes["amax"]'}
     return expression(quantization.definition.decode, quantization, variables, suffix)
 
 

@@ -311,11 +311,14 @@ def _same(scaling: Scaling, free: int | None, contraction: int | None) -> bool:
 
 
 def _tensor_scale(source: Source) -> float | str | None:
-    """What the tensor's amax is multiplied by to be its scale; None if decoding needs no amax; else why not."""
+    """What the stored amax, or level, is multiplied by to be the tensor's scale; None if decoding needs none; else why
+    not."""
     quantization = source.quantization
     factors = quantization.definition.decode.split(" * ")
     if factors == ["from_scale(scale)"]:
         return None
+    if factors == ["from_scale(scale)", "tensor_level"]:
+        return 1.0
     if len(factors) == 3 and factors[:2] == ["from_scale(scale)", "tensor_amax"]:
         return constant(factors[2], quantization.element, quantization.scale, dict(quantization.parameters))[0]
     return f"scaled_mm can't decode {quantization.definition.decode}"

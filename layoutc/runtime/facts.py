@@ -145,6 +145,7 @@ class Layout:
     shares_amax: bool
     amax_columns: int | None = None  # columns that share one amax, over all rows; None: the whole weight does
     history: int = 0  # number of amaxes kept for delayed scaling; 0: the current amax decides the scale
+    level: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes what is stored of the amax; None: the amax is
     pick: str = ""  # which amax of the history decides the scale: max, most-recent
     as_stored: Mapping[str, str]  # buffer -> the plane that equals it, except that a buffer of one dim is flat
     swizzled: tuple[str, ...]  # buffers that a GEMM reads in another order
@@ -224,6 +225,10 @@ class Layout:
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the amax that shards share: one for the weight, or one for each block of columns."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))
+
+    def stored_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        """What the `amax` plane holds of an amax: itself, or the level that the recipe's rule makes of it."""
+        return amax if self.level is None else self.level(amax)
 
     def laid_out(self, m: int, k: int, orientations: Collection[str], swizzled: bool = False) -> dict[str, Facts]:
         """The buffers of orientations that don't equal a plane, in order: name -> shape and dtype. Swizzled ones are

@@ -66,6 +66,11 @@ def _inverse_range(element: Format, scale: Format, parameters: Parameters) -> Va
     return 1 / (element.max * scale.max), f"fp32(1 / ({element.max:g} * {scale.max:g}))"
 
 
+def _scale_min(element: Format, scale: Format, parameters: Parameters) -> Value:
+    least = next(magnitude for magnitude in scale.magnitudes if magnitude)
+    return least, f"2^{int(math.log2(least))}" if math.frexp(least)[0] == 0.5 else ""
+
+
 def _inverse_margin(element: Format, scale: Format, parameters: Parameters) -> Value:
     return 2.0 ** -float(parameters["margin"]), "2 to minus the margin"
 
@@ -90,6 +95,7 @@ CONSTANTS: dict[str, Callable[[Format, Format, Parameters], Value]] = {
     "inverse_element_max": _inverse_element_max,
     "inverse_element_power": _inverse_element_power,
     "inverse_range": _inverse_range,
+    "scale_min": _scale_min,
     "inverse_margin": _inverse_margin,
     "epsilon": _epsilon,
     "of_zeros": _of_zeros,

@@ -36,7 +36,8 @@ class Step:
 class Rule:
     """A scale rule: steps that end in `scale` and `multiplier` or `divisor`, and the factor of decoded elements.
 
-    A rule may try several values of one name, its `candidates`; a block keeps the one with the least `error`.
+    A rule may try several values of one name, its `candidates`; a block keeps the one with the least `error`. `tensor`
+    makes what a weight stores of its amax, the `tensor_level`; without it, that is the amax.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Rule:
     parameters: dict[str, Parameter]
     steps: tuple[Step, ...]
     decode: str
+    tensor: tuple[Step, ...] = ()
     candidate: str = ""
     candidates: tuple[str, ...] = ()
     error: tuple[Step, ...] = ()
@@ -52,7 +54,7 @@ class Rule:
     @property
     def needs_tensor_amax(self) -> bool:
         """True if the rule reads the amax of the whole weight, so that shards must share it."""
-        return any("tensor_amax" in names(step.expression) for step in self.steps)
+        return any("tensor_amax" in names(step.expression) for step in (*self.tensor, *self.steps))
 
     @property
     def makes_zero(self) -> bool:
@@ -60,8 +62,8 @@ class Rule:
         return any(step.name == "zero" for step in self.steps)
 
     def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
-        """The steps that these parameters leave in."""
-        return _active(self.steps, parameters)
+        """The steps that these parameters leave in, from amaxes on."""
+        return _active((*self.tensor, *self.steps), parameters)
 
     def element_step(self, parameters: Parameters) -> Step:
         """The last step, which says what values are multiplied by, `multiplier`, or divided by, `divisor`."""
@@ -99,13 +101,15 @@ def _make(name: str, entry: dict[str, object]) -> Rule:
         key: Parameter(**{**value, "choices": tuple(value.get("choices", ()))})
         for key, value in (entry.get("parameters") or {}).items()  # type: ignore[attr-defined]
     }
-    steps, error = (tuple(map(_step, entry.get(key) or ())) for key in ("steps", "error"))  # type: ignore[call-overload]
+    steps, error, tensor = (
+        tuple(map(_step, entry.get(key) or ()))  # type: ignore[call-overload]
+        for key in ("steps", "error", "tensor")
+    )
     ((candidate, values),) = (entry.get("candidates") or {"": ()}).items()  # type: ignore[attr-defined]
     candidates = tuple(map(str, values))
     zero = entry.get("zero-is") == "value"
-    return Rule(
-        name, str(entry["summary"]), parameters, steps, str(entry["decode"]), candidate, candidates, error, zero
-    )
+    summary, decode = str(entry["summary"]), str(entry["decode"])
+    return Rule(name, summary, parameters, steps, decode, tensor, candidate, candidates, error, zero)
 
 
 def _step(item: dict[str, str]) -> Step:

@@ -46,6 +46,8 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "mxfp8_frozen": ("mxfp8_frozen/compressed_tensors", "compressed_tensors"),
     "channel": (None, "compressed_tensors"),
     "block": (None, "compressed_tensors"),
+    "nvfp4": (None, "compressed_tensors"),
+    "modelopt": (None, "modelopt"),
 }
 
 
@@ -133,7 +135,7 @@ def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dic
     def write(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
         from compressed_tensors.compressors.base import BaseCompressor
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-        from compressed_tensors.quantization.utils import calculate_qparams
+        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
         scheme = preset_name_to_scheme(preset, ["Linear"])
         by, compressor = scheme.weights, BaseCompressor.get_value_from_registry(form)
@@ -142,15 +144,17 @@ def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dic
             if not name.endswith("_proj.weight"):
                 tensors[name] = value
                 continue
-            if by.strategy == "group":
+            if by.strategy in ("group", "tensor_group"):
                 groups = value.reshape(len(value), -1, by.group_size)
                 lowest, highest = groups.amin(-1), groups.amax(-1)
             elif by.strategy == "channel":
                 lowest, highest = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
             else:
                 lowest, highest = (_of_blocks(value, pick) for pick in (torch.amin, torch.amax))
-            scale, _ = calculate_qparams(lowest, highest, by)
-            made = compressor.compress({"weight": value.clone(), "weight_scale": scale}, scheme)
+            grouped = by.strategy == "tensor_group"
+            level = {"weight_global_scale": generate_gparam(value.min(), value.max())} if grouped else {}
+            scale, _ = calculate_qparams(lowest, highest, by, *level.values())
+            made = compressor.compress({"weight": value.clone(), "weight_scale": scale} | level, scheme)
             module = name.rpartition(".")[0]
             tensors |= {f"{module}.{key}": tensor for key, tensor in made.items()}
         config = QuantizationConfig(
@@ -169,6 +173,41 @@ def _of_blocks(w: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def modelopt(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """NVIDIA's export, as its documentation defines it: blocks of 16 over E4M3 scales times the fp32 `weight_scale_2`."""
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        level = value.abs().amax().float() / (6.0 * 448.0)
+        blocks = value.float().reshape(len(value), -1, 16)
+        scale = blocks.abs().amax(-1) / (6.0 * level)
+        scale[scale == 0] = 1.0
+        scale = scale.clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
+        scaled = (blocks / (scale.float() * level).unsqueeze(-1)).reshape(value.shape)
+        distance = (scaled.abs().clamp(max=6.0).unsqueeze(-1) - E2M1).abs()
+        tied = distance == distance.amin(-1, keepdim=True)  # two are as near: the even code
+        codes = torch.where(tied.sum(-1) == 2, tied.int().argmax(-1) + tied.int().argmax(-1) % 2, tied.int().argmax(-1))
+        codes = (codes + 8 * (scaled < 0)).to(torch.uint8)
+        module = name.rpartition(".")[0]
+        tensors[name] = codes[:, ::2] | codes[:, 1::2] << 4
+        tensors |= {f"{name}_scale": scale, f"{name}_scale_2": level, f"{module}.input_scale": level * 3}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    return tensors, config
+
+
+def modelopt_values(tensors: Tensors, name: str) -> Tensor:
+    """(codes) * (E4M3 scale * fp32 scale), in fp32, as the export's reader computes it."""
+    codes = torch.stack([tensors[name] & 15, tensors[name] >> 4], -1).flatten(1)
+    values = E2M1[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
+    factor = tensors[f"{name}_scale"].float() * tensors[f"{name}_scale_2"]
+    return (values.unflatten(1, (-1, 16)) * factor.unsqueeze(-1)).flatten(1)
+
+
 WRITERS = {
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
@@ -177,6 +216,8 @@ WRITERS = {
     "mxfp8_frozen": compressed("MXFP8A16", "mxfp8-quantized"),
     "channel": compressed("FP8_DYNAMIC", "float-quantized"),
     "block": compressed("FP8_BLOCK", "float-quantized"),
+    "nvfp4": compressed("NVFP4A16", "nvfp4-pack-quantized"),
+    "modelopt": modelopt,
 }
 
 
@@ -206,6 +247,12 @@ def as_others_read(folder: str, path: Path, dtype: torch.dtype) -> Any:
     """The model that transformers loads, dequantized by the format's own code."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
+    if folder == "modelopt":  # which transformers does not read
+        tensors, model = tensors_in(path), model_of(folder)
+        for name, param in model.named_parameters():
+            of = modelopt_values(tensors, name) if f"{name}_scale" in tensors else tensors[name]
+            param.data = of.to(dtype)
+        return model
     how: Any = {"gpt_oss": Mxfp4Config, "deepseek": FineGrainedFP8Config}.get(folder, CompressedTensorsConfig)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=how(dequantize=True), dtype=dtype)
 

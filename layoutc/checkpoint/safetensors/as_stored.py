@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.safetensors import recognize
-from layoutc.checkpoint.safetensors.bound import fitting
+from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.errors import LayoutError
@@ -32,24 +31,19 @@ def quantize_as_stored(
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.
     """
     path = Path(folder)
-    contents, config = read_folder(path), recognize.quantization_config(path)
-    every = recognize.installed()
-    told = recognize.chosen(files, every) if files is not None else recognize.recognized(config, every)
+    contents, told = read_folder(path), choosing.told(path, files, recognize.installed())
     if not told:
-        labels = ", ".join(sorted({one.label for one in every}))
-        what = f"a quantization_config that no installed recipe knows: {dict(config)}" if config else "none"
-        raise LayoutError(f"{path}: config.json has {what}. Known are {labels}")
+        raise LayoutError(f"{path}: there is no quantization_config in config.json: pass files=, the binding's name")
     parameters = {
         file_name(name, rename): (name, tuple(value.shape))
         for name, value in model.named_parameters()
         if value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
     }
-    fits = fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
+    fits = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
     if not fits:
         raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
     if len(fits) > 1:
-        labels = ", ".join(sorted(fit.bound.label for fit in fits))
-        raise LayoutError(f"the files fit several recipes: pass files= one of {labels}")
+        raise choosing.several([fit.bound for fit in fits], "the files", "files=")
     one, names = fits[0].bound, [parameters[in_files][0] for in_files in fits[0].names]
     chosen = frozenset(names)
     package = importlib.import_module(one.cls.__module__.rpartition(".")[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -204,32 +204,6 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored]) -> dict[str, Found]:
             raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
         found[name] = weight
     return found
-
-
-class Fit(NamedTuple):
-    """A binding that every weight that it finds follows: the names of these."""
-
-    bound: Bound
-    names: tuple[str, ...]
-
-
-def fitting(shapes: Mapping[str, tuple[int, ...]], told: Iterable[Bound], tensors: Mapping[str, Stored]) -> list[Fit]:
-    """The bindings that fit: all weights that the files hold by their names have the shapes that they say.
-
-    shapes: of the parameters that may be held so, by their names in the files. Raises LayoutError, with what the first
-    one misses, if weights are found and none fits.
-    """
-    fits, refused = list[Fit](), list[LayoutError]()
-    for one in told:
-        try:
-            names = tuple(name for name, shape in shapes.items() if find(name, shape, one, tensors) is not None)
-        except LayoutError as error:
-            refused.append(error)
-            continue
-        fits += [Fit(one, names)] if names else []
-    if refused and not fits:
-        raise refused[0]
-    return fits
 
 
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.common.folders import sync
-from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.bound import Found, held, weights_in
 from layoutc.checkpoint.safetensors.files import OF_OTHERS, SINGLE, Contents, Slices, Stored, library, read_folder
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
@@ -120,15 +120,7 @@ def _quantized(
     """The weights that the source holds quantized, by the binding that it has. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
-    config = recognize.quantization_config(path)
-    told = recognize.chosen(files, every) if files is not None else recognize.recognized(config, every)
-    if not told:
-        if config:
-            labels = ", ".join(sorted(one.label for one in every))
-            raise LayoutError(
-                f"{path}: config.json has a quantization_config that no installed recipe knows: {dict(config)}. Known "
-                f"are {labels}"
-            )
+    if not (told := choosing.told(path, files, every)):
         return {}
     fits, refused = list[dict[str, Found]](), list[LayoutError]()
     target = into.cls.LAYOUT.layout_id if into is not None else ""
@@ -140,11 +132,9 @@ def _quantized(
             refused.append(error)
     if not fits:
         raise refused[0] if refused else LayoutError(f"{path} holds no weight in files of {told[0].label}")
-    bound = [next(iter(found.values())).bound for found in fits]
-    if any(dict(one.binding.planes) != dict(bound[0].binding.planes) for one in bound):
-        labels = ", ".join(one.label for one in bound)
-        raise LayoutError(f"{path} may be files of several recipes: say which, of {labels} (source_files, --from)")
-    return fits[0]
+    bound = choosing.as_files_hold_them([next(iter(found.values())).bound for found in fits])
+    choosing.check_alike(bound, str(path), "source_files= (--from)")
+    return next(found for found in fits if next(iter(found.values())).bound == bound[0])
 
 
 def _jobs(

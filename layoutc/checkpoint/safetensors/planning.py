@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
-from layoutc.checkpoint.safetensors import bound, recognize
+from layoutc.checkpoint.safetensors import bound, choosing, recognize
 from layoutc.checkpoint.safetensors.bound import BoundSource
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
@@ -55,20 +55,17 @@ def bindings(
     classes = {
         type(local): None for local in map(meshes.local_of, state.values()) if isinstance(local, QuantizedTensor)
     }
-    own, config = recognize.bindings_of(classes), recognize.quantization_config(folder)
-    if files is not None:
-        labels = {one.label for one in own}
-        told = recognize.chosen(files, [*own, *(one for one in recognize.installed() if one.label not in labels)])
-        mine = [one for one in told if one.label in labels]
-    else:
-        mine = recognize.recognized(config, own) if config else []
-        told = mine or (recognize.recognized(config, recognize.installed()) if config else [])
-    if mine or not told:
+    own = recognize.bindings_of(classes)
+    labels = {one.label for one in own}
+    every = [*own, *(one for one in recognize.installed() if one.label not in labels)]
+    if files is None and not recognize.recognized(recognize.quantization_config(folder), every):
+        return []  # plain values, or names that the model does not have
+    told = choosing.told(folder, files, every)
+    if mine := [one for one in told if one.label in labels]:
         return mine
     shapes = {file_name(name, rename): tuple(value.shape) for name, value in state.items() if value.is_floating_point()}
-    fits = [fit.bound for fit in bound.fitting(shapes, told, contents.tensors)]
-    if any(dict(one.binding.planes) != dict(fits[0].binding.planes) for one in fits):
-        raise LayoutError(f"the files fit several recipes: pass files= one of {', '.join(one.label for one in fits)}")
+    fits = [fit.bound for fit in choosing.fitting(shapes, told, contents.tensors)]
+    choosing.check_alike(fits, "the files", "files=")
     return fits[:1]
 
 

@@ -29,6 +29,11 @@ class Bound(NamedTuple):
         """recipe/binding, as it is chosen by name."""
         return f"{self.cls.LAYOUT.name}/{self.binding.name}"
 
+    @property
+    def converts(self) -> bool:
+        """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
+        return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
+
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
     """The `quantization_config` of a folder's config.json; {} without one. Raises DamagedError for a damaged file."""
@@ -64,6 +69,6 @@ def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:
 
 
 def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]:
-    """The bindings that a config tells of, those that compare most of it first."""
+    """The bindings that a config tells of: those that hold values as files do, and that compare most of it, first."""
     found = [one for one in bound if recognizes(one.binding, config)]
-    return sorted(found, key=lambda one: -len(one.binding.recognized))
+    return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))

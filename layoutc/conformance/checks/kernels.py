@@ -78,7 +78,9 @@ def _compare(
     made = kernels.quantize(x.to(device), moved, orientations, **seed)
     for name, plane in expected.items():
         expect_same(subject, name, made[name].cpu(), plane, (m, k), **details)
-    planes = expected if amax is None or "amax" not in subject.facts.stored else {**expected, "amax": amax}
+    planes = expected
+    if amax is not None and "amax" in subject.facts.stored:
+        planes = {**expected, "amax": subject.facts.stored_amax(amax)}
     on_device = {name: plane.to(device) for name, plane in planes.items()}
     if not layout.history:
         laid_out = kernels.lay_out(on_device, m, k, orientations)

@@ -84,6 +84,7 @@ CONSTANTS: dict[str, Callable[[Quantization], Fraction]] = {
     "inverse_element_span": lambda q: 1 / (_largest(q) - _smallest(q)),
     "inverse_element_power": lambda q: 1 / _power_below(_largest(q)),
     "scale_max": _largest_scale,
+    "scale_min": lambda q: min(value for value in codes_of(q.scale).finite.values() if value > 0),
     "inverse_range": lambda q: 1 / (_largest(q) * _largest_scale(q)),
     "inverse_margin": lambda q: power(-int(dict(q.parameters)["margin"])),
     "f32_max": lambda q: Fraction(float(FLT_MAX)),
@@ -243,6 +244,9 @@ class Model:
         if self.layout.tensor_amax or self.layout.history:
             stored = np.zeros(max(self.layout.history, 1), F32)
             stored[0] = (np.max(np.abs(x), initial=F32(0)) if amax is None else amax).reshape(-1)[0]
+            q = self.layout.sources[0].quantization
+            if "tensor" in programs()[q.rule]:
+                stored = self.computed(q, {"tensor_amax": stored}, "tensor")["tensor_level"]
             planes["amax"] = stored
         return planes
 
@@ -290,6 +294,8 @@ class Model:
             "tensor_amax": np.max(np.abs(x)).reshape(1) if amax is None else np.asarray(amax, F32).reshape(-1),
         }
         tried = programs()[q.rule].get("candidates")
+        if "tensor" in programs()[q.rule]:
+            names = self.computed(q, names, "tensor")
         if tried is None:
             return self.computed(q, names, "steps", input_max)
         ((candidate, values),) = tried.items()
@@ -342,7 +348,8 @@ class Model:
         q = source.quantization
         names: dict[str, Array] = {plane.kind: planes[plane.name] for plane in planes_of(source)[1:]}
         if "amax" in planes:
-            names["tensor_amax"] = planes["amax"] * (growth(q.transform) if q.transform else F32(1))
+            level = "tensor_level" if "tensor" in programs()[q.rule] else "tensor_amax"
+            names[level] = planes["amax"] * (growth(q.transform) if q.transform else F32(1))
         factor = Evaluator(q, names).value(programs()[q.rule]["decode"])
         codes = unpack(planes[source.data.name], source.data.bits, q.low_first)
         bm, bk = q.block.m or max(m, 1), q.block.k or k

@@ -95,7 +95,8 @@ class Agreed:
         """
         layout = tensor.LAYOUT
         if not layout.history:
-            self.amax, self.plane, self.of = current, current if "amax" in layout.stored else None, self.count(tensor)
+            plane = layout.stored_amax(current) if "amax" in layout.stored else None
+            self.amax, self.plane, self.of = current, plane, self.count(tensor)
             return
         if capturing(current.device):
             raise LayoutError(

@@ -93,7 +93,9 @@ class Kernels:
         """
         m, k = x.shape
         amax = self._shared_amax(x, amax)
-        shared = {} if amax is None or "amax" not in self.layout.as_stored else {"amax": amax.to(torch.float32)}
+        shared = {}
+        if amax is not None and "amax" in self.layout.as_stored:
+            shared = {"amax": self.layout.stored_amax(amax.to(torch.float32))}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)

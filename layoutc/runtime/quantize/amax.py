@@ -93,7 +93,7 @@ def with_history(
     current one is stored in front of them. While the history is empty, the scale follows from the current one.
     """
     if current is None or not layout.history:
-        return current, {"amax": current} if current is not None and "amax" in layout.stored else {}
+        return current, {"amax": layout.stored_amax(current)} if current is not None and "amax" in layout.stored else {}
     if before is None:
         before = current.new_zeros(layout.history)
     return _pick(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
@@ -105,7 +105,8 @@ def with_histories(
     """with_history for each of several tensors, in as many launches as for one. restart: ignore what they store."""
     if not layout.history:
         stores = "amax" in layout.stored
-        return list(currents), [{"amax": one} if stores and one is not None else {} for one in currents]
+        kept = [layout.stored_amax(one) if stores and one is not None else None for one in currents]
+        return list(currents), [{} if one is None else {"amax": one} for one in kept]
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))
     if len(outs) == len(current) == len(before) > 1:
@@ -125,8 +126,8 @@ def _pick(layout: Layout, current: Tensor, before: Tensor) -> Tensor:
 
 
 def amax_of_scales(tensor: QuantizedTensor) -> Tensor | None:
-    """The shared amax that a tensor's scales follow from, (1,) fp32; None if the tensor stores none."""
-    stored = tensor._planes.get("amax")
+    """The shared amax that a tensor's scales follow from, (1,) fp32; None if the tensor does not store it."""
+    stored = None if tensor.LAYOUT.level is not None else tensor._planes.get("amax")
     if stored is None or not tensor.LAYOUT.history:
         return stored
     return _pick(tensor.LAYOUT, stored[:1], torch.cat([stored[1:], stored.new_zeros(1)]))

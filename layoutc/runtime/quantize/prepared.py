@@ -71,7 +71,9 @@ class Requantization:
                 bound(entries) if first is None else bound(entries, pieces[first])
         if self._stored:
             planes = [pairs[at][0]._planes["amax"] for at in self._storing]
-            foreach_copy_(planes, [pieces[at] for at in self._stored])
+            layouts = [pairs[at][0].LAYOUT for at in self._storing]
+            amaxes = [pieces[at] for at in self._stored]
+            foreach_copy_(planes, [one.stored_amax(amax) for one, amax in zip(layouts, amaxes, strict=True)])
         written([target for target, _ in pairs])
 
     def prepare(self, pairs: Pairs) -> bool:

@@ -128,7 +128,7 @@ def quantize_buffers(
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
-            buffers[name] = outputs[-1] if known is None else known
+            buffers[name] = outputs[-1] if known is None else layout.stored_amax(known)
         elif name in made:
             buffers[name] = made[name]
         elif name.split("_")[0] in chosen:
@@ -201,7 +201,8 @@ def _quantize_buffers_by_planes(
     if amax is None and cls.LAYOUT.shares_amax:
         amax = cls._shared_amax(x)
     planes = cls._quantize_matrix(x, amax, orientations, None, seed)
-    shared = {} if amax is None or "amax" not in cls.LAYOUT.stored else {"amax": amax}
+    stored = None if amax is None or "amax" not in cls.LAYOUT.stored else cls.LAYOUT.stored_amax(amax)
+    shared = {} if stored is None else {"amax": stored}
     return cls._lay_out(planes | shared, x.shape[0], x.shape[1], orientations, swizzled)
 
 

@@ -11,6 +11,7 @@ from layoutc.spec import formats
 from layoutc.spec.bindings import FileTensor
 from layoutc.spec.formats import Format
 from layoutc.spec.notation import NotationError, parse_file_layout, parse_form
+from layoutc.spec.rules import RULES
 from layoutc.spec.schema import Spec, quantized_as
 from layoutc.spec.source import Path, Source
 
@@ -41,6 +42,13 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             "LC361", "a recipe with a history has no files of others", label, why=why, help="delete `files`"
         )
         return
+    rule, columnwise = RULES.get(spec.scale.rule), spec.orientations.columnwise
+    own_codes = columnwise is not None and columnwise.block != spec.orientations.rowwise.block
+    if spec.files and rule is not None and rule.tensor and own_codes:
+        label, headline = source.key(("files",)), "columnwise has codes of its own, which files don't have"
+        why = f"they would be quantized under the weight's amax, and files hold what {rule.name} makes of it"
+        help = "delete `columnwise`, which is then dequantized from rowwise, or `files`"
+        yield source.find("LC361", headline, label, why=why, help=help)
     for name, binding in spec.files.items():
         where: Path = ("files", name, "tensors")
         for kind in planes.keys() - binding.tensors.keys():

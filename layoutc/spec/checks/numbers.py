@@ -92,6 +92,28 @@ def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         )
 
 
+def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A weight stores one level in place of its amax, so all orientations make the same one of it."""
+    if not any(rule.tensor for rule, _ in _rules(spec)):
+        return
+    for name in ("rowwise", "columnwise"):
+        orientation = getattr(spec.orientations, name)
+        if orientation is None:
+            continue
+        own = next((part for part in ("element", "scale") if getattr(orientation.quantize, part) is not None), None)
+        where: Path | None = ("orientations", name, "quantize", own) if own else None
+        if where is None and orientation.transform is not None:
+            where = ("orientations", name, "transform")
+        if where is not None:
+            yield source.find(
+                "LC347",
+                f"{name} would need a second level of its own",
+                source.key(where),
+                why="the weight stores one number in place of its amax, which all orientations decode by",
+                help="delete it, or write `rule: two-level`, which stores the amax",
+            )
+
+
 def history_is_for_whole_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A history keeps one amax for each step, so there must be one scale."""
     for name in ("rowwise", "columnwise"):
@@ -243,6 +265,7 @@ def shards_share_one_amax(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 CROSS_CHECKS = (
     own_formats_are_sound,
     tensor_level_is_needed,
+    stored_level_is_one,
     history_is_for_whole_tensors,
     shards_share_one_amax,
     zero_points_need_whole_blocks,
@@ -314,7 +337,8 @@ def _defaults(rule: Rule) -> dict[str, float | int | bool | str]:
 
 
 def _replaces_nan(rule: Rule, parameters: dict[str, float | int | bool | str]) -> bool:
-    return any("isnan" in step.expression for step in rule.active_steps({**_defaults(rule), **parameters}))
+    steps = rule.active_steps({**_defaults(rule), **parameters})
+    return any("isnan" in step.expression for step in steps if step not in rule.tensor)
 
 
 def _parameter_problem(parameter: Parameter, value: float | bool | str) -> str:

@@ -69,7 +69,7 @@ def suggested_scale(scale: Format | None, element: Format | None) -> str:
 
 
 def _hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
-    return any("isnan" in step.expression for step in rule.active_steps(parameters))
+    return any("isnan" in step.expression for step in rule.active_steps(parameters) if step not in rule.tensor)
 
 
 def candidates_need_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -192,7 +192,7 @@ def misfit(
             f"a block of zeros would get the scale 0, and the multiplier 1 / 0; {fmt.name} has a zero",
             "write `format: e8m0`, or another rule",
         )
-    uses_range = any("scale_max" in rules.names(step.expression) for step in rule.steps)
+    uses_range = any("scale_max" in rules.names(step.expression) for step in (*rule.tensor, *rule.steps))
     if uses_range and (fmt.is_f32 or fmt.max * element.max > 2.0**120):
         scales = ((name, one) for name, one in BUILTIN.items() if holds_scales(one) and one.mantissa)
         narrower = next((name for name, one in scales if one.max * element.max <= 2.0**120), None)
