@@ -2,15 +2,21 @@
 # Each is imported when first used.
 """Quantized tensors, with a module for each recipe.
 
+awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 6 1 3 5 7, F16 scales.
 e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
 fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 fp8_block_1d: E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
+fp8_channel_bf16: E4M3 weights, divided by a BF16 scale of each row; columnwise of each 128 rows of a column.
 fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax.
 fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
 fp8_e5m2_current: E5M2 weights under one FP32 scale, taken from the weight's own amax.
 fp8_rowwise: E4M3 weights with one FP32 scale for each row , columnwise for each column.
+gptq: GPTQ's 4-bit integers in words along k, F16 scales, zero points that are stored less 1 (version 1).
 hybrid_fp8: E4M3 in 1x32 blocks for forward, E5M2 in 128x128 blocks for backward.
 int4_group32: 4-bit integers with a scale and a zero point for each group of 32 along the contraction.
+int4_packed128: 4-bit integers in words, in groups of 128 under BF16 scales of amax / 7.5.
+int4_packed128_zeros: 4-bit integers in words, in groups of 128 under BF16 scales with zero points.
+int4_packed32: 4-bit integers in words, in groups of 32 under BF16 scales of amax / 7.5.
 int8_block: 8-bit integers in 128x128 blocks, one FP32 scale each.
 int8_rowwise: 8-bit integers with one FP32 scale for each row, columnwise for each column.
 mxfp4: E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up.
@@ -34,15 +40,21 @@ from importlib import import_module as _import_module  # a recipe may have any n
 from types import ModuleType
 
 RECIPES = (
+    "awq",
     "e3m4_block",
     "fp8_block",
     "fp8_block_1d",
+    "fp8_channel_bf16",
     "fp8_current",
     "fp8_delayed",
     "fp8_e5m2_current",
     "fp8_rowwise",
+    "gptq",
     "hybrid_fp8",
     "int4_group32",
+    "int4_packed128",
+    "int4_packed128_zeros",
+    "int4_packed32",
     "int8_block",
     "int8_rowwise",
     "mxfp4",

@@ -16,6 +16,7 @@ def files_lines(layout: Layout) -> list[str]:
 
 def _binding(binding: Binding) -> list[str]:
     shape = "None" if binding.shape is None else f"({', '.join(map(json.dumps, binding.shape))})"
+    groups = "None" if binding.groups is None else f"({', '.join(map(json.dumps, binding.groups))})"
     parts = [f"({json.dumps(whole)}, {_strings(parts)})," for whole, parts in binding.parts]
     return [
         f'"{binding.name}": Binding(',
@@ -25,6 +26,7 @@ def _binding(binding: Binding) -> list[str]:
         *(f'        "{plane.plane}": {_plane(plane)},{_comment(plane)}' for plane in binding.planes),
         "    },",
         f"    shape={shape},",
+        *([f"    groups={groups},"] if binding.groups else []),
         f"    ignored={_strings(binding.ignored)},",
         *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
         f"    config={json.loads(binding.config)!r},",
@@ -44,6 +46,9 @@ def _plane(plane: BoundPlane) -> str:
         for key, group in (("rows", plane.layout.rows), ("columns", plane.layout.columns)):
             arguments.append(f"{key}={_tuple([sizes[name] for name in group])}")
         arguments.append(f"order={_tuple([str(names.index(name)) for name in plane.layout.order])}")
+    if plane.layout is not None and plane.layout.joined:
+        arguments.append(f"joined={_tuple(list(map(str, plane.layout.joined)))}")
+    arguments += ["spread=True"] if plane.spread else []
     arguments += [f"{key}=False" for key in ("low_first", "plane_low_first") if not getattr(plane, key)]
     arguments += [f"{key}={value!r}" for key, value in (("over", plane.over), ("by", plane.by)) if value is not None]
     return f"BoundPlane({', '.join(arguments)})"

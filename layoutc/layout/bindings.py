@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ class BoundPlane:
     """The tensor of a file that holds one plane.
 
     `bits` is the size of what is permuted: the codes of a packed plane; or its entries, where codes that share a byte
-    in the plane share it in the file too.
+    in the plane share it in the file too. spread: codes that the file packs have a byte each in the plane.
     """
 
     plane: str
@@ -32,6 +32,7 @@ class BoundPlane:
     plane_low_first: bool
     over: float | None  # the file has this over each value
     by: float | None  # the file has each value over this
+    spread: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -47,6 +48,7 @@ class Binding:
     summary: str
     planes: tuple[BoundPlane, ...]
     shape: tuple[str, str] | None  # a tensor with the weight's two sizes: its name and dtype
+    groups: tuple[str, str, int] | None  # one with the group of each column: its name and dtype, columns of a group
     ignored: tuple[str, ...]
     parts: tuple[tuple[str, tuple[str, ...]], ...]
     config: str  # JSON
@@ -55,20 +57,24 @@ class Binding:
 
 
 class Stored(NamedTuple):
-    """A plane as bindings see it: its name, and the bits of a value."""
+    """A plane as bindings see it: its name, the bits of a value, and those of a code that has a byte of its own."""
 
     name: str
     bits: int
+    code_bits: int = 0
 
 
-def bindings(files: dict[str, FileBinding], planes: Mapping[PlaneKey, Stored], low_first: bool) -> tuple[Binding, ...]:
-    """The bindings of a checked spec, for these planes. low_first: how their codes fill bytes."""
+def bindings(
+    files: dict[str, FileBinding], planes: Mapping[PlaneKey, Stored], low_first: bool, columns: int | None
+) -> tuple[Binding, ...]:
+    """The bindings of a checked spec, for these planes. low_first: how their codes fill bytes. columns: of a block."""
     return tuple(
         Binding(
             name=name,
             summary=stated.summary.rstrip("."),
             planes=tuple(bound(planes[kind], stated.tensors[kind], low_first) for kind in planes),
             shape=(stated.tensors["shape"].name, stated.tensors["shape"].dtype) if "shape" in stated.tensors else None,
+            groups=_groups(stated.tensors.get("groups"), columns),
             ignored=stated.ignore,
             parts=tuple(stated.parts.items()),
             config=json.dumps(stated.config),
@@ -79,17 +85,24 @@ def bindings(files: dict[str, FileBinding], planes: Mapping[PlaneKey, Stored], l
     )
 
 
+def _groups(stated: FileTensor | None, columns: int | None) -> tuple[str, str, int] | None:
+    return None if stated is None or columns is None else (stated.name, stated.dtype, columns)
+
+
 def bound(plane: Stored, stated: FileTensor, low_first: bool) -> BoundPlane:
     over, by = parse_form(stated.form) if stated.form else (None, None)
     in_file = low_first if stated.pack is None else stated.pack == "low-first"
     if stated.layout == "scalar":
         return BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
     layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
+    if plane.code_bits:
+        low = stated.pack != "high-first"
+        return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.code_bits, low, True, over, by, True)
     if plane.bits < 8 and not shares_bytes(layout, in_file == low_first, plane.bits):
         return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.bits, in_file, low_first, over, by)
     last = layout.order[-1]
     sizes = {n: size * plane.bits // 8 if n == last and plane.bits < 8 else size for n, size in layout.sizes}
-    entries = FileLayout(layout.rows, layout.columns, layout.order, tuple(sorted(sizes.items())))
+    entries = replace(layout, sizes=tuple(sorted(sizes.items())))
     return BoundPlane(plane.name, stated.name, stated.dtype, entries, max(8, plane.bits), True, True, over, by)
 
 

@@ -271,13 +271,20 @@ def resolve(spec: schema.Spec) -> Layout:
         pick=spec.scale.history.pick if spec.scale.history else "",
         swizzle=parse_swizzle(swizzle.swizzle, dict(swizzle.sizes)) if swizzle else None,
         others=others,
-        files=bindings(spec.files, _held_by_files(sources[0], spec.tensor), sources[0].quantization.low_first),
+        files=bindings(
+            spec.files,
+            _held_by_files(sources[0], spec.tensor),
+            sources[0].quantization.low_first,
+            sources[0].quantization.block.k,
+        ),
     )
 
 
 def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[PlaneKey, Stored]:
     """The planes that files of other programs hold: those of a source, and the amax of the whole weight."""
-    planes: dict[PlaneKey, Stored] = {plane.kind: Stored(plane.name, plane.bits) for plane in source.planes}
+    planes: dict[PlaneKey, Stored] = {
+        plane.kind: Stored(plane.name, plane.bits, plane.code_bits) for plane in source.planes
+    }
     return planes | ({"amax": Stored(AMAX.name, AMAX.bits)} if tensor else {})
 
 

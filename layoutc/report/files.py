@@ -21,6 +21,9 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
     rows = [_row(layout, plane) for plane in binding.planes]
     if binding.shape:
         rows.append(("the weight's sizes", binding.shape[0], binding.shape[1], "2", ""))
+    if binding.groups:
+        name, dtype, columns = binding.groups
+        rows.append(("the block of each column", name, dtype, f"k: column // {columns}", ""))
     rest = [
         ("config.json has", _dotted(binding)),
         ("modules left plain under", binding.plain),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PlaneKey = Literal["data", "scale", "zero", "amax", "shape"]
+PlaneKey = Literal["data", "scale", "zero", "amax", "shape", "groups"]
 FileDtype = Literal[
     "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"
 ]
@@ -26,7 +26,7 @@ class FileTensor(_Model):
     layout: Pattern | None = Field(
         default=None,
         description="einops-style pattern from (rows, columns) of values to its dims, `e` for the matrices of a weight "
-        "of experts; `scalar` for a single value without dims",
+        "of experts, names in parentheses for a dim of several; `scalar` for a single value without dims",
     )
     sizes: dict[str, Size] = Field(default={}, description="sizes of names in the layout; one of each group has none")
     pack: Literal["low-first", "high-first"] | None = Field(
@@ -50,7 +50,10 @@ class FileBinding(_Model):
     """How files of one program hold this recipe."""
 
     summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)
-    tensors: dict[PlaneKey, FileTensor] = Field(description="plane -> the tensor that holds it")
+    tensors: dict[PlaneKey, FileTensor] = Field(
+        description="plane -> the tensor that holds it; `shape` for one with the weight's two sizes, `groups` for one "
+        "with the number of each column's block"
+    )
     ignore: tuple[Pattern, ...] = Field(
         default=(), description="names of tensors beside a weight that are left alone, such as scales of activations"
     )

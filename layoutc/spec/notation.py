@@ -134,7 +134,7 @@ def _arrow(pattern: str, groups_are: str) -> tuple[tuple[tuple[str, ...], ...], 
 @dataclass(frozen=True)
 class FileLayout:
     """Splits the rows and the columns of a plane's values into names, then orders all names: the dims of a file's
-    tensor.
+    tensor, each of one name, or of as many as `joined` says.
 
     MATRICES among the rows has the number of a weight's matrices (1, and no dim, for a weight of two dims). Of the
     other names of a group, one has no size: it takes what is left.
@@ -144,11 +144,18 @@ class FileLayout:
     columns: tuple[str, ...]
     order: tuple[str, ...]
     sizes: tuple[tuple[str, int], ...]
+    joined: tuple[int, ...] = ()
 
     @property
     def pattern(self) -> str:
         """The pattern as a spec writes it, without sizes."""
-        return Swizzle((self.rows, self.columns), self.order, ()).pattern
+        return Swizzle((self.rows, self.columns), self.order, (), self.joined).pattern
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """The names that make up each dim of the file's tensor, outermost first."""
+        names = iter(self.order)
+        return tuple(tuple(islice(names, count)) for count in self.joined or [1] * len(self.order))
 
 
 MATRICES = "e"
@@ -156,10 +163,18 @@ AS_STORED = FileLayout((MATRICES, "m"), ("k",), (MATRICES, "m", "k"), ())
 
 
 def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
-    """`(e m) (g b) -> e m g b` with the size of b. A bijection by construction, as a swizzle is. Raises
-    NotationError."""
-    groups, order = _arrow(pattern, "(rows, columns)")
+    """`(e m) (g b) -> e m g b`, or `m (g b) -> g (m b)`, with the size of b. A bijection by construction, as a swizzle
+    is. Raises NotationError."""
+    left, arrow, right = _sides(pattern)
+    offset = len(left) + len(arrow)
+    groups, dims = _groups(left, 0, "before"), _groups(right, offset, "after")
+    if len(groups) != 2:
+        raise NotationError(f"takes 2 dims, (rows, columns), but names {len(groups)}", 0, max(1, len(left.rstrip())))
+    _same_names(pattern, groups, [(name, _find(pattern, name, offset)) for dim in dims for name in dim], offset)
     names = [name for group in groups for name in group]
+    if any(MATRICES in dim and len(dim) > 1 for dim in dims):
+        message = f"`{MATRICES}` is joined with others, but matrices are a dim of their own"
+        raise NotationError(message, *_find(pattern, MATRICES, offset))
     if MATRICES in names and groups[0][0] != MATRICES:
         raise NotationError(f"`{MATRICES}` counts matrices, so it is the first name of the rows", *_find(pattern, "e"))
     if extra := [name for name in sizes if name not in names or name == MATRICES]:
@@ -170,7 +185,8 @@ def parse_file_layout(pattern: str, sizes: dict[str, int]) -> FileLayout:
         if len(free) != 1:
             message = f"of the {what} ({' '.join(group)}), " + ("no name" if not free else "more than one name")
             raise NotationError(f"{message} has no size", *_find(pattern, group[-1]))
-    return FileLayout(groups[0], groups[1], order, tuple(sorted(sizes.items())))
+    order, joined = tuple(name for dim in dims for name in dim), tuple(len(dim) for dim in dims)
+    return FileLayout(*groups, order, tuple(sorted(sizes.items())), joined if max(joined) > 1 else ())
 
 
 def parse_form(text: str) -> tuple[float | None, float | None]:

@@ -57,8 +57,18 @@ def cases(draw: st.DrawFn) -> tuple[Plane, FileTensor, bool, int | None, int, in
     if columns % columns_of_bytes:  # a row of a plane is whole bytes
         free[column_names[0]] *= columns_of_bytes
         columns *= columns_of_bytes
-    pattern = f"({' '.join(row_names)}) ({' '.join(column_names)}) -> {' '.join(order)}"
-    plane = Plane("rowwise_data", "data", 1, 1, bits, "bfloat16" if bits == 16 else "")
+    joined = draw(st.lists(st.booleans(), min_size=len(order), max_size=len(order)))
+    right, several = order[0], False
+    for before, name, join in zip(order, order[1:], joined, strict=False):
+        together = join and MATRICES not in (before, name)
+        right += f"{' ' if together else ') ('}{name}"
+        several |= together
+    right = f"({right})" if several else " ".join(order)
+    pattern = f"({' '.join(row_names)}) ({' '.join(column_names)}) -> {right}"
+    spread = bits in (2, 4) and draw(st.booleans())
+    plane = Plane(
+        "rowwise_data", "data", 1, 1, 8 if spread else bits, "bfloat16" if bits == 16 else "", bits if spread else 0
+    )
     pack = draw(st.sampled_from([None, "low-first", "high-first"]))
     tensor = FileTensor(name="{name}", dtype=dtype, layout=pattern, sizes=sizes, pack=pack if bits < 8 else None)
     return plane, tensor, draw(st.booleans()), matrices, rows, columns
@@ -72,14 +82,14 @@ def written_by_integers(
     layout = parse_file_layout(tensor.layout, dict(tensor.sizes))
     sizes = dims(layout, len(values), len(values[0]), matrices or 1)
     shape = [sizes[name] for name in layout.order]
-    stored, bits = {}, plane.bits
+    stored, bits = {}, plane.code_bits or plane.bits
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             number = 0
             for size, at in zip(shape, where(layout, sizes, (i, j)), strict=True):
                 number = number * size + at
             stored[number] = value
-    low = low_first if tensor.pack is None else tensor.pack == "low-first"
+    low = (low_first or bool(plane.code_bits)) if tensor.pack is None else tensor.pack == "low-first"
     out = bytearray()
     if bits >= 8:
         for number in range(len(stored)):
@@ -118,10 +128,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_boxes_and_whole_tensors_hold_the_values_that_the_pattern_says(case, data) -> None:  # type: ignore[no-untyped-def]
     plane, tensor, low_first, matrices, rows, columns = case
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    values = torch.randint(0, 2**plane.bits, (rows, columns), generator=generator).tolist()
+    values = torch.randint(0, 2 ** (plane.code_bits or plane.bits), (rows, columns), generator=generator).tolist()
     stored = plane_of(plane, values, low_first)
     at = places.place(
-        as_generated(bound(Stored(plane.name, plane.bits), tensor, low_first)),
+        as_generated(bound(Stored(plane.name, plane.bits, plane.code_bits), tensor, low_first)),
         Facts(tuple(stored.shape), stored.dtype),
         matrices,
     )

@@ -441,7 +441,7 @@ def refuses_to_export(kind: str, where: str) -> tuple[str, str, list[str]]:
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr("safetensors.torch.save_file", full)
+        patch.setattr("layoutc.checkpoint.safetensors.writing.OpenFile.put", full)
     if kind == "gathering" and dist.get_rank() == 0:
 
         def no_memory(*_: Any) -> None:

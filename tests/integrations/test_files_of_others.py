@@ -7,7 +7,7 @@ the package's own loader.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,15 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "block": (None, "compressed_tensors"),
     "nvfp4": (None, "compressed_tensors"),
     "modelopt": (None, "modelopt"),
+    "channel16": (None, "compressed_tensors"),
+    "int4_32": (None, "compressed_tensors"),
+    "int4_128": (None, "compressed_tensors"),
+    "int4_zeros": (None, "compressed_tensors"),
+    "awq": (None, "awq"),
+    "gptq": (None, "gptq"),
 }
+F16 = ("awq", "gptq")
+BY_HAND = ("modelopt", "awq", "gptq")  # whose packages need a card: by their published definition
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -69,6 +77,8 @@ def config_of(folder: str) -> Any:
             **{"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
         )
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if folder in ("int4_128", "int4_zeros", "awq", "gptq"):  # groups of 128 columns
+        sizes |= {"hidden_size": 256, "intermediate_size": 384}
     return LlamaConfig(vocab_size=96, num_hidden_layers=1, use_cache=False, **sizes)
 
 
@@ -77,7 +87,7 @@ def model_of(folder: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    dtype = torch.float32 if folder in ("channel", "block") else torch.bfloat16
+    dtype = torch.float32 if folder in ("channel", "block") else torch.float16 if folder in F16 else torch.bfloat16
     return AutoModelForCausalLM.from_config(config_of(folder), dtype=dtype)
 
 
@@ -129,7 +139,7 @@ def _parts(name: str, w: Tensor) -> tuple[list[str], list[Tensor]]:
     return (["gate_proj", "up_proj"], list(w.chunk(2))) if "gate_up" in name else (["down_proj"], [w])
 
 
-def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dict[str, Any]]]:
+def compressed(preset: str, form: str, **changed: Any) -> Callable[[Tensors], tuple[Tensors, dict[str, Any]]]:
     """By compressed-tensors: its scales, its codes, its config."""
 
     def write(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
@@ -138,6 +148,7 @@ def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dic
         from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
         scheme = preset_name_to_scheme(preset, ["Linear"])
+        scheme.weights = scheme.weights.model_copy(update=changed)
         by, compressor = scheme.weights, BaseCompressor.get_value_from_registry(form)
         tensors = {}
         for name, value in state.items():
@@ -153,7 +164,8 @@ def compressed(preset: str, form: str) -> Callable[[Tensors], tuple[Tensors, dic
                 lowest, highest = (_of_blocks(value, pick) for pick in (torch.amin, torch.amax))
             grouped = by.strategy == "tensor_group"
             level = {"weight_global_scale": generate_gparam(value.min(), value.max())} if grouped else {}
-            scale, _ = calculate_qparams(lowest, highest, by, *level.values())
+            scale, zero = calculate_qparams(lowest, highest, by, *level.values())
+            level |= {} if by.symmetric else {"weight_zero_point": zero}
             made = compressor.compress({"weight": value.clone(), "weight_scale": scale} | level, scheme)
             module = name.rpartition(".")[0]
             tensors |= {f"{module}.{key}": tensor for key, tensor in made.items()}
@@ -177,7 +189,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def modelopt(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
-    """NVIDIA's export, as its documentation defines it: blocks of 16 over E4M3 scales times the fp32 `weight_scale_2`."""
+    """NVIDIA's export, as published: blocks of 16 over E4M3 scales times the fp32 `weight_scale_2`."""
     tensors: Tensors = {}
     for name, value in state.items():
         if not name.endswith("_proj.weight"):
@@ -208,6 +220,85 @@ def modelopt_values(tensors: Tensors, name: str) -> Tensor:
     return (values.unflatten(1, (-1, 16)) * factor.unsqueeze(-1)).flatten(1)
 
 
+def names_of_weights(model: Any) -> list[str]:
+    """The weights that files written by hand hold quantized."""
+    return [name for name, _ in model.named_parameters() if name.endswith("_proj.weight")]
+
+
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of AWQ's codes in a word, lowest bits first
+
+
+def in_words(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Codes (rows, 8 n) -> (rows, n) I32: eight codes a word, one shift at a time."""
+    words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
+    for place, code in enumerate(order):
+        words |= codes[:, code::8].long() << (4 * place)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def of_words(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """The inverse."""
+    codes = torch.empty(len(words), 8 * words.shape[1], dtype=torch.int32)
+    for place, code in enumerate(order):
+        codes[:, code::8] = (words >> (4 * place)) & 15
+    return codes
+
+
+def grouped(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, m) codes 0 to 15, (k / 128, m) zero points and F16 scales, as both programs find them."""
+    groups = value.float().t().reshape(-1, 128, len(value))
+    lowest, highest = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    scale = ((highest - lowest) / 15).clamp(min=1e-5).half()
+    zero = (-lowest / scale.float()).round().clamp(1, 15)
+    codes = (groups / scale.float()[:, None] + zero[:, None]).round().clamp(0, 15)
+    return codes.reshape(-1, len(value)).int(), zero.int(), scale
+
+
+def awq(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """AutoAWQ's WQLinear_GEMM: qweight (k, m / 8) and qzeros (k / 128, m / 8), eight columns a word in an order."""
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value)
+        tensors |= {f"{module}.qweight": in_words(codes, ORDER), f"{module}.qzeros": in_words(zero, ORDER)}
+        tensors[f"{module}.scales"] = scale
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    return tensors, config
+
+
+def awq_values(tensors: Tensors, name: str) -> Tensor:
+    """(codes - zeros) * scales, in F16."""
+    module = name.rpartition(".")[0]
+    codes, zero = of_words(tensors[f"{module}.qweight"], ORDER), of_words(tensors[f"{module}.qzeros"], ORDER)
+    scale, zero = (one.repeat_interleave(128, 0) for one in (tensors[f"{module}.scales"], zero))
+    return ((codes - zero) * scale).t()
+
+
+def gptq(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """AutoGPTQ's version 1: qweight (k / 8, m), eight of a column a word; qzeros (k / 128, m / 8), less 1; g_idx."""
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        module, (codes, zero, scale) = name.rpartition(".")[0], grouped(value)
+        tensors |= {f"{module}.qweight": in_words(codes.t()).t().contiguous(), f"{module}.qzeros": in_words(zero - 1)}
+        groups = torch.tensor([i // 128 for i in range(len(codes))], dtype=torch.int32)
+        tensors |= {f"{module}.scales": scale, f"{module}.g_idx": groups}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+    return tensors, config | {"checkpoint_format": "gptq"}
+
+
+def gptq_values(tensors: Tensors, name: str) -> Tensor:
+    """scales * (codes - (zeros + 1)), in F16."""
+    module = name.rpartition(".")[0]
+    codes, zero = of_words(tensors[f"{module}.qweight"].t()).t(), of_words(tensors[f"{module}.qzeros"]) + 1
+    of = tensors[f"{module}.g_idx"].long()
+    return (tensors[f"{module}.scales"][of] * (codes - zero[of])).t()
+
+
 WRITERS = {
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
@@ -218,6 +309,12 @@ WRITERS = {
     "block": compressed("FP8_BLOCK", "float-quantized"),
     "nvfp4": compressed("NVFP4A16", "nvfp4-pack-quantized"),
     "modelopt": modelopt,
+    "channel16": compressed("FP8_DYNAMIC", "float-quantized"),
+    "int4_32": compressed("W4A16", "pack-quantized", group_size=32),
+    "int4_128": compressed("W4A16", "pack-quantized"),
+    "int4_zeros": compressed("W4A16_ASYM", "pack-quantized"),
+    "awq": awq,
+    "gptq": gptq,
 }
 
 
@@ -247,11 +344,11 @@ def as_others_read(folder: str, path: Path, dtype: torch.dtype) -> Any:
     """The model that transformers loads, dequantized by the format's own code."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-    if folder == "modelopt":  # which transformers does not read
+    if folder in BY_HAND:
         tensors, model = tensors_in(path), model_of(folder)
+        values = {"modelopt": modelopt_values, "awq": awq_values, "gptq": gptq_values}[folder]
         for name, param in model.named_parameters():
-            of = modelopt_values(tensors, name) if f"{name}_scale" in tensors else tensors[name]
-            param.data = of.to(dtype)
+            param.data = (tensors[name] if name not in names_of_weights(model) else values(tensors, name)).to(dtype)
         return model
     how: Any = {"gpt_oss": Mxfp4Config, "deepseek": FineGrainedFP8Config}.get(folder, CompressedTensorsConfig)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=how(dequantize=True), dtype=dtype)
@@ -289,7 +386,7 @@ def test_values_are_those_that_others_read_and_files_come_back(
         ours = param.dequantize(dtype) if isinstance(param, QuantizedTensor) else param
         assert torch.equal(ours, theirs[name]), name
     out = tmp_path / "out"
-    export_safetensors(model, out, files=FOLDERS[folder][1])
+    export_safetensors(model, out, files=FOLDERS[folder][1], source=path)
     assert same_files(path, out)
     again = dict(as_others_read(folder, out, dtype).named_parameters())
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
@@ -346,7 +443,7 @@ def exports(folder: str, path: str, out: str) -> bool:
             expected = theirs[name].planes()  # type: ignore[attr-defined]
             same &= all(torch.equal(plane, expected[key]) for key, plane in full.planes().items())
     same &= torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
-    export_safetensors(model, out, files=FOLDERS[folder][1], max_shard_bytes=30_000)
+    export_safetensors(model, out, files=FOLDERS[folder][1], source=path, max_shard_bytes=30_000)
     return same
 
 
@@ -541,7 +638,10 @@ def test_what_can_not_be_converted_says_why_and_leaves_nothing(written: Callable
     for arguments, message in (
         ({"files": "mxfp4/compressed_tensors"}, r"is a stack of experts"),
         ({"files": "compressed_tensors"}, r"several recipes have such files: choose one of"),
-        ({"dtype": torch.bfloat16}, r"may be files of several recipes: say which, of mxfp4/gpt_oss, mxfp4_gpt_oss"),
+        (
+            {"dtype": torch.bfloat16},
+            r"fit several recipes: pass source_files= \(--from\) one of mxfp4/gpt_oss, mxfp4_gpt_oss",
+        ),
     ):
         options: Any = {"source_files": "mxfp4/gpt_oss"} if "files" in arguments else {}
         with pytest.raises(LayoutError, match=message):

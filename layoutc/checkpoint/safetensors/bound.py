@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.safetensors import places
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
+from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
@@ -73,19 +73,46 @@ class BoundSource(NamedTuple):
             raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
 
+class Stated(NamedTuple):
+    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block."""
+
+    name: str
+    facts: Facts
+    sizes: tuple[int, int]  # rows and columns; or columns of the weight and of a block
+
+    def made(self) -> Tensor:
+        """The tensor."""
+        if self.facts.shape == (2,):
+            return torch.tensor(self.sizes, dtype=self.facts.dtype)
+        return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
+
+    def check(self, stored: Stored, fetch: Read) -> None:
+        """Raises LayoutError if the files hold something else."""
+        if torch.equal(fetch(stored, ()), self.made()):
+            return
+        if self.facts.shape == (2,):
+            raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
+        raise LayoutError(
+            f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
+            "in the order of their activations (desc_act), which the recipe can't hold; quantize without it"
+        )
+
+
 class Held(NamedTuple):
-    """A tensor that files hold for a weight: rows of a plane; or, without a place, the weight's two sizes."""
+    """A tensor that files hold for a weight: rows of a plane, or what follows from the weight's shape."""
 
     name: str
     facts: Facts
     plane: str
     rows: tuple[int, int]
     place: places.Place | None
+    stated: Stated | None = None
 
     def made(self, planes: Mapping[str, Tensor]) -> Tensor:
         """The tensor, of the weight's whole planes, in memory of its own."""
-        if self.place is None:
-            return torch.tensor(self.rows, dtype=self.facts.dtype)
+        if self.stated is not None:
+            return self.stated.made()
+        assert self.place is not None
         plane = planes[self.plane]
         part = plane if self.place.plane.shape == tuple(plane.shape) else plane[self.rows[0] : self.rows[1]]
         return places.write(self.place, part, self.facts.dtype)
@@ -109,10 +136,21 @@ def held(name: str, shape: tuple[int, ...], bound: Bound) -> tuple[Held, ...]:
             rows = (first, first + of_part[plane].shape[0])
             facts = Facts(place.shape, OF_OTHERS[pattern.dtype])
             tensors.append(Held(tensor, facts, plane, rows, place))
-        if binding.shape:
-            tensor, dtype = tensor_name(binding.shape[0], parameter), OF_OTHERS[binding.shape[1]]
-            tensors.append(Held(tensor, Facts((2,), dtype), "", (each, shape[-1]), None))
+        for stated in _stated(bound, parameter, each, shape[-1]):
+            tensors.append(Held(stated.name, stated.facts, "", (0, 0), None, stated))
     return tuple(tensors)
+
+
+def _stated(bound: Bound, parameter: str, rows: int, columns: int) -> list[Stated]:
+    """The tensors of a parameter in files that follow from its shape."""
+    binding, found = bound.binding, list[Stated]()
+    if binding.shape:
+        name, dtype = binding.shape
+        found.append(Stated(tensor_name(name, parameter), Facts((2,), OF_OTHERS[dtype]), (rows, columns)))
+    if binding.groups:
+        name, dtype, each = binding.groups
+        found.append(Stated(tensor_name(name, parameter), Facts((columns,), OF_OTHERS[dtype]), (columns, each)))
+    return found
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -140,12 +178,20 @@ def _place(about: str, pattern: BoundPlane, plane: Facts, matrices: int | None) 
 
 
 class Found(NamedTuple):
-    """A weight in files: its shape, the source of each plane, and the names of all tensors that belong to it."""
+    """A weight in files: its shape, the source of each plane, the names of all tensors that belong to it; which of
+    these, if they are there, nothing reads; and which must hold what follows from the shape."""
 
     bound: Bound
     shape: tuple[int, ...]
     planes: Mapping[str, BoundSource]
     tensors: frozenset[str]
+    unread: frozenset[str]
+    stated: tuple[tuple[Stated, Stored], ...]
+
+    def check_stated(self, fetch: Read) -> None:
+        """Raises LayoutError if the files hold something else than follows from the weight's shape."""
+        for one, stored in self.stated:
+            one.check(stored, fetch)
 
 
 def find(
@@ -179,9 +225,14 @@ def find(
             names.add(tensor)
         shared = layout.stored[plane].rows_per_value is None
         found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared)
-    beside = [*binding.ignored, *((binding.shape[0],) if binding.shape else ())]
-    names |= {tensor_name(pattern, parameter) for pattern in beside for parameter in parameters}
-    return Found(bound, shape, found, frozenset(names))
+    stated = [one for parameter in parameters for one in _stated(bound, parameter, each, shape[-1])]
+    for one in stated:
+        if (stored := tensors.get(one.name)) is not None:
+            _check(about, stored, NAMES[one.facts.dtype], one.facts.shape)
+    names |= {one.name for one in stated}
+    there = tuple((one, tensors[one.name]) for one in stated if one.name in tensors)
+    unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
+    return Found(bound, shape, found, frozenset(names) | unread, unread, there)
 
 
 def weights_in(bound: Bound, tensors: Mapping[str, Stored]) -> dict[str, Found]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -17,10 +15,18 @@ from torch import Tensor
 
 from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.safetensors import choosing, recognize
+from layoutc.checkpoint.safetensors.beside import names_beside
 from layoutc.checkpoint.safetensors.bound import Found, held, weights_in
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, SINGLE, Contents, Slices, Stored, library, read_folder
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, Contents, Slices, Stored, library, read_folder
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
-from layoutc.checkpoint.safetensors.writing import Planned, write_index, write_streamed
+from layoutc.checkpoint.safetensors.writing import (
+    Planned,
+    begin_folder,
+    check_new,
+    finish_folder,
+    split_into_files,
+    write_streamed,
+)
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.quantize import weights
@@ -69,8 +75,9 @@ def convert_safetensors(
     the one that its config.json tells of.
 
     Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
-    since programs differ in what such a stack is. Tensors beside weights that only the source's program reads, such as
-    scales of activations, are left out, and named in the result. Other files of the source are not copied.
+    since programs differ in what such a stack is. Tensors beside weights that only some programs read, such as scales
+    of activations, are copied if the target's program reads the same; else they are left out, and named in the result.
+    Other files of the source are not copied.
 
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
     LayoutError or ValueError before anything is written.
@@ -81,30 +88,29 @@ def convert_safetensors(
         raise ValueError("pass files= for quantized weights, or dtype= for plain ones")
     if dtype is not None and (match or dtype not in weights.FLOATS):
         raise ValueError("match= goes with files=, and dtype= is float32, bfloat16 or float16")
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
     library()
     path, out = Path(source), Path(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not empty: convert into a new folder")
+    check_new(out, "convert")
     contents, every = read_folder(path), recognize.installed()
     into = _one(recognize.chosen(files, every)) if files is not None else None
     found = _quantized(path, contents, every, source_files, into)
     jobs = _jobs(contents, found, into, dtype, match)
-    partly = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partly"
-    partly.mkdir(parents=True)
+    split = split_into_files(jobs, max_shard_bytes)
+    partly = begin_folder(out)
     try:
-        names = _write(partly, jobs, contents, dtype, max_shard_bytes)
+        with Slices() as slices:
+            for name, some in split.items():
+                made = (tensor for job in some for tensor in _made(job, slices, dtype))
+                write_streamed(partly / name, (one for job in some for one in job.tensors), made)
         plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
         _write_config(path, partly, into, plain)
-        sync(partly)
-        os.replace(partly, out)
-        sync(out.parent)
+        finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
-    taken = {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
+    taken = {tensor.name for job in jobs for tensor in job.tensors}
+    taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
     left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
-    return Converted(tuple(names), tuple(job.name for job in jobs if job.into is not None), tuple(left))
+    return Converted(tuple(split), tuple(job.name for job in jobs if job.into is not None), tuple(left))
 
 
 def _one(bound: Sequence[Bound]) -> Bound:
@@ -146,6 +152,9 @@ def _jobs(
 ) -> list[Job]:
     """What is written, in the order of names. Raises LayoutError for what the target can't hold."""
     of_weights = {tensor for weight in found.values() for tensor in weight.tensors}
+    if into is not None:  # what programs read alike beside weights
+        alone = into._replace(binding=into.binding._replace(parts=()))
+        of_weights -= {one for name in found for one in names_beside(alone, name, None)}
     jobs = [_weight(name, weight, weight.shape, into, dtype) for name, weight in found.items()]
     for name, stored in contents.tensors.items():
         if name in of_weights:
@@ -198,31 +207,6 @@ def _is_linear(job: Job) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
-def _write(folder: Path, jobs: Sequence[Job], contents: Contents, dtype: torch.dtype | None, limit: int) -> list[str]:
-    split: list[list[Job]] = [[]]
-    used = 0
-    for job in jobs:
-        if split[-1] and used + job.nbytes > limit:
-            split.append([])
-            used = 0
-        split[-1].append(job)
-        used += job.nbytes
-    names = [SINGLE]
-    if len(split) > 1:
-        names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
-    planned = [[one for job in some for one in job.tensors] for some in split]
-    with Slices() as slices:
-        for name, some, tensors in zip(names, split, planned, strict=True):
-            made = (tensor for job in some for tensor in _made(job, slices, dtype))
-            write_streamed(folder / name, tensors, made)
-    if len(split) > 1:
-        write_index(
-            folder,
-            {name: [one for job in some for one in job.tensors] for name, some in zip(names, split, strict=True)},
-        )
-    return names
-
-
 def _made(job: Job, slices: Slices, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one weight."""
     if isinstance(job.source, Stored):
@@ -233,6 +217,7 @@ def _made(job: Job, slices: Slices, dtype: torch.dtype | None) -> Iterator[tuple
         planes = _planes(job.into, plain)
     else:
         fetch = slices.read
+        job.source.check_stated(fetch)
         stored = {
             name: one.read(tuple(slice(0, n) for n in one.shape), fetch) for name, one in job.source.planes.items()
         }

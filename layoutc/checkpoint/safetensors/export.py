@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from os import PathLike
@@ -18,15 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
-from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors import beside, recognize
 from layoutc.checkpoint.safetensors.bound import Held, held
-from layoutc.checkpoint.safetensors.files import DTYPES, OURS, SINGLE, library
+from layoutc.checkpoint.safetensors.files import DTYPES, OURS
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.checkpoint.safetensors.writing import Planned, Writing, write_config, write_index
+from layoutc.checkpoint.safetensors.writing import (
+    Planned,
+    Writing,
+    begin_folder,
+    check_new,
+    finish_folder,
+    split_into_files,
+    write_config,
+)
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -61,6 +66,7 @@ def export_safetensors(
     rename: Rename | None = None,
     files: str | None = None,
     config: Mapping[str, Any] | None = None,
+    source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """Writes a folder of safetensors files as Hugging Face names them; returns the names of the files.
@@ -73,58 +79,62 @@ def export_safetensors(
     files: the name of a binding that the specs of the model's recipes state under `files`, such as `deepseek`: weights
     are then written as that program's files hold them, and config.json says so in its `quantization_config`; weights
     that are cast on gather too, as the forward pass quantizes them. config: the rest of config.json; by default that of
-    a model of transformers.
+    a model of transformers. source: the folder that the weights were loaded from: what it holds beside them for that
+    program alone, such as scales of activations, is copied.
 
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
     the files. Of tied weights only the first is written. Values that are not tensors are left out.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
-    gathered one weight at a time. The ranks that see the folder write its files in turn, each with one file's tensors
-    in memory. Files are written into a folder beside, which is renamed when it is complete.
+    gathered one weight at a time. The ranks that see the folder write its files in turn, each a weight at a time. Files
+    are written into a folder beside, which is renamed when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
     ValueError before anything is gathered or written; OSError if writing fails, and then nothing is left behind.
     """
     problems: list[Problem] = []
-    folder, split = Path(folder), list[list[Item]]()
+    folder, split = Path(folder), dict[str, list[Item]]()
     theirs: list[Bound] = []
     first = rank_of(process_group) == 0
+    items = list[Item]()
     with noted(problems):
-        library()
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, dtype)
-        split = _split(items_of(state, dtype, rename, theirs, problems), max_shard_bytes)
-        if first and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} exists and is not empty: export into a new folder")
-    described = repr([[(item.name, item.tensors) for item in file] for file in split])
+        items = items_of(state, dtype, rename, theirs, problems)
+        split = split_into_files([*items, *_beside(source, items, theirs)], max_shard_bytes)
+        if first:
+            check_new(folder, "export")
+    described = repr([[(item.name, item.tensors) for item in file] for file in split.values()])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
-    names = [SINGLE]
-    if len(split) > 1:
-        names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
-    partly = from_first(lambda: _begin(folder), process_group)
+    partly = from_first(lambda: begin_folder(folder), process_group)
     try:
         sees = everywhere(partly.is_dir(), process_group)
         writers = [rank for rank, seen in enumerate(sees) if seen]
         with Writing() as writing:
-            for number, (name, file) in enumerate(zip(names, split, strict=True)):
+            for number, (name, file) in enumerate(split.items()):
                 writes = writers[number % len(writers)] == rank_of(process_group)
                 _gather_file(partly / name, file, dtype, writing if writes else None, problems)
                 agree(problems, process_group)
             with noted(problems):
-                writing.finish()
+                writing.wait()
         agree(problems, process_group)
         with noted(problems):
             if first:
                 if theirs or config is not None:
-                    plain = _plain_modules(model_or_state_dict, [item for file in split for item in file])
-                    write_config(partly, theirs, model_or_state_dict, config, plain)
-                _finish(partly, folder, names, split)
+                    write_config(
+                        partly, theirs, model_or_state_dict, config, _plain_modules(model_or_state_dict, items)
+                    )
+                planned = {
+                    name: [Planned(*one) for item in file for one in item.tensors.items()]
+                    for name, file in split.items()
+                }
+                finish_folder(partly, folder, planned)
         agree(problems, process_group)
     finally:
         if first:
             shutil.rmtree(partly, ignore_errors=True)
-    return names
+    return list(split)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -251,6 +261,26 @@ def _in_files(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in DTYPES.values() or dtype.itemsize != 1 else torch.uint8
 
 
+def _beside(source: str | PathLike[str] | None, items: Sequence[Item], theirs: list[Bound]) -> list[Item]:
+    """What the source's files hold beside the weights for their program alone. Raises ValueError without a binding."""
+    if source is None:
+        return []
+    if not theirs:
+        raise ValueError("source= goes with files=, whose program reads what lies beside weights")
+    of = {one.cls.LAYOUT.layout_id: one for one in theirs}
+    weights = [
+        (item.name, prod(item.value.shape[:-2]) if item.value.dim() > 2 else None, of[cls.LAYOUT.layout_id])
+        for item in items
+        if item.held and (cls := _class_of(item.value)) is not None
+    ]
+    taken = {tensor for item in items for tensor in item.tensors}
+    return [
+        Item(name, name, tensor, {name: Facts(tuple(tensor.shape), tensor.dtype)})
+        for name, tensor in beside.copied(Path(source), weights).items()
+        if name not in taken
+    ]
+
+
 def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item]) -> list[str]:
     """The linear layers whose weights are not quantized; of a state dict, all modules whose weights have two dims."""
     modules = dict(source.named_modules()) if isinstance(source, nn.Module) else None
@@ -263,52 +293,48 @@ def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item])
     return found
 
 
-def _split(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """Splits weights, in order, into files of at most `limit` bytes, or of one weight. Raises ValueError if it is not
-    positive."""
-
-    if limit <= 0:
-        raise ValueError(f"max_shard_bytes must be positive, not {limit}")
-    files: list[list[Item]] = [[]]
-    used = 0
-    for item in items:
-        if files[-1] and used + item.nbytes > limit:
-            files.append([])
-            used = 0
-        files[-1].append(item)
-        used += item.nbytes
-    return files
-
-
 # ---------------------------------------------------------------------------------------------------------------- write
-def _begin(folder: Path) -> Path:
-    """Makes the folder beside, into which files are written."""
-    partly = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partly"
-    partly.mkdir(parents=True, exist_ok=True)
-    return partly
-
-
 def _gather_file(
     path: Path, items: Sequence[Item], dtype: torch.dtype | None, writing: Writing | None, problems: list[Problem]
 ) -> None:
-    """Gathers a file's weights on all ranks; the one with `writing` begins to write the file.
+    """Gathers a file's weights on all ranks; the one with `writing` writes each while the next is gathered.
 
     What fails there is noted, not raised, since the other ranks wait in the gathers.
     """
-    tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
+    if writing and not problems:
+        with noted(problems):
+            planned = [Planned(*one) for item in items for one in item.tensors.items()]
+            writing.begin(path, planned, _room_for_descriptions(items, dtype))
     for item in items:
         whole = gathered_whole(item.value)
         if writing and not problems:
             with noted(problems):
                 made = dict(_made(item, whole, dtype))
                 if isinstance(whole, QuantizedTensor) and dtype is None and not item.held:
-                    described[item.name] = _description(item.name, whole, made)
-                tensors.update(made)
+                    sums = {name: checksums.crc32(tensor) for name, tensor in made.items()}
+                    described[item.name] = _description(item.name, whole, whole.shape, sums)
+                writing.put(made)
+                del made
         del whole
     if writing and not problems:
         with noted(problems):
-            writing.begin(path, tensors, {"format": "pt"} | ({OURS: json.dumps(described)} if described else {}))
+            writing.end(_metadata(described))
+
+
+def _metadata(described: Mapping[str, Any]) -> dict[str, str]:
+    return {"format": "pt"} | ({OURS: json.dumps(described)} if described else {})
+
+
+def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> int:
+    """The most bytes that descriptions of a file's weights take: with checksums of as many digits as there are."""
+    locals_of = ((item, meshes.local_of(item.value)) for item in items if dtype is None and not item.held)
+    described = {
+        item.name: _description(item.name, local, item.value.shape, dict.fromkeys(item.tensors, 2**32 - 1))
+        for item, local in locals_of
+        if isinstance(local, QuantizedTensor)
+    }
+    return len(json.dumps(_metadata(described)))
 
 
 def whole_planes(item: Item, whole: Tensor) -> dict[str, Tensor]:
@@ -343,24 +369,14 @@ def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tupl
         yield name, plain.detach().to("cpu", facts.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _description(name: str, whole: QuantizedTensor, made: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A quantized weight as the metadata of a file describes it, in JSON values."""
+def _description(name: str, weight: QuantizedTensor, shape: Sequence[int], sums: Mapping[str, int]) -> dict[str, Any]:
+    """A quantized weight of a shape as the metadata of a file describes it, in JSON values. sums: CRC-32 by tensor."""
     return {
         "format": stored_form.FORMAT,
-        **stored_form.describe(whole.LAYOUT),
-        "shape": list(whole.shape),
-        "dtype": str(whole.dtype).removeprefix("torch."),
-        "orientations": list(whole._orientations),
-        "planes": {plane: str(tensor.dtype).removeprefix("torch.") for plane, tensor in whole.planes().items()},
-        "crc32": {plane: checksums.crc32(made[f"{name}.{plane}"]) for plane in whole.planes()},
+        **stored_form.describe(weight.LAYOUT),
+        "shape": list(shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "orientations": list(weight._orientations),
+        "planes": {plane: str(tensor.dtype).removeprefix("torch.") for plane, tensor in weight._planes.items()},
+        "crc32": {plane: sums[f"{name}.{plane}"] for plane in weight._planes},
     }
-
-
-def _finish(partly: Path, folder: Path, names: Sequence[str], files: Sequence[Sequence[Item]]) -> None:
-    """Writes the index, if there are several files, and gives the folder its name."""
-    if len(files) > 1:
-        tensors = ([Planned(*one) for item in file for one in item.tensors.items()] for file in files)
-        write_index(partly, dict(zip(names, tensors, strict=True)))
-    sync(partly)
-    os.replace(partly, folder)  # which is empty, if it exists
-    sync(folder.parent)

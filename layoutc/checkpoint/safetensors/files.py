@@ -44,6 +44,7 @@ OF_OTHERS = DTYPES | {
     "U32": torch.uint32,
     "U64": torch.uint64,
 }
+NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
 
 
 class Stored(NamedTuple):

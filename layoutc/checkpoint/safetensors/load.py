@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
 from layoutc.checkpoint.safetensors import planning
+from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.bound import BoundSource
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
@@ -51,7 +52,8 @@ def load_safetensors(
     Each rank reads the slices that it holds, one parameter at a time, beside headers and its share of checksums.
     rename: a name of the model's state dict -> the name in the files. One name is enough for tied parameters; buffers
     that the files leave out stay as they are. strict: raise for names that are missing in the files or unexpected
-    there.
+    there. Tensors beside weights that only another program reads, such as scales of activations, are not loaded; a
+    warning on the first rank names them.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
 
@@ -61,13 +63,13 @@ def load_safetensors(
     """
     problems: list[Problem] = []
     steps: list[Step] = []
-    contents, loaded = Contents({}, {}, ""), Loaded((), ())
+    contents, loaded, unread = Contents({}, {}, ""), Loaded((), ()), list[str]()
     with Slices() as slices:
         with noted(problems):
             library()
             contents = read_folder(Path(folder))
             theirs = planning.bindings(model, Path(folder), contents, files, rename)
-            steps, loaded = planning.plan(model, contents, rename, strict, theirs, problems)
+            steps, loaded, unread = planning.plan(model, contents, rename, strict, theirs, problems)
             for step in steps:
                 with noted(problems):
                     _check(step, convert)
@@ -80,6 +82,8 @@ def load_safetensors(
         agree(problems, process_group)
         for step in steps:
             _write(step, slices)
+    if rank_of(process_group) == 0:
+        warn_left(Path(folder), unread)
     return loaded
 
 
@@ -124,7 +128,10 @@ def _check(step: Step, convert: bool) -> None:
 
 
 def _check_single_values(step: Step, slices: Slices) -> None:
-    """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe."""
+    """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
+    what must follow from the weight's shape."""
+    if isinstance(step.source, Entry) and step.source.found is not None:
+        step.source.found.check_stated(slices.read)
     if isinstance(step.source, Entry) and _holds(step.param):
         for plane in step.source.planes.values():
             if isinstance(plane, BoundSource) and plane.shared:

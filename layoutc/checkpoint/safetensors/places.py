@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from itertools import islice
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -48,18 +49,26 @@ def place(bound: BoundPlane, plane: Facts, matrices: int | None) -> Place:
     if bound.scalar or len(plane.shape) == 1:
         return Place(bound, plane, (1,), (1,), () if bound.scalar else (1,), 1)
     rows, columns = plane.shape
-    if bound.bits < 8:
+    if bound.bits < 8 and not bound.spread:
         columns = columns * 8 // bound.bits
     stacks = 1 if matrices is None or rows == 1 else matrices
     row_sizes, column_sizes = _split(bound.rows, rows, stacks), _split(bound.columns, columns, stacks)
     sizes = (*row_sizes, *column_sizes)
     bare = MATRICES in bound.rows and matrices is None  # a weight of two dims has no dim for its matrices
-    dims = [sizes[i] for i in bound.order if not (bare and (*bound.rows, *bound.columns)[i] == MATRICES)]
+    stated = (*bound.rows, *bound.columns)
+    dims = [prod(sizes[i] for i in dim) for dim in _dims(bound) if not (bare and stated[dim[0]] == MATRICES)]
     size = bound.bits if bound.bits < 8 else 8 * plane.dtype.itemsize
     per = 8 * width // size
-    if per == 0 or dims[-1] % per:
+    last = sizes[bound.order[-1]]
+    if per == 0 or dims[-1] % per or (bound.bits < 8 and last * bound.bits % 8):
         raise LayoutError(f"{dims[-1]} values of {size} bits do not fill entries of {bound.dtype}")
     return Place(bound, plane, row_sizes, column_sizes, (*dims[:-1], dims[-1] // per), per)
+
+
+def _dims(bound: BoundPlane) -> list[tuple[int, ...]]:
+    """The dims of a file's tensor, as those of values that make up each, outermost first."""
+    names = iter(bound.order)
+    return [tuple(islice(names, count)) for count in bound.joined or [1] * len(bound.order)]
 
 
 def _width(dtype: str) -> int:
@@ -79,18 +88,22 @@ def weight_shape(bound: BoundPlane, stored: Sequence[int], per_entry: float) -> 
 
     per_entry: the codes in an entry of the plane.
     """
-    if not stored or len(stored) not in (len(bound.order), len(bound.order) - (MATRICES in bound.rows)):
+    dims, sizes = _dims(bound), (*bound.rows, *bound.columns)
+    stacked = len(stored) == len(dims)
+    kept = [dim for dim in dims if stacked or sizes[dim[0]] != MATRICES]
+    if not stored or len(stored) != len(kept):
         return None
+    found: dict[int, int] = {}
     values = [*stored[:-1], stored[-1] * 8 * _width(bound.dtype) // bound.bits]
-    sizes = [*bound.rows, *bound.columns]
-    stacked = len(stored) == len(bound.order)
-    kept = [i for i in bound.order if stacked or sizes[i] != MATRICES]
-    if any(sizes[i] > 0 and sizes[i] != value and i != kept[-1] for i, value in zip(kept, values, strict=True)):
-        return None
-    dims = dict(zip(kept, values, strict=True))
-    rows = [dims[i] for i in range(len(bound.rows)) if i in dims and sizes[i] != MATRICES]
-    columns = [dims[i] for i in range(len(bound.rows), len(sizes))]
-    lead = (dims[sizes.index(MATRICES)],) if stacked and MATRICES in bound.rows else ()
+    for dim, value in zip(kept, values, strict=True):
+        known = prod(sizes[i] for i in dim if sizes[i] > 0)
+        free = [i for i in dim if sizes[i] <= 0]
+        if len(free) > 1 or value % known or (not free and value != known and dim != kept[-1]):
+            return None
+        found |= {i: sizes[i] for i in dim if sizes[i] > 0} | dict.fromkeys(free, value // known)
+    rows = [found[i] for i in range(len(bound.rows)) if i in found and sizes[i] != MATRICES]
+    columns = [found[i] for i in range(len(bound.rows), len(sizes))]
+    lead = (found[sizes.index(MATRICES)],) if stacked and MATRICES in bound.rows else ()
     return (*lead, prod(rows), round(prod(columns) * (1 if bound.bits < 8 else per_entry)))
 
 
@@ -130,19 +143,18 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
         return torch.empty((max(0, rows[1] - rows[0]), max(0, columns[1] - columns[0])), dtype=plane.dtype)
     codes = prod(at.columns) // plane.shape[1] if plane.shape[1] else 1
     wanted = (columns[0] * codes, columns[1] * codes)
-    boxes = [*_box(at.rows, rows), *_box(at.columns, wanted)]
-    # In the file's last dim, whole entries are read: where that is wider, all of the dims inside of it.
-    last, sizes, split = bound.order[-1], (*at.rows, *at.columns), len(at.rows)
-    whole = (boxes[last][0] // at.per * at.per, -(-boxes[last][1] // at.per) * at.per)
-    if whole != boxes[last]:
-        end = split if last < split else len(sizes)
-        boxes[last:end] = [whole, *((0, size) for size in sizes[last + 1 : end])]
-    kept = [i for i in bound.order if not _is_bare(at, i)]
-    index = [slice(*boxes[i]) for i in kept]
-    index[-1] = slice(boxes[last][0] // at.per, boxes[last][1] // at.per)
+    split, sizes = len(at.rows), (*at.rows, *at.columns)
+    boxes = _whole_entries(at, [*_box(at.rows, rows), *_box(at.columns, wanted)])
+    index = []
+    for dim in _dims(bound):
+        if not _is_bare(at, dim[0]):
+            first = _flat([sizes[i] for i in dim], [boxes[i] for i in dim])
+            index.append(slice(first, first + prod(boxes[i][1] - boxes[i][0] for i in dim)))
+    index[-1] = slice(index[-1].start // at.per, index[-1].stop // at.per)
     found = _as(fetch(tuple(index)), torch.uint8 if at.packs else plane.dtype)
-    inner = len(sizes) - 1  # along which codes share bytes in the plane
-    pairs = bound.bits == 4 and last != inner and not any(end % 2 for end in (*boxes[inner], *boxes[last]))
+    last, inner = bound.order[-1], len(sizes) - 1  # along which codes share bytes in the file, and in the plane
+    pairs = bound.bits == 4 and not bound.spread and last != inner
+    pairs = pairs and not any(end % 2 for end in (*boxes[inner], *boxes[last]))
     widths = [b - a for a, b in boxes]
     if pairs:
         widths[last] //= 2
@@ -158,9 +170,33 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     if pairs:
         wanted, first_column = columns, first_column // 2
     values = values[rows[0] - first_row : rows[1] - first_row, wanted[0] - first_column : wanted[1] - first_column]
-    if at.packs and not pairs:
+    if at.packs and not pairs and not bound.spread:
         values = num.pack(values.contiguous(), bound.bits, low_first=bound.plane_low_first)
     return _undone(bound, values)
+
+
+def _whole_entries(at: Place, boxes: Sequence[Range]) -> list[Range]:
+    """The smallest boxes that hold these, are a range of each of the tensor's dims, whole entries of the last one, and
+    hold values that follow one another in rows and in columns."""
+    sizes, split = (*at.rows, *at.columns), len(at.rows)
+    dims, found = _dims(at.bound), list(boxes)
+    while True:
+        before = list(found)
+        for dim in (range(split), range(split, len(sizes)), *dims):
+            several = False
+            for i in dim:  # inside of one that has several values, all are read
+                found[i] = (0, sizes[i]) if several else found[i]
+                several = several or found[i][1] - found[i][0] > 1
+        inner = 1
+        for i in reversed(dims[-1]):
+            step = at.per // gcd(at.per, inner)
+            first, end = found[i][0] // step * step, -(-found[i][1] // step) * step
+            if end <= sizes[i]:
+                found[i] = first, end
+                break
+            found[i], inner = (0, sizes[i]), inner * sizes[i]
+        if found == before:
+            return found
 
 
 def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: bool) -> Tensor:
@@ -183,7 +219,7 @@ def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: b
 def _is_bare(at: Place, dim: int) -> bool:
     """True for the dim of matrices that the file's tensor of a weight of two dims does not have."""
     stated = (*at.bound.rows, *at.bound.columns)
-    return stated[dim] == MATRICES and len(at.shape) < len(at.bound.order)
+    return stated[dim] == MATRICES and len(at.shape) < len(_dims(at.bound))
 
 
 def _box(sizes: Sequence[int], wanted: Range) -> list[Range]:
@@ -257,7 +293,8 @@ def _packed_anew(at: Place, plane: Tensor) -> Tensor:
     if outermost == len(bound.order) - 1:  # the dim that is packed, which can't be cut anywhere
         each = whole
     last, inner_column = bound.order[-1], len(sizes) - 1
-    pairs = bound.bits == 4 and last != inner_column and not (sizes[last] % 2 or sizes[inner_column] % 2)
+    pairs = bound.bits == 4 and not bound.spread and last != inner_column
+    pairs = pairs and not (sizes[last] % 2 or sizes[inner_column] % 2)
     for first in range(0, whole, each):
         count = min(each, whole - first)
         rows = plane[first * inner : (first + count) * inner].contiguous()
@@ -266,7 +303,8 @@ def _packed_anew(at: Place, plane: Tensor) -> Tensor:
             packed = _in_other_pairs(rows.reshape(dims), last, bound.plane_low_first, bound.low_first)
             packed = packed.permute(bound.order).contiguous()
         else:
-            codes = num.unpack(rows, bound.bits, low_first=bound.plane_low_first).reshape((count, *sizes[1:]))
-            packed = num.pack(codes.permute(bound.order).contiguous(), bound.bits, low_first=bound.low_first)
+            codes = rows if bound.spread else num.unpack(rows, bound.bits, low_first=bound.plane_low_first)
+            codes = codes.reshape((count, *sizes[1:])).permute(bound.order).contiguous()
+            packed = num.pack(codes, bound.bits, low_first=bound.low_first)
         out.narrow(outermost, first if each < whole else 0, packed.shape[outermost]).copy_(packed)
     return out

@@ -30,12 +30,13 @@ class Loaded(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A quantized weight in the files."""
+    """A quantized weight in the files. found: as another program's files hold it; None for layoutc's own."""
 
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
     orientations: tuple[str, ...]
     planes: Mapping[str, Stored | BoundSource]
+    found: bound.Found | None = None
 
 
 class Step(NamedTuple):
@@ -76,8 +77,9 @@ def plan(
     strict: bool,
     theirs: list[Bound],
     problems: list[Problem],
-) -> tuple[list[Step], Loaded]:
-    """The steps, in the order of the model's state dict, which is the same on all ranks."""
+) -> tuple[list[Step], Loaded, list[str]]:
+    """The steps, in the order of the model's state dict, which is the same on all ranks; and the names of tensors that
+    only another program reads."""
     of_planes = {f"{name}.{plane}" for name, entry in contents.described.items() for plane in entry["planes"]}
     there = (contents.tensors.keys() - of_planes) | contents.described.keys()
     # keep_vars: tied parameters are then one object, and weights that are cast on gather are not made plain.
@@ -86,7 +88,7 @@ def plan(
     for name, value in state.items():
         aliases.setdefault(id(value), []).append(name)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    steps, missing, expected = list[Step](), list[str](), set[str]()
+    steps, missing, expected, unread = list[Step](), list[str](), set[str](), set[str]()
     for names in aliases.values():
         in_files = {name: file_name(name, rename) for name in names}
         expected |= set(in_files.values())
@@ -94,8 +96,9 @@ def plan(
         for name in names:
             with noted(problems):
                 if (found := _bound(in_files[name], state[name], contents, theirs)) is not None:
-                    expected |= found[1]
-                    sources[name] = found[0]
+                    sources[name], weight = found
+                    expected |= weight.tensors
+                    unread |= weight.unread & there
                 elif in_files[name] in there:
                     sources[name] = _source(in_files[name], contents)
         if sources:
@@ -110,12 +113,12 @@ def plan(
     unexpected = sorted(there - expected)
     if strict:
         problems += [Problem("LayoutError", f"{name} is in the files, but not in the model") for name in unexpected]
-    return steps, Loaded(tuple(missing), tuple(unexpected))
+    return steps, Loaded(tuple(missing), tuple(unexpected)), sorted(unread)
 
 
-def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, frozenset[str]] | None:
-    """A weight that other programs' files hold quantized, and the names of its tensors: by a binding of the parameter's
-    own layout first. Raises LayoutError if they are not as the binding says."""
+def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) -> tuple[Entry, bound.Found] | None:
+    """A weight that other programs' files hold quantized, as an entry and as it was found: by a binding of the
+    parameter's own layout first. Raises LayoutError if they are not as the binding says."""
     local = meshes.local_of(param)
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
     for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
@@ -123,7 +126,7 @@ def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) ->
             sources = one.cls.LAYOUT.sources
             first = next(iter(sources.values()))
             orientations = tuple(name for name, planes in sources.items() if planes == first)
-            return Entry(one.cls, tuple(param.shape), orientations, found.planes), found.tensors
+            return Entry(one.cls, tuple(param.shape), orientations, found.planes, found), found
     return None
 
 

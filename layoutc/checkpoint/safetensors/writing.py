@@ -1,56 +1,75 @@
-"""Writes files of an export: one at a time beside the gathers of the next, and config.json at the end."""
+"""Writes files of an export: a weight at a time, beside the gather of the next, and config.json at the end."""
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.folders import sync
-from layoutc.checkpoint.safetensors.files import INDEX, OF_OTHERS, library
+from layoutc.checkpoint.safetensors.files import INDEX, NAMES, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
 
-class Writing:
-    """Files that are written in a thread, one after another: one is written while the next is gathered."""
+class Sized(Protocol):
+    """What is written, of so many bytes."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "layoutc-export")
-        self._last: Future[None] | None = None
-
-    def __enter__(self) -> Writing:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._pool.shutdown()
-
-    def begin(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Begins to write a file, when the one before is written. Raises what failed in that."""
-        self.finish()
-        self._last = self._pool.submit(_write, path, dict(tensors), dict(metadata))
-
-    def finish(self) -> None:
-        """Waits for the last file. Raises what failed in it."""
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.result()
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    path.touch()  # with the usual mode of new files, which save_file would not give it
-    mode = path.stat().st_mode
-    library().save_file(tensors, path, metadata=metadata)
-    path.chmod(mode)
-    sync(path)
+S = TypeVar("S", bound=Sized)
+
+
+def split_into_files(items: Iterable[S], limit: int) -> dict[str, list[S]]:
+    """Items, in order, in files of at most `limit` bytes, or of one item: by the names of the files. Raises ValueError
+    if the limit is not positive."""
+    if limit <= 0:
+        raise ValueError(f"max_shard_bytes must be positive, not {limit}")
+    files: list[list[S]] = [[]]
+    used = 0
+    for item in items:
+        if files[-1] and used + item.nbytes > limit:
+            files.append([])
+            used = 0
+        files[-1].append(item)
+        used += item.nbytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{n:05}-of-{len(files):05}.safetensors": some for n, some in enumerate(files, 1)}
+
+
+def check_new(folder: Path, what: str) -> None:
+    """Raises FileExistsError if a folder is not a new one, or an empty one. what: what is done, as a verb."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: {what} into a new folder")
+
+
+def begin_folder(folder: Path) -> Path:
+    """Makes the folder beside, into which files are written."""
+    partly = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partly"
+    partly.mkdir(parents=True, exist_ok=True)
+    return partly
+
+
+def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
+    """Writes the index, if there are several files, and gives the folder its name."""
+    if len(files) > 1:
+        write_index(partly, files)
+    sync(partly)
+    os.replace(partly, folder)  # which is empty, if it exists
+    sync(folder.parent)
 
 
 class Planned(NamedTuple):
@@ -60,33 +79,104 @@ class Planned(NamedTuple):
     facts: Facts
 
 
-def write_streamed(path: Path, planned: Sequence[Planned], made: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes a file of safetensors with one tensor in memory at a time. made: all that is planned, in any order.
+class OpenFile:
+    """A file of safetensors that is written tensor by tensor, in any order, with what was planned and in no other size.
 
-    As the library does, wider dtypes come first, so that every tensor is aligned. Raises LayoutError for a tensor that
-    is not as planned, OSError if writing fails.
+    As the library does, wider dtypes come first, so that every tensor is aligned. reserve: bytes of metadata, which is
+    known only at the end. Raises OSError if writing fails.
     """
-    names = {dtype: name for name, dtype in OF_OTHERS.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for one in sorted(planned, key=lambda one: (-one.facts.dtype.itemsize, one.name)):
-        span = [end, end := end + one.facts.nbytes]
-        header[one.name] = {"dtype": names[one.facts.dtype], "shape": list(one.facts.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    left = {one.name: one.facts for one in planned}
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in made:
-            if (facts := left.pop(name, None)) != Facts(tuple(tensor.shape), tensor.dtype):
-                raise LayoutError(f"{name} is {tensor.dtype} of {list(tensor.shape)}, not {facts} as planned")
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.truncate(8 + len(text) + end)
-        file.flush()
-        os.fsync(file.fileno())
-    if left:
-        raise LayoutError(f"{next(iter(left))} was planned, and not made")
+
+    def __init__(self, path: Path, planned: Iterable[Planned], reserve: int = 0) -> None:
+        self._left = {one.name: one.facts for one in planned}
+        self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, facts in sorted(self._left.items(), key=lambda one: (-one[1].dtype.itemsize, one[0])):
+            self._spans[name] = end, (end := end + facts.nbytes)
+        self._facts, self._nbytes = dict(self._left), end
+        self._room = len(self._header({"format": "pt"})) + reserve
+        self._room += -self._room % 8
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by `finish`, or with the process
+
+    def _header(self, metadata: Mapping[str, str]) -> bytes:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        for name, span in self._spans.items():
+            facts = self._facts[name]
+            header[name] = {"dtype": NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": list(span)}
+        return json.dumps(header, separators=(",", ":")).encode()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor on the CPU. Raises LayoutError if it is not as planned."""
+        if (facts := self._left.pop(name, None)) != Facts(tuple(tensor.shape), tensor.dtype):
+            raise LayoutError(f"{name} is {tensor.dtype} of {list(tensor.shape)}, not {facts} as planned")
+        self._file.seek(8 + self._room + self._spans[name][0])
+        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def finish(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Writes the header, and waits for the disk. Raises LayoutError if something planned was not made."""
+        if self._left:
+            raise LayoutError(f"{next(iter(self._left))} was planned, and not made")
+        header = self._header(metadata or {"format": "pt"})
+        assert len(header) <= self._room
+        self._file.seek(0)
+        self._file.write(self._room.to_bytes(8, "little") + header.ljust(self._room))
+        self._file.truncate(8 + self._room + self._nbytes)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class Writing:
+    """Files that are written in a thread: a weight is written while the next is gathered, and no more are held."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "layoutc-export")
+        self._last: Future[None] | None = None
+        self._file: OpenFile | None = None
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._pool.shutdown()
+
+    def begin(self, path: Path, planned: Iterable[Planned], reserve: int) -> None:
+        """Begins a file, when the one before is written. Raises what failed in that."""
+        self.wait()
+        self._file = OpenFile(path, planned, reserve)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begins to write a weight's tensors, when the one before is written. Raises what failed in that."""
+        self.wait()
+        assert self._file is not None
+        self._last = self._pool.submit(_put, self._file, tensors)
+
+    def end(self, metadata: Mapping[str, str]) -> None:
+        """Begins to end the file."""
+        self.wait()
+        assert self._file is not None
+        self._last = self._pool.submit(self._file.finish, metadata)
+
+    def wait(self) -> None:
+        """Waits for the last weight. Raises what failed in it."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.result()
+
+
+def _put(file: OpenFile, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        file.put(name, tensor)
+
+
+def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes a file with one tensor in memory at a time. made: all that is planned, in any order.
+
+    Raises as OpenFile.
+    """
+    file = OpenFile(path, planned)
+    for name, tensor in made:
+        file.put(name, tensor)
+    file.finish()
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:

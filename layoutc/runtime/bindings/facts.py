@@ -14,9 +14,10 @@ class BoundPlane(NamedTuple):
 
     name: a pattern, in which {name} is the parameter's name and {module} that without its last part. dtype: as
     safetensors names it. rows, columns: the sizes that the plane's values are split into, outermost first; REST and
-    MATRICES are not known before the weight. order: the dims of the file's tensor, as indices of these. bits: of a
-    value, which is an entry of the plane; or, below 8, a code that is packed otherwise in the file than in the plane,
-    as low_first and plane_low_first say. scalar: the tensor has no dims. over, by: the file has over / x or x / by in
+    MATRICES are not known before the weight. order: the dims of the file's tensor, as indices of these; joined: how
+    many of these make up each dim, () for one. bits: of a value, which is an entry of the plane; or, below 8, a code
+    that is packed otherwise in the file than in the plane, as low_first and plane_low_first say; spread: in the plane,
+    it has a byte of its own. scalar: the tensor has no dims. over, by: the file has over / x or x / by in
     place of x.
     """
 
@@ -31,12 +32,15 @@ class BoundPlane(NamedTuple):
     scalar: bool = False
     over: float | None = None
     by: float | None = None
+    joined: tuple[int, ...] = ()
+    spread: bool = False
 
 
 class Binding(NamedTuple):
     """How the files of one program hold the planes of a recipe's first source.
 
-    shape: the name and dtype of a tensor with the weight's two sizes, if there is one. ignored: names of tensors beside
+    shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: those of a tensor with
+    the number of each column's block, and the columns of a block. ignored: names of tensors beside
     a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
     these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
     tell these files from others; plain: its key for the modules that are not quantized, or "".
@@ -51,3 +55,4 @@ class Binding(NamedTuple):
     config: Mapping[str, Any]
     recognized: Sequence[str]
     plain: str
+    groups: tuple[str, str, int] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
@@ -17,6 +18,7 @@ from layoutc.spec.source import Path, Source
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+STATED = {"shape", "groups"}  # tensors that follow from a weight's shape
 INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
 
 
@@ -56,7 +58,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = f'write `{kind}: {{name: "{{name}}{suffix}", dtype: {_usual(planes[kind])}}}`'
             label = source.key(where, f"has {listed(sorted(binding.tensors))}")
             yield source.find("LC361", f"files `{name}` have no tensor for the {kind} of a weight", label, help=help)
-        for kind in binding.tensors.keys() - planes.keys() - {"shape"}:
+        for kind in binding.tensors.keys() - planes.keys() - STATED:
             why = f"the rowwise planes of this recipe are {listed(list(planes))}"
             label = source.key((*where, kind))
             yield source.find("LC361", f"the recipe has no {kind}", label, why=why, help=f"delete `{kind}`")
@@ -122,11 +124,14 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
             yield source.find("LC363", "a layout of 6-bit codes", label, why=why, help="delete `layout`")
             continue
         last, bits = layout.order[-1], planes[kind].bits if kind in planes else 8
-        size, word = tensor.sizes.get(last), _width(tensor.dtype)
-        if size is not None and size * bits % word:
+        size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
+        word = _width(tensor.dtype)
+        if size * bits % word or tensor.sizes.get(last, 0) * bits % 8:
             label = source.value((*where, last), f"{size} values of {bits} bits")
             per = max(1, word // bits)
-            fits = -(-size // per) * per
+            own, rest = tensor.sizes[last], max(1, size // tensor.sizes[last])
+            run = next(n for n in range(1, per + 1) if n * rest % per == 0 and n * bits % 8 == 0)
+            fits = -(-own // run) * run
             help = f"write `{last}: {fits}`, or a dtype of fewer bits"
             yield source.find("LC363", f"the last dim does not fill entries of {tensor.dtype}", label, help=help)
 
@@ -135,10 +140,11 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A tensor's dtype has the bits of the plane's values: the same format, or an integer that holds codes."""
     planes = _planes(spec)
     for where, kind, tensor in _tensors(spec):
-        if kind == "shape" or kind not in planes:
-            if kind == "shape" and tensor.dtype not in ("I64", "I32"):
+        if kind in STATED or kind not in planes:
+            if kind in STATED and tensor.dtype not in ("I64", "I32"):
+                what = "the sizes of a weight" if kind == "shape" else "the numbers of blocks"
                 label, help = source.value((*where, "dtype")), "write `dtype: I64`"
-                yield source.find("LC364", "the sizes of a weight are I64 or I32", label, help=help)
+                yield source.find("LC364", f"{what} are I64 or I32", label, help=help)
             continue
         fmt = planes[kind]
         if not _holds(tensor.dtype, fmt):
