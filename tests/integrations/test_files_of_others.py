@@ -416,6 +416,79 @@ def test_files_that_fit_several_recipes_or_none_say_which(written: Callable[[str
         quantize_as_stored(model_of("mxfp8"), tmp_path)
 
 
+def changed(source: Path, folder: Path, name: str, tensor: Tensor) -> Path:
+    """A copy of a folder with one other tensor."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(tensors_in(source) | {name: tensor}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").symlink_to(source / "config.json")
+    return folder
+
+
+def test_columns_in_the_order_of_activations_are_refused(written: Callable[[str], Path], tmp_path: Path) -> None:
+    model, name = model_of("gptq"), "model.layers.0.mlp.up_proj.g_idx"
+    shuffled = tensors_in(written("gptq"))[name].flip(0)
+    path = changed(written("gptq"), tmp_path / "in", name, shuffled)
+    quantize_as_stored(model, path)
+    before = {key: value.clone() for key, value in model.model.layers[0].mlp.up_proj.weight.planes().items()}
+    with pytest.raises(
+        LayoutError, match=r"g_idx in the files does not number the columns in blocks of 128: .*desc_act"
+    ):
+        load_safetensors(model, path)
+    after = model.model.layers[0].mlp.up_proj.weight.planes()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    with pytest.raises(LayoutError, match=r"g_idx in the files does not number the columns"):
+        convert_safetensors(path, tmp_path / "out", dtype=torch.float32)
+
+
+def test_sizes_that_files_state_are_those_of_the_weight(written: Callable[[str], Path], tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_shape"
+    path = changed(written("int4_128"), tmp_path / "in", name, torch.tensor([384, 248]))
+    model = model_of("int4_128")
+    quantize_as_stored(model, path)
+    with pytest.raises(LayoutError, match=r"weight_shape in the files does not say \[384, 256\]"):
+        load_safetensors(model, path)
+
+
+def test_a_level_that_no_amax_gives_is_refused_by_a_recipe_of_amaxes_alone(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The recipe that stores what the files hold is chosen where none is asked for, and takes any."""
+    name = "model.layers.0.mlp.up_proj.weight_global_scale"
+    level = torch.tensor([0x3FF80001], dtype=torch.int32).view(torch.float32)
+    path = changed(written("nvfp4"), tmp_path / "in", name, level)
+    model = model_of("nvfp4")
+    quantize_as_stored(model, path, files="nvfp4_1d/compressed_tensors")
+    with pytest.raises(LayoutError, match="no fp32 value x gives"):
+        load_safetensors(model, path)
+    model = model_of("nvfp4")
+    assert set(quantize_as_stored(model, path).values()) == {"nvfp4_compressed_tensors"}
+    load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "out", files="compressed_tensors")
+    assert same_files(path, tmp_path / "out")
+
+
+def test_scales_of_activations_are_named_and_copied_when_asked_for(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, model = written("modelopt"), model_of("modelopt")
+    quantize_as_stored(model, path)
+    with pytest.warns(UserWarning, match=r"input_scale, .* and 5 more are for other programs alone, and not loaded"):
+        load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "without", files="modelopt")
+    lacking = tensors_in(path).keys() - tensors_in(tmp_path / "without").keys()
+    assert len(lacking) == 7
+    assert all(name.endswith(".input_scale") for name in lacking)
+    with pytest.raises(ValueError, match="source= goes with files="):
+        export_safetensors(model, tmp_path / "out", source=path)
+    done = convert_safetensors(path, tmp_path / "same", files="nvfp4_modelopt/modelopt")
+    assert same_files(path, tmp_path / "same")
+    assert not done.left
+    done = convert_safetensors(path, tmp_path / "other", files="fp8_block/deepseek")
+    assert set(done.left) == lacking
+
+
 # ----------------------------------------------------------------------------------------------------------- many ranks
 def sharded(folder: str, path: str) -> Any:
     """The model as a trainer makes it: quantized as the files are, sharded, and loaded."""
