@@ -456,7 +456,10 @@ def test_a_level_that_no_amax_gives_is_refused_by_a_recipe_of_amaxes_alone(
 ) -> None:
     """The recipe that stores what the files hold is chosen where none is asked for, and takes any."""
     name = "model.layers.0.mlp.up_proj.weight_global_scale"
-    level = torch.tensor([0x3FF80001], dtype=torch.int32).view(torch.float32)
+    amaxes = torch.tensor([2688 / 1.95]).view(torch.int32) + torch.arange(-500, 500, dtype=torch.int32)
+    quotients = set((torch.tensor(2688.0) / amaxes.view(torch.float32)).view(torch.int32).tolist())
+    word = next(one for one in range(min(quotients) + 99, max(quotients)) if one not in quotients)
+    level = torch.tensor([word], dtype=torch.int32).view(torch.float32)
     path = changed(written("nvfp4"), tmp_path / "in", name, level)
     model = model_of("nvfp4")
     quantize_as_stored(model, path, files="nvfp4_1d/compressed_tensors")
