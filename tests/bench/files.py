@@ -3,16 +3,17 @@
     python tests/bench/files.py --gib 2 --folder files_bench
 
 One process, on the CPU. The files are read once before anything is timed, so that all reads come from memory. Bytes are
-compared first.
+compared first. Memory is the most that one more load or export holds beyond the model, without pages of files, while
+the C library gives back what is freed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from peaks import given_back_at_once, most
+
 import layoutc
 from layoutc.checkpoint import export_safetensors, load_safetensors
 
 SIDE = 4096
-CASES = (("fp8_block", "deepseek"), ("mxfp8_frozen", "compressed_tensors"), ("mxfp4_gpt_oss", "gpt_oss"))
+CASES = (
+    ("fp8_block", "deepseek"),
+    ("mxfp8_frozen", "compressed_tensors"),
+    ("mxfp4_gpt_oss", "gpt_oss"),
+    ("int4_packed128", "compressed_tensors"),
+    ("awq", "awq"),
+)
 
 
 class Stack(nn.Module):
@@ -38,7 +48,7 @@ class Stack(nn.Module):
 
 def model_of(recipe: str, gib: float) -> nn.Module:
     """Weights of about so many GiB, with random codes."""
-    count = max(1, int(gib * 2**30 / (SIDE * SIDE * (0.53 if "mxfp4" in recipe else 1.01))))
+    count = max(1, int(gib * 2**30 / (SIDE * SIDE * (0.53 if recipe.startswith(("mxfp4", "int4", "awq")) else 1.01))))
     if recipe.endswith("gpt_oss"):
         model: nn.Module = Stack(count, SIDE)
         layoutc.quantize_(model, recipe, param_filter=["experts"], keep_values=False)
@@ -47,8 +57,8 @@ def model_of(recipe: str, gib: float) -> nn.Module:
         layoutc.quantize_(model, recipe, keep_values=False)
     model.to_empty(device="cpu")
     for param in model.parameters():
-        for plane in param.planes().values():  # type: ignore[attr-defined]
-            plane.view(torch.uint8).random_(1, 120)
+        for name, plane in param.planes().items():  # type: ignore[attr-defined]
+            plane.view(torch.uint8).random_(1, 16 if "zero" in name else 120)
     return model
 
 
@@ -68,9 +78,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", help="one recipe")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; seconds: median (fastest to slowest)")
-    for recipe, files in CASES:
+    for recipe, files in (case for case in CASES if options.only in (None, case[0])):
         model, root = model_of(recipe, options.gib), options.folder
         shutil.rmtree(root, ignore_errors=True)
         ours, theirs = root / "ours", root / "plain.safetensors"
@@ -105,11 +116,18 @@ def main() -> None:
 
         rows = [("load", seconds(load, options.runs), seconds(copy, options.runs))]
         rows.append(("export", seconds(export, options.runs), seconds(save, options.runs)))
-        for what, mine, plain in rows:
+        del tensors, into, copy, save
+        held = list[int]()
+        with given_back_at_once():
+            for work in (load, export):
+                with most(held):
+                    work()
+        for (what, mine, plain), memory in zip(rows, held, strict=True):
             shown = "  ".join(f"{a:.2f} ({b:.2f} to {c:.2f})" for a, b, c in (mine, plain))
-            print(f"{recipe}/{files}  {size:.2f} GiB  {what:6}  {shown}  {plain[0] / mine[0]:.2f} of plain")
+            print(
+                f"{recipe}/{files}  {size:.2f} GiB  {what:6}  {shown}  {plain[0] / mine[0]:.2f} of plain  {memory / 2**20:.0f} MiB"
+            )
         shutil.rmtree(root, ignore_errors=True)
-    print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 
 if __name__ == "__main__":

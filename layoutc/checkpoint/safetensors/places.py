@@ -164,7 +164,7 @@ def _read(at: Place, rows: Range, columns: Range, fetch: Callable[[tuple[slice, 
     else:
         values = num.unpack(found, bound.bits, low_first=bound.low_first) if at.packs else found
         values = values.reshape([widths[i] for i in bound.order])
-    values = values.permute([bound.order.index(i) for i in range(len(bound.order))])
+    values = _permuted(values, [bound.order.index(i) for i in range(len(bound.order))])
     values = values.reshape((prod(widths[:split]), prod(widths[split:])))
     first_row, first_column = _flat(at.rows, boxes[:split]), _flat(at.columns, boxes[split:])
     if pairs:
@@ -214,6 +214,25 @@ def _in_other_pairs(packed: Tensor, dim: int, low_first: bool, then_low_first: b
         halves = [(half << 4) | (half >> 4) for half in halves]
     a, b = halves if then_low_first else halves[::-1]
     return torch.stack(((a & 15) | (b << 4), (a >> 4) | (b & 0xF0)), dim=-1).flatten(-2)
+
+
+def _permuted(values: Tensor, order: Sequence[int]) -> Tensor:
+    """Values with their dims in another order, contiguous. What is a transpose of matrices is copied as one, matrix by
+    matrix, since torch does that several times as fast as a permutation of more dims."""
+    runs: list[list[int]] = []
+    for dim in (one for one in order if values.shape[one] != 1):
+        if runs and runs[-1][-1] == max((d for d in range(dim) if values.shape[d] != 1), default=-1):
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    ranks = [sorted(runs).index(run) for run in runs]
+    if ranks not in ([1, 0], [0, 2, 1]) or not values.is_contiguous() or not values.numel():
+        return values.permute(order).contiguous()
+    rows, columns = (prod(values.shape[d] for d in run) for run in runs[-2:])
+    out = values.new_empty([values.shape[d] for d in order])
+    for into, matrix in zip(out.view(-1, rows, columns), values.view(-1, columns, rows), strict=True):
+        into.copy_(matrix.t())
+    return out
 
 
 def _is_bare(at: Place, dim: int) -> bool:
@@ -279,8 +298,9 @@ def write(at: Place, plane: Tensor, dtype: torch.dtype) -> Tensor:
         return values.reshape(at.shape).clone()
     if at.packs:
         return _packed_anew(at, values).reshape(-1).view(dtype).reshape(at.shape)
-    values = values.reshape((*at.rows, *at.columns)).permute(bound.order).contiguous()
-    return values.reshape(-1).view(dtype).reshape(at.shape).clone()
+    moved = _permuted(values.reshape((*at.rows, *at.columns)), bound.order)
+    made = moved.reshape(-1).view(dtype).reshape(at.shape)
+    return made.clone() if made.untyped_storage()._cdata == plane.untyped_storage()._cdata else made
 
 
 def _packed_anew(at: Place, plane: Tensor) -> Tensor:
@@ -301,10 +321,10 @@ def _packed_anew(at: Place, plane: Tensor) -> Tensor:
         if pairs:
             dims = [count, *sizes[1:-1], sizes[-1] // 2]
             packed = _in_other_pairs(rows.reshape(dims), last, bound.plane_low_first, bound.low_first)
-            packed = packed.permute(bound.order).contiguous()
+            packed = _permuted(packed, bound.order)
         else:
             codes = rows if bound.spread else num.unpack(rows, bound.bits, low_first=bound.plane_low_first)
-            codes = codes.reshape((count, *sizes[1:])).permute(bound.order).contiguous()
+            codes = _permuted(codes.reshape((count, *sizes[1:])), bound.order)
             packed = num.pack(codes, bound.bits, low_first=bound.low_first)
         out.narrow(outermost, first if each < whole else 0, packed.shape[outermost]).copy_(packed)
     return out

@@ -127,7 +127,7 @@ def layouts_of_files_are_readable(spec: Spec, source: Source) -> Iterator[Diagno
         size = prod(tensor.sizes.get(name, 0) for name in layout.dims[-1])  # 0: one takes what is left
         word = _width(tensor.dtype)
         if size * bits % word or tensor.sizes.get(last, 0) * bits % 8:
-            label = source.value((*where, last), f"{size} values of {bits} bits")
+            label = source.value((*where, last), f"{size or tensor.sizes[last]} values of {bits} bits")
             per = max(1, word // bits)
             own, rest = tensor.sizes[last], max(1, size // tensor.sizes[last])
             run = next(n for n in range(1, per + 1) if n * rest % per == 0 and n * bits % 8 == 0)
