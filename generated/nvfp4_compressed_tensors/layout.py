@@ -18,7 +18,6 @@ from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane, up
 
 from .files import FILES
-
 from .reference import level_of
 
 require(9, "nvfp4_compressed_tensors")

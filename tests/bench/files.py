@@ -124,9 +124,8 @@ def main() -> None:
                     work()
         for (what, mine, plain), memory in zip(rows, held, strict=True):
             shown = "  ".join(f"{a:.2f} ({b:.2f} to {c:.2f})" for a, b, c in (mine, plain))
-            print(
-                f"{recipe}/{files}  {size:.2f} GiB  {what:6}  {shown}  {plain[0] / mine[0]:.2f} of plain  {memory / 2**20:.0f} MiB"
-            )
+            beside = f"{plain[0] / mine[0]:.2f} of plain  {memory / 2**20:.0f} MiB"
+            print(f"{recipe}/{files}  {size:.2f} GiB  {what:6}  {shown}  {beside}")
         shutil.rmtree(root, ignore_errors=True)
 
 
