@@ -10,6 +10,7 @@ from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, steady, wire
+from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
@@ -29,6 +30,7 @@ class AwqTensor(QuantizedTensor):
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
+    __torch_function__ = classmethod(autograd.torch_function)
 
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: uint4 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m, k // 128) float16: f16 scale of each 1x128 block

@@ -10,6 +10,7 @@ from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
 from layoutc.runtime.fsdp2 import hooks, steady, wire
+from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
 from layoutc.runtime.weight.tensor import QuantizedTensor, register
@@ -29,6 +30,7 @@ class FP8ChannelBF16Tensor(QuantizedTensor):
     LAYOUT, HANDLERS, REFERENCE = LAYOUT, HANDLERS, reference
     KERNELS = f"{__package__}.kernels"
     _cut, _join = staticmethod(cut), staticmethod(join)
+    __torch_function__ = classmethod(autograd.torch_function)
 
     rowwise_data = plane("rowwise_data")  # (m, k) uint8: e4m3 codes
     rowwise_scale = plane("rowwise_scale")  # (m, 1) bfloat16: bf16 scale of each 1xall block
