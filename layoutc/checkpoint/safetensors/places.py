@@ -227,7 +227,7 @@ def _permuted(values: Tensor, order: Sequence[int]) -> Tensor:
             runs.append([dim])
     ranks = [sorted(runs).index(run) for run in runs]
     if ranks not in ([1, 0], [0, 2, 1]) or not values.is_contiguous() or not values.numel():
-        return values.permute(order).contiguous()
+        return values.permute(tuple(order)).contiguous()
     rows, columns = (prod(values.shape[d] for d in run) for run in runs[-2:])
     out = values.new_empty([values.shape[d] for d in order])
     for into, matrix in zip(out.view(-1, rows, columns), values.view(-1, columns, rows), strict=True):
