@@ -27,6 +27,13 @@ SCALE_MIN = 0.001953125  # 2^-9
 OF_ZEROS = 1.0  # the scale of a block whose own would be 0
 
 
+def level_of(tensor_amax: Tensor) -> Tensor:
+    """The amax of the whole weight -> what is stored in its place; fp32 operations in this order."""
+    tensor_level = num.divide(tensor_amax, SCALE_MAX * ELEMENT_MAX)
+    tensor_level = torch.where((tensor_level == 0) | tensor_level.isinf() | tensor_level.isnan(), 1.0, tensor_level)
+    return tensor_level
+
+
 def encode(x: Tensor) -> Tensor:
     """fp32 -> e2m1 codes; rounded to nearest, ties to even; saturates at 6; NaN becomes 0x07."""
     return num.to_codes(x, ELEMENT_STEPS, 3, ELEMENT_NAN)
@@ -45,13 +52,6 @@ def encode_scale(x: Tensor) -> Tensor:
 def decode_scale(codes: Tensor) -> Tensor:
     """e4m3 codes -> fp32, exact."""
     return num.cast_from_codes(codes, torch.float8_e4m3fn)
-
-
-def level_of(tensor_amax: Tensor) -> Tensor:
-    """The amax of the whole weight -> what is stored in its place; fp32 operations in this order."""
-    tensor_level = num.divide(tensor_amax, SCALE_MAX * ELEMENT_MAX)
-    tensor_level = torch.where((tensor_level == 0) | tensor_level.isinf() | tensor_level.isnan(), 1.0, tensor_level)
-    return tensor_level
 
 
 def scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from places import ROOT
 from layoutc.build.pipeline import plan_for
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
+from layoutc.ints.sizes import up
 from layoutc.plan.plan import Plan
 from layoutc.report.describe import Description, as_data, describe, problems, usual_shape
 from layoutc.report.maps import index_map
@@ -89,6 +90,7 @@ def described(name: str, m: int, k: int, world: int) -> Description:
 @pytest.mark.parametrize(("m", "k", "world"), SHAPES)
 def test_facts_are_those_of_the_generated_code(name: str, m: int, k: int, world: int) -> None:
     layout = importlib.import_module(f"layoutc.recipes.{name}").LAYOUT
+    k = up(k, layout.multiple_k)
     facts = described(name, m, k, world)
     for stated, ours in ((layout.planes(m, k), facts.planes), (layout.buffers(m, k), facts.buffers)):
         assert {one.name: (one.shape, f"torch.{one.dtype}", one.nbytes) for one in ours} == {
@@ -131,9 +133,10 @@ def test_shards_have_buffers_by_themselves_where_that_is_said(name: str) -> None
         except LayoutError:
             return False
 
+    k = up(32, PLANS[name].layout.multiple_k)
     for m, world in product((96, 128, 160, 384), (1, 2, 3, 5)):
-        weight = importlib.import_module(f"layoutc.recipes.{name}").quantize(torch.ones(m, 32))
-        at = describe(PLANS[name], m, 32, world).alignment
+        weight = importlib.import_module(f"layoutc.recipes.{name}").quantize(torch.ones(m, k))
+        at = describe(PLANS[name], m, k, world).alignment
         assert at.shards_have_buffers == all(map(has_buffers, torch.chunk(weight, world))), (m, world)
         assert at.shards_have_buffers or (at.free_rows and at.free_worlds)
 
