@@ -16,7 +16,9 @@ from layoutc.layout.bindings import Binding, Stored, bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
 from layoutc.layout.formula import Formula, FormulaStep, RepeatUpTo, Size, of_plane
 from layoutc.layout.planes import AMAX, ORIENTATIONS, Kind, Plane, Source, codes_per_group, stream_of
-from layoutc.layout.quantization import Block, Quantization, Transform
+from layoutc.layout.quantization import Block, Level, Quantization, Transform
+from layoutc.layout.records import Record, record_of
+from layoutc.layout.sources import quantization_of, source_of_quantization, stated_buffer
 from layoutc.layout.swizzles import swizzle_chain, swizzle_steps, swizzled_shape
 from layoutc.spec import formats
 from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_layout, parse_swizzle
@@ -24,7 +26,6 @@ from layoutc.spec.notation import Axis, Swizzle, parse_buffer_swizzle, parse_lay
 if TYPE_CHECKING:
     from layoutc.spec import schema
     from layoutc.spec.bindings import PlaneKey
-    from layoutc.spec.formats import Format
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -182,6 +183,7 @@ class Layout:
     swizzle: Swizzle | None
     others: OtherOperands | None  # None: the spec states no products in low precision
     files: tuple[Binding, ...]  # how files of other programs hold the first source
+    records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
 
     @property
     def orientations(self) -> tuple[str, ...]:
@@ -220,39 +222,28 @@ def resolve(spec: schema.Spec) -> Layout:
     sources: list[Source] = []
     source_of: list[tuple[str, str]] = []
     buffers: list[Buffer] = []
+    records: list[Record] = []
     for name in ORIENTATIONS:
         orientation: schema.Orientation | None = getattr(spec.orientations, name)
         if orientation is None:
             continue
-        block = Block(*(None if size == "all" else size for size in (orientation.block.m, orientation.block.k)))
-        stated_element = orientation.quantize.element or spec.element
-        stated_scale = orientation.quantize.scale or spec.scale
-        element, scale = all_formats[stated_element.format], all_formats[stated_scale.format]
-        low_first = stated_element.pack == "low-first"
-        parameters = tuple(sorted(stated_scale.parameters.items()))
-        zero = all_formats[stated_scale.zero] if stated_scale.zero else None
-        quantization = Quantization(
-            *(element, scale, zero, stated_scale.round, stated_scale.rule, parameters, block, low_first),
-            stochastic=stated_element.round == "stochastic",
-            transform=_transform(orientation, name),
-        )
+        quantization = quantization_of(spec, orientation, name, all_formats)
         source = next((s for s in sources if s.quantization == quantization), None)
         if source is None:
-            data_plane = Plane(f"{name}_data", "data", 1, 1, element.bits)
-            scale_plane = Plane(f"{name}_scale", "scale", block.m, block.k, scale.bits, _half(scale))
-            zero_plane = _zero_plane(name, block, zero) if zero else None
-            source = Source(name, quantization, data_plane, scale_plane, zero_plane)
+            source = source_of_quantization(name, quantization)
             sources.append(source)
         source_of.append((name, source.name))
+        if orientation.record is not None:
+            records.append(record_of(orientation.record, name, source))
         for plane in source.planes:
             kind = plane.kind
-            stated = {"data": orientation.data, "scale": orientation.scale, "zero": orientation.zero}
-            buffer = stated[kind] or orientation.scale  # zero points are laid out as scales, unless the spec says
+            buffer = stated_buffer(orientation, plane)
             terms = parse_layout(buffer.layout)
             pads = buffer.pad or (1,) * len(terms)
             dims = tuple(Dim(term.axis, term.divisor, pad) for term, pad in zip(terms, pads, strict=True))
             own = parse_buffer_swizzle(buffer.swizzle, buffer.sizes, len(dims)) if buffer.swizzle else None
-            buffers.append(Buffer(f"{name}_{kind}", kind, name, plane, dims, low_first, own, buffer.words or 0))
+            made = Buffer(f"{name}_{kind}", kind, name, plane, dims, quantization.low_first, own, buffer.words or 0)
+            buffers.append(made)
     gemm = spec.gemm
     swizzle = gemm.scale if gemm else None
     others = None
@@ -277,37 +268,25 @@ def resolve(spec: schema.Spec) -> Layout:
             sources[0].quantization.low_first,
             sources[0].quantization.block.k,
         ),
+        records=tuple(records),
     )
 
 
 def _held_by_files(source: Source, tensor: schema.TensorLevel | None) -> dict[PlaneKey, Stored]:
     """The planes that files of other programs hold: those of a source, and the amax of the whole weight."""
-    planes: dict[PlaneKey, Stored] = {
-        plane.kind: Stored(plane.name, plane.bits, plane.code_bits) for plane in source.planes
-    }
-    return planes | ({"amax": Stored(AMAX.name, AMAX.bits)} if tensor else {})
-
-
-def _zero_plane(name: str, block: Block, zero: Format) -> Plane:
-    """The plane of zero points: a byte for each code, or values of 16 bits."""
-    narrow = zero.bits if zero.bits < 8 else 0
-    return Plane(f"{name}_zero", "zero", block.m, block.k, max(8, zero.bits), _half(zero), narrow)
-
-
-def _half(fmt: Format) -> str:
-    """The torch dtype of a format of 16 bits; "" for others."""
-    return fmt.torch or "" if fmt.bits == 16 else ""
-
-
-def _transform(orientation: schema.Orientation, name: str) -> Transform | None:
-    """An orientation's transform, along the axis that products contract."""
-    stated = orientation.transform
-    return Transform("k" if name == "rowwise" else "m", stated.hadamard, stated.signs) if stated else None
+    by_kind = {plane.kind: plane for plane in source.planes}
+    planes: dict[PlaneKey, Stored] = {}
+    for kind in ("data", "scale", "zero"):
+        if kind in by_kind:
+            planes[kind] = Stored(by_kind[kind].name, by_kind[kind].bits, by_kind[kind].code_bits)
+    if tensor:
+        planes["amax"] = Stored(AMAX.name, AMAX.bits)
+    return planes
 
 
 def is_swizzled(layout: Layout, buffer: Buffer) -> bool:
     """True for buffers that a GEMM reads swizzled: scales, and zero points, which are laid out as scales."""
-    return layout.swizzle is not None and buffer.kind != "data" and len(buffer.dims) == 2
+    return layout.swizzle is not None and buffer.kind in ("scale", "zero") and len(buffer.dims) == 2
 
 
 def swizzled_formula(layout: Layout, buffer: Buffer) -> Formula:
@@ -328,11 +307,13 @@ __all__ = [
     "Chain",
     "Dim",
     "Layout",
+    "Level",
     "OtherOperands",
     "Pad",
     "Permute",
     "Plane",
     "Quantization",
+    "Record",
     "Repeat",
     "Source",
     "Split",

@@ -8,9 +8,10 @@ from typing import Literal
 
 from layoutc.ints.sizes import cdiv
 from layoutc.layout.chain import Shape
-from layoutc.layout.quantization import Quantization
+from layoutc.layout.quantization import Block, Quantization
+from layoutc.spec.formats import Format
 
-Kind = Literal["data", "scale", "zero"]
+Kind = Literal["data", "scale", "zero", "super", "offset", "super_zero"]
 ORIENTATIONS = ("rowwise", "columnwise")
 
 
@@ -82,18 +83,45 @@ def codes_per_group(bits: int, unit: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """One quantization and its planes, named after the first orientation that uses it."""
+    """One quantization and its planes, named after the first orientation that uses it.
+
+    super: the scales of scales, one for each super-block. offset: what was subtracted from the scales. super_zero: the
+    scales of zero points.
+    """
 
     name: str
     quantization: Quantization
     data: Plane
     scale: Plane
-    zero: Plane | None
+    super: Plane | None = None
+    offset: Plane | None = None
+    zero: Plane | None = None
+    super_zero: Plane | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         """Its planes, in order."""
-        return (self.data, self.scale) if self.zero is None else (self.data, self.scale, self.zero)
+        all_ = (self.data, self.scale, self.super, self.offset, self.zero, self.super_zero)
+        return tuple(plane for plane in all_ if plane is not None)
+
+    @property
+    def whole(self) -> Block:
+        """The rows and columns whose scales depend on one another: a super-block, or a block if there are none."""
+        level = next(iter(self.quantization.levels.values()), None)
+        return level.covers if level is not None else self.quantization.block
+
+    def format_of(self, plane: Plane) -> Format | None:
+        """The format of a plane's values; None for the means of scales, which are fp32."""
+        q = self.quantization
+        levels = {"super": q.scales, "super_zero": q.zeros}
+        if (level := levels.get(plane.kind)) is not None:
+            return level.quantization.scale
+        return {"data": q.element, "scale": q.scale, "zero": q.zero}.get(plane.kind)
+
+    def stored_for(self, kind: Literal["scale", "zero"]) -> tuple[Plane, ...]:
+        """The planes of scales, or of zero points, and those of their level, in the order of its functions."""
+        planes = (self.scale, self.super, self.offset) if kind == "scale" else (self.zero, self.super_zero)
+        return tuple(plane for plane in planes if plane is not None)
 
 
 def stream_of(source: Source) -> int:

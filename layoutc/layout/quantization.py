@@ -48,6 +48,19 @@ class Transform:
 
 
 @dataclass(frozen=True)
+class Level:
+    """How values of blocks, scales or zero points, are stored under scales of their own.
+
+    quantization: of those values, whose elements they are; its block counts blocks. covers: the elements of a
+    super-block. centered: the mean of a super-block's values is subtracted from them before, and stored in f32.
+    """
+
+    quantization: Quantization
+    covers: Block
+    centered: bool
+
+
+@dataclass(frozen=True)
 class Quantization:
     """All that decides codes and scales. Orientations with equal quantizations have the same codes and scales."""
 
@@ -61,6 +74,8 @@ class Quantization:
     low_first: bool
     stochastic: bool = False  # elements are rounded by random bits
     transform: Transform | None = None  # of the values that are quantized
+    scales: Level | None = None  # how scales are stored under scales of their own; None: as they are
+    zeros: Level | None = None  # the same of zero points
 
     @property
     def element_rounding(self) -> str:
@@ -71,6 +86,22 @@ class Quantization:
     def divides(self) -> bool:
         """True if elements are values that are divided by their block's divisor, not multiplied."""
         return self.definition.element_step(dict(self.parameters)).name == "divisor"
+
+    @property
+    def levels(self) -> dict[str, Level]:
+        """The levels of scales, and of zero points, where there are any."""
+        found = {"scale": self.scales, "zero": self.zeros}
+        return {kind: level for kind, level in found.items() if level is not None}
+
+    @property
+    def own_levels(self) -> dict[str, Level]:
+        """The same without that of zero points, where it is that of scales."""
+        return {kind: one for kind, one in self.levels.items() if kind == "scale" or self.zeros_as == "zero"}
+
+    @property
+    def zeros_as(self) -> str:
+        """What zero points are stored as: scales, where both lie under scales of their own alike."""
+        return "scale" if self.zeros is not None and self.zeros == self.scales else "zero"
 
     @property
     def definition(self) -> Rule:

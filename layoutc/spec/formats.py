@@ -127,9 +127,9 @@ class Format:
 
     @property
     def least_code(self) -> int:
-        """The code of 0; of the smallest value, if all are above 0."""
+        """The code of 0; of the smallest value, if all are above 0; a codebook without 0 rounds it."""
         if self.values:
-            return self.values.index(0.0)
+            return codebook_order(self)[sum(step <= 0 for step in codebook_thresholds(self))]
         return 0 if self.offset is None else max(self.offset, 0)
 
     @property

@@ -23,13 +23,14 @@ def json_schema() -> dict[str, Any]:
     elements = [name for name, fmt in BUILTIN.items() if fmt.bits <= 8 and fmt.sign]
     scales = [name for name, fmt in BUILTIN.items() if fmt.bits >= 8]
     parts["Element"]["properties"]["format"] |= {"anyOf": [{"enum": elements}, own]}
-    scale = parts["Scale"]
-    scale["properties"]["format"] |= {"anyOf": [{"enum": scales}, own]}
-    scale["properties"]["rule"] |= {"enum": list(RULES)}
-    del scale["properties"]["parameters"]
-    for rule in RULES.values():
-        scale["properties"] |= {key: _parameter(parameter) for key, parameter in rule.parameters.items()}
-    scale["allOf"] = [_only_its_parameters(rule.name) for rule in RULES.values()]
+    for name in ("Scale", "Super"):
+        scale = parts[name]
+        scale["properties"]["format"] |= {"anyOf": [{"enum": scales}, own]}
+        scale["properties"]["rule"] |= {"enum": list(RULES)}
+        del scale["properties"]["parameters"]
+        for rule in RULES.values():
+            scale["properties"] |= {key: _parameter(parameter) for key, parameter in rule.parameters.items()}
+        scale["allOf"] = [_only_its_parameters(rule.name) for rule in RULES.values()]
     gemm = parts["GemmScale"]
     gemm["additionalProperties"] = gemm["properties"].pop("sizes")["additionalProperties"]
     buffer = parts["Buffer"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, cast
 
 from layoutc.spec import shipped
 
 Parameters = dict[str, float | int | bool | str]
+ZeroIs = Literal["element", "value", "minimum"]  # of 0; of element 0; the latter without its sign, for it is below 0
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Step:
-    """name = expression; left out if the parameter `when` is not set, or the parameter `unless` is."""
+    """name = expression; left out unless all parameters of `when` are set, and none of `unless` is."""
 
     name: str
     expression: str
-    when: str | None = None
-    unless: str | None = None
+    when: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,17 @@ class Rule:
     candidate: str = ""
     candidates: tuple[str, ...] = ()
     error: tuple[Step, ...] = ()
-    zero_is_value: bool = False  # a zero point is the value of element 0, not the element of the value 0
+    zero_is: ZeroIs = "element"
 
     @property
     def needs_tensor_amax(self) -> bool:
         """True if the rule reads the amax of the whole weight, so that shards must share it."""
         return any("tensor_amax" in names(step.expression) for step in (*self.tensor, *self.steps))
+
+    @property
+    def zero_is_value(self) -> bool:
+        """True if a zero point is a value that is taken from values before they are scaled, and added after."""
+        return self.zero_is != "element"
 
     @property
     def makes_zero(self) -> bool:
@@ -84,7 +91,7 @@ def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]
     return tuple(
         step
         for step in steps
-        if (step.when is None or parameters[step.when]) and (step.unless is None or not parameters[step.unless])
+        if all(parameters[name] for name in step.when) and not any(parameters[name] for name in step.unless)
     )
 
 
@@ -107,14 +114,15 @@ def _make(name: str, entry: dict[str, object]) -> Rule:
     )
     ((candidate, values),) = (entry.get("candidates") or {"": ()}).items()  # type: ignore[attr-defined]
     candidates = tuple(map(str, values))
-    zero = entry.get("zero-is") == "value"
+    zero = cast(ZeroIs, entry.get("zero-is", "element"))
     summary, decode = str(entry["summary"]), str(entry["decode"])
     return Rule(name, summary, parameters, steps, decode, tensor, candidate, candidates, error, zero)
 
 
 def _step(item: dict[str, str]) -> Step:
     ((target, expression),) = ((key, value) for key, value in item.items() if key not in ("when", "unless"))
-    return Step(target, str(expression), item.get("when"), item.get("unless"))
+    when, unless = (item.get(key) or () for key in ("when", "unless"))
+    return Step(target, str(expression), *((one,) if isinstance(one, str) else tuple(one) for one in (when, unless)))
 
 
 def _load() -> dict[str, Rule]:

@@ -19,6 +19,7 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Field(ge=0, le=255)]
 Order = tuple[int, ...]  # the entries of a name of a swizzle, as they are stored
 Value = float | int | bool | str
+RecordFields = Annotated[str, Field(max_length=200)]
 RecipeName = Annotated[str, Field(max_length=40)]
 ProductName = Literal["forward", "grad_input", "grad_weight"]
 
@@ -87,19 +88,13 @@ class History(_Model):
     pick: Literal["max", "most-recent"] = Field(description="which of them is used")
 
 
-class Scale(_Model):
-    """The format of a scale and the rule that makes it from an amax; the rule's parameters stand inline in YAML."""
+class _Ruled(_Model):
+    """A format, and the rule that makes its values; the rule's parameters stand inline in YAML."""
 
     format: str = Field(description="f32, a built-in format of 8 bits, or one under `formats`")
     rule: str = Field(description="name of a scale rule")
     round: Literal["nearest", "up", "down"] = Field(
         default="nearest", description="how a scale is rounded into its format"
-    )
-    zero: str | None = Field(
-        default=None, description="format of the zero points, for a rule that makes them: an integer, f16 or bf16"
-    )
-    history: History | None = Field(
-        default=None, description="take the amax from earlier steps (whole-tensor scales only)"
     )
     parameters: dict[str, Value] = Field(default={}, description="every parameter of the rule, defaults filled in")
 
@@ -126,17 +121,38 @@ class Scale(_Model):
         return rest | {"parameters": parameters}
 
 
-class TensorLevel(_Model):
-    """One more scale level, for the whole weight."""
-
-    amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
-
-
 class Block(_Model):
     """The elements that share one scale."""
 
     m: Size | Literal["all"] = Field(description="rows of a block, or `all`")
     k: Size | Literal["all"] = Field(description="columns of a block, or `all`")
+
+
+class Super(_Ruled):
+    """Scales of scales: what the scales, and the zero points, of a super-block share."""
+
+    block: Block = Field(description="elements of a super-block, which holds whole blocks")
+    offset: Literal["mean"] | None = Field(
+        default=None, description="what is subtracted from the scales of a super-block before, and stored in f32"
+    )
+
+
+class Scale(_Ruled):
+    """The format of a scale and the rule that makes it from an amax; the rule's parameters stand inline in YAML."""
+
+    zero: str | None = Field(
+        default=None, description="format of the zero points, for a rule that makes them: an integer, f16 or bf16"
+    )
+    history: History | None = Field(
+        default=None, description="take the amax from earlier steps (whole-tensor scales only)"
+    )
+    super: Super | None = Field(default=None, description="scales that are stored under scales of their own")
+
+
+class TensorLevel(_Model):
+    """One more scale level, for the whole weight."""
+
+    amax: Literal["f32"] = Field(description="format of the weight's amax, the maximum over all shards")
 
 
 class Buffer(_Model):
@@ -171,6 +187,15 @@ def is_size(value: object) -> bool:
     return type(value) is int or (isinstance(value, tuple) and all(type(one) is int for one in value))
 
 
+class Record(_Model):
+    """Codes and scales of a run of elements in one buffer, one after another."""
+
+    size: Size = Field(description="elements of a record, along the contracted axis")
+    fields: Annotated[tuple[RecordFields, ...], Field(min_length=1, max_length=64)] = Field(
+        description="what a record holds, in order: `data`, `scale 0:4 bits 0:6 | scale 4:8 bits 4:6`"
+    )
+
+
 class Quantize(_Model):
     """What one orientation quantizes differently from the rest of the recipe."""
 
@@ -196,6 +221,8 @@ class Orientation(_Model):
     data: Buffer
     scale: Buffer
     zero: Buffer | None = Field(default=None, description="how zero points lie, if not as the scales do")
+    super: Buffer | None = Field(default=None, description="how scales of scales lie, if not as the data does")
+    record: Record | None = Field(default=None, description="one more buffer, with codes and scales in records")
 
 
 class Orientations(_Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -62,12 +63,12 @@ def element_format_holds_elements(spec: Spec, source: Source) -> Iterator[Diagno
 def scale_format_holds_scales(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A scale takes whole bytes and has a NaN, which is the only place where a NaN survives if elements are narrow."""
     fmt, label = sound_format(spec, spec.scale.format), source.value(("scale", "format"))
-    if fmt is None or fmt.is_wide:
-        return
+    if fmt is None or fmt.is_wide or spec.scale.super is not None:
+        return  # what lies under scales of its own, levels.py checks
     help = f"built-in formats for scales: {listed(name for name, one in BUILTIN.items() if holds_scales(one))}"
     if fmt.values:
         message = f"{fmt.name} can't be a scale format: it is a codebook"
-        yield source.find("LC308", message, label, help=help)
+        yield source.find("LC308", message, label, help=f"write `format: f32`; {help}; or add `super`")
     elif fmt.bits != 8:
         message = f"{fmt.name} can't be a scale format: it has {fmt.bits} bits, and a scale fills a byte"
         yield source.find("LC308", message, label, help=help)
@@ -97,8 +98,8 @@ def _unsound_codebook(definition: FormatDef) -> tuple[str, str, str] | None:
     if len(set(rounded)) < len(rounded):
         twice = next(value for value in rounded if rounded.count(value) > 1)
         return "values", f"has {twice:g} twice", "list each value once; leave out codes that are not used at the end"
-    if 0.0 not in rounded or min(rounded) >= 0 or max(rounded) <= 0:
-        return "values", "lacks a zero, a number above it, or one below", "list 0 and numbers of both signs"
+    if min(rounded, default=0) >= 0 or max(rounded) <= 0:
+        return "values", "lacks a number above zero, or one below", "list numbers of both signs"
     return None
 
 
@@ -191,6 +192,16 @@ def no_element(fmt: Format) -> str:
     return "" if fmt.subnormals else "it has no zero"
 
 
+def level_format(fmt: Format) -> bool:
+    """True for formats of scales, or zero points, that lie under scales of their own."""
+    return fmt.bits <= 8
+
+
+def least_of(fmt: Format) -> float:
+    """The smallest number of a format of up to 8 bits."""
+    return min(value for code in range(2**fmt.bits) if math.isfinite(value := fmt.value(code)))
+
+
 def holds_scales(fmt: Format) -> bool:
     return fmt.is_wide or (not fmt.integer and not fmt.values and (fmt.bits == 8 and bool(fmt.nan)))
 
@@ -201,5 +212,7 @@ def _used_formats(spec: Spec) -> set[str]:
     for orientation in (spec.orientations.rowwise, spec.orientations.columnwise):
         if orientation is not None:
             used |= {part.format for part in (orientation.quantize.element, orientation.quantize.scale) if part}
-            used |= {scale.zero for scale in (spec.scale, orientation.quantize.scale) if scale and scale.zero}
+            scales = [scale for scale in (spec.scale, orientation.quantize.scale) if scale]
+            used |= {scale.zero for scale in scales if scale.zero}
+            used |= {scale.super.format for scale in scales if scale.super}
     return used

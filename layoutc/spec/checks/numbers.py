@@ -30,10 +30,17 @@ from layoutc.spec.checks.rules import (
 )
 from layoutc.spec.formats import BUILTIN
 from layoutc.spec.rules import RULES, Parameter, Rule
-from layoutc.spec.schema import Spec
+from layoutc.spec.schema import Scale, Spec, Super
 from layoutc.spec.source import Path, Source
 
 _INTEGER_RANGE = 126  # integer parameters are exponents: two to their power must be a normal fp32 number
+
+
+def parameters_fit_rules(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Each parameter of the scale's rule, and of that of its level, belongs there and is a number to compute with."""
+    yield from _parameters_fit(spec.scale, ("scale",), source)
+    if spec.scale.super is not None:
+        yield from _parameters_fit(spec.scale.super, ("scale", "super"), source)
 
 
 def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -46,13 +53,12 @@ def rule_exists(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC320", message, source.value(("scale", "rule"), label), help=help)
 
 
-def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """Each parameter belongs to the rule, has its type, and is a number that the arithmetic can use."""
-    rule = RULES.get(spec.scale.rule)
+def _parameters_fit(stated: Scale | Super, at: Path, source: Source) -> Iterator[Diagnostic]:
+    rule = RULES.get(stated.rule)
     if rule is None:
         return
-    for key, value in spec.scale.parameters.items():
-        where: Path = ("scale", key)
+    for key, value in stated.parameters.items():
+        where: Path = (*at, key)
         parameter = rule.parameters.get(key)
         if parameter is None:
             owners = [name for name, other in RULES.items() if key in other.parameters]
@@ -61,12 +67,14 @@ def parameters_fit_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 "LC321",
                 f"`{key}` is a parameter of {' and '.join(owners)}, not of {rule.name}",
                 source.key(where),
-                source.value(("scale", "rule"), f"parameters: {own}" if own else "takes no parameters"),
+                source.value((*at, "rule"), f"parameters: {own}" if own else "takes no parameters"),
                 help=f"delete it, or write `rule: {owners[0]}`",
             )
         elif problem := _parameter_problem(parameter, value):
             label = source.value(where, did_you_mean(str(value), parameter.choices))
-            yield source.find("LC322", f"{quoted(value)} is not a valid `scale.{key}`", label, help=problem)
+            yield source.find(
+                "LC322", f"{quoted(value)} is not a valid `{'.'.join(map(str, where))}`", label, help=problem
+            )
 
 
 def tensor_level_is_needed(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -106,7 +114,7 @@ def stored_level_is_one(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             where = ("orientations", name, "transform")
         if where is not None:
             yield source.find(
-                "LC347",
+                "LC337",
                 f"{name} would need a second level of its own",
                 source.key(where),
                 why="the weight stores one number in place of its amax, which all orientations decode by",
@@ -149,7 +157,8 @@ def scale_format_fits_rule(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         sound_format(spec, spec.scale.format),
         sound_format(spec, spec.element.format),
     )
-    if rule is None or fmt is None or element is None or not holds_scales(fmt) or no_element(element):
+    is_scale = fmt is not None and (holds_scales(fmt) or (spec.scale.super is not None and not fmt.is_wide))
+    if rule is None or fmt is None or element is None or not is_scale or no_element(element):
         return
     label = source.value(("scale", "format"))
     if fmt.is_wide and not fmt.is_f32 and spec.scale.round != "nearest":
@@ -278,7 +287,7 @@ CHECKS = (
     element_format_holds_elements,
     scale_format_holds_scales,
     rule_exists,
-    parameters_fit_rule,
+    parameters_fit_rules,
     scale_format_fits_rule,
     nan_survives,
     zero_points_fit,

@@ -28,6 +28,8 @@ def buffers(spec: Spec) -> Iterator[tuple[Path, Buffer]]:
         yield ("orientations", name, "scale"), orientation.scale
         if orientation.zero is not None:
             yield ("orientations", name, "zero"), orientation.zero
+        if orientation.super is not None:
+            yield ("orientations", name, "super"), orientation.super
 
 
 def terms_of(buffer: Buffer) -> tuple[Term, ...] | None:
@@ -55,7 +57,8 @@ def buffer_bits(spec: Spec, where: Path) -> int | None:
     element, scale = quantized_as(spec, getattr(spec.orientations, str(where[1])))
     if where[2] == "data":
         return format_checks.element_bits(spec, element.format)
-    name = scale.zero if where[2] == "zero" else scale.format
+    names = {"zero": scale.zero, "scale": scale.format, "super": scale.super.format if scale.super else None}
+    name = names[str(where[2])]
     fmt = format_checks.sound_format(spec, name) if name else None
     return None if fmt is None else fmt.bits
 
@@ -78,15 +81,16 @@ def buffer_swizzle(buffer: Buffer) -> Swizzle | None:
 
 
 def buffer_multiples(spec: Spec, where: Path, buffer: Buffer) -> tuple[int, ...] | None:
-    """For each dim of a buffer that is swizzled, in words or packs zero points, what its size must be a multiple of.
+    """For each dim of a buffer that is swizzled, in words or packs narrow values, what its size must be a multiple of.
 
     None for other buffers, and for those that other checks refuse. Raises ValueError if no sizes fill bytes or words.
     """
     bits, named, swizzle = buffer_bits(spec, where), terms_of(buffer), buffer_swizzle(buffer)
     if bits is None or not named or (buffer.swizzle and swizzle is None):
         return None
-    packed_zeros = where[2] == "zero" and bits < 8
-    if not (buffer.swizzle or buffer.words or packed_zeros) or (buffer.words and bits > 8):
+    _, scale = quantized_as(spec, getattr(spec.orientations, str(where[1])))
+    packed = bits < 8 and (where[2] == "zero" or (where[2] == "scale" and scale.super is not None))
+    if not (buffer.swizzle or buffer.words or packed) or (buffer.words and bits > 8):
         return None
     run = run_of(bits, buffer.words)
     return swizzle.multiples(run) if swizzle else (*[1] * (len(named) - 1), run)

@@ -18,7 +18,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, nea
 from layoutc.spec.checks.rules import suggested_scale
 from layoutc.spec.formats import BUILTIN, Format, aliases, make
 from layoutc.spec.rules import RULES
-from layoutc.spec.schema import COLLECTED, Buffer, FormatDef, GemmScale, Scale, Spec, is_size
+from layoutc.spec.schema import COLLECTED, Buffer, FormatDef, GemmScale, Scale, Spec, Super, is_size
 from layoutc.spec.source import Path, Source
 
 _EXPECTED = {
@@ -49,6 +49,9 @@ _TO_TYPE_BY_KEY = {
     "block": "block: {m: 1, k: 32}",
     "data": "data: {layout: m k}",
     "history": "history: {length: 1024, pick: max}",
+    "record": "record: {size: 32, fields: [scale, data]}",
+    "size": "size: 32",
+    "fields": "fields: [scale, data]",
     "element": "element: {format: e4m3}",
     "scale": "scale: {layout: m k/32}",
     "layout": "layout: m k",
@@ -151,7 +154,7 @@ def _takes(model: type[BaseModel], name: str, value: Any) -> bool:
 def _known_keys(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
     """The keys that a mapping may have, in the order of the models."""
     keys = [key for key in model.model_fields if key not in COLLECTED]
-    if model is Scale:
+    if model in (Scale, Super):
         rule = data.get("rule")
         keys += RULES[rule].parameters if isinstance(rule, str) and rule in RULES else ()
     return keys
@@ -163,7 +166,7 @@ def _is_inline(model: type[BaseModel] | None, key: str, data: dict[str, Any]) ->
         return type(data[key]) is int
     if model is Buffer:
         return "swizzle" in data and is_size(data[key])
-    return model is Scale and any(key in rule.parameters for rule in RULES.values())
+    return model in (Scale, Super) and any(key in rule.parameters for rule in RULES.values())
 
 
 def _model(path: Path) -> type[BaseModel] | None:
@@ -239,6 +242,10 @@ def _missing_key(path: Path, source: Source) -> Diagnostic:
     help = f"add `{example}`"
     if path == ("scale",):
         help = f"add `scale: {{format: f32, rule: {_rule_for(path, source)}}}`"
+    elif path == ("scale", "super"):
+        help = "add `super: {format: f32, rule: scale-first, block: {m: 1, k: 256}}`"
+    elif key == "rule" and parent and parent[-1] == "super":
+        help = "add `rule: scale-first`"
     elif key == "rule":
         rule = _rule_for(parent, source)
         level = RULES[rule.partition(",")[0]].needs_tensor_amax and "tensor" not in source.data
@@ -279,7 +286,8 @@ def _wrong_value(path: Path, items: list[ErrorDetails], source: Source) -> Diagn
         message = f"version {value} of the spec language is not known"
         return source.find("LC206", message, label, help="write `layoutc: 1`")
     expected = [words for kind, words in _EXPECTED.items() if kind in types]
-    if len(path) == 2 and path[0] == "scale" and path[1] not in Scale.model_fields:
+    ruled = Super if "super" in path[:-1] else Scale
+    if len(path) > 1 and path[-2] in ("scale", "super") and path[0] == "scale" and path[-1] not in ruled.model_fields:
         expected = [_PARAMETER[parameter.type] for parameter in _parameters(path[1])][:1]
     allowed: list[str] = []
     if literal := types.get("literal_error"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
 from layoutc.spec import rules
-from layoutc.spec.checks.formats import holds_scales, no_element, sound_format
+from layoutc.spec.checks.formats import holds_scales, level_format, no_element, sound_format
 from layoutc.spec.formats import BUILTIN, F32_MAX, Format, aliases
 from layoutc.spec.rule_constants import CONSTANTS, constant
 from layoutc.spec.rules import RULES, Rule
@@ -47,6 +47,8 @@ def _can_be(spec: Spec, part: str, name: str) -> bool:
     if part == "element":
         return not no_element(fmt)
     rule, element = RULES.get(spec.scale.rule), sound_format(spec, spec.element.format)
+    if spec.scale.super is not None:
+        return level_format(fmt)
     if rule is None or element is None or no_element(element):
         return holds_scales(fmt)
     return holds_scales(fmt) and misfit(rule, fmt, element, spec.scale.parameters) is None
@@ -62,13 +64,14 @@ def suggested_scale(scale: Format | None, element: Format | None) -> str:
         parameters = {key: parameter.default for key, parameter in rule.parameters.items()}
         if rule.makes_zero or no_element(element) or misfit(rule, scale, element, parameters) is not None:
             continue
-        hides = not element.nan and _hides_nan(rule, parameters)
-        switch = next((key for key in parameters if hides and not _hides_nan(rule, parameters | {key: True})), None)
+        hides = not element.nan and hides_nan(rule, parameters)
+        switch = next((key for key in parameters if hides and not hides_nan(rule, parameters | {key: True})), None)
         return rule.name + (f", {switch}: true" if switch else "")
     return next(iter(RULES))
 
 
-def _hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
+def hides_nan(rule: Rule, parameters: rules.Parameters) -> bool:
+    """True if the rule replaces a NaN amax."""
     return any("isnan" in step.expression for step in rule.active_steps(parameters) if step not in rule.tensor)
 
 
@@ -126,16 +129,17 @@ def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         sound_format(spec, spec.element.format),
         sound_format(spec, spec.scale.format),
     )
-    if rule is None or element is None or scale is None or no_element(element) or not holds_scales(scale):
+    is_scale = scale is not None and (holds_scales(scale) or spec.scale.super is not None)
+    if rule is None or element is None or scale is None or no_element(element) or not is_scale:
         return
     parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
-    if (name := _beyond_fp32(rule, element, scale, parameters)) is None:
+    if (name := beyond_fp32(rule, element, scale, parameters)) is None:
         return
     label = source.value(("element", "format"), f"its largest number is {element.max:g}")
     used = source.value(("scale", "rule"), f"computes with {name.replace('_', ' ')}")
     help = "give the element's format a bias nearer to the middle"
     usual = {key: parameter.default for key, parameter in rule.parameters.items() if key == "bound"}
-    if usual and _beyond_fp32(rule, element, scale, parameters | usual) is None:
+    if usual and beyond_fp32(rule, element, scale, parameters | usual) is None:
         label = source.value(("scale", "bound"), f"times {element.max:g}, the largest element")
         help = f"delete `bound`, which is then {usual['bound']:g}"
     yield source.find("LC343", f"a constant of {rule.name} is beyond fp32", label, used, help=help)
@@ -149,7 +153,7 @@ def _rounding_first(fmt: Format, element: Format) -> str:
     return next(rule.name for rule, given in reading if misfit(rule, fmt, element, given) is None)
 
 
-def _beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Parameters) -> str | None:
+def beyond_fp32(rule: Rule, element: Format, scale: Format, parameters: rules.Parameters) -> str | None:
     """The first constant of a rule that fp32 can't hold."""
     used = frozenset().union(*(rules.names(expression) for _, expression in rule.program(parameters)))
     if "element_step" in used and not element.magnitudes[-2]:
@@ -172,8 +176,8 @@ def misfit(
 ) -> tuple[str, str, str] | None:
     """(headline, why, help) if the scale's format can't hold what the rule computes; else None."""
     read = _reads(rule.element_step(parameters).expression)
-    self_consistent = "from_scale" in read
-    rounding = next((s.when for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
+    self_consistent = "from_scale" in read or parameters.get("unrounded") is True
+    rounding = next((s.when[0] for s in rule.steps if s.when and "floor_power_of_two" in s.expression), None)
     powers_only = rounding is not None and parameters.get(rounding) is True
     wide = fmt.mantissa == 0 and not fmt.has_zero and fmt.magnitudes[0] <= 2.0**-127 and fmt.max >= 2.0**127
     if not self_consistent and not fmt.is_f32 and not (powers_only and wide):

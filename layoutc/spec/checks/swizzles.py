@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
+from layoutc.spec.checks.formats import sound_format
 from layoutc.spec.checks.parts import (
     AXES,
     buffer_bits,
@@ -19,7 +20,7 @@ from layoutc.spec.checks.parts import (
     terms_of,
 )
 from layoutc.spec.notation import NotationError, Swizzle, parse_buffer_swizzle, parse_swizzle
-from layoutc.spec.schema import Buffer, Spec, quantized_as
+from layoutc.spec.schema import Buffer, Scale, Spec, quantized_as
 from layoutc.spec.source import Path, Source
 
 
@@ -210,18 +211,15 @@ def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagno
     for name, orientation in orientations(spec):
         where: Path = ("orientations", name, "zero")
         _, scale = quantized_as(spec, orientation)
+        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
+        used = source.value(("orientations", name, "scale", "layout"), "zero points lie as scales do")
+        if spec.gemm and spec.gemm.scale:
+            yield from _narrow_are_not_swizzled(spec, source, scale, own)
+            continue
         bits = buffer_bits(spec, where) if scale.zero else None
         if bits is None or bits >= 8:
             continue
-        used = source.value(("orientations", name, "scale", "layout"), "zero points lie as scales do")
-        zero = source.value(
-            (*(("orientations", name, "quantize") if orientation.quantize.scale else ()), "scale", "zero")
-        )
-        if spec.gemm and spec.gemm.scale:
-            message = f"zero points of {bits} bits are packed, and `gemm.scale` orders whole values"
-            label = source.value(("gemm", "scale", "swizzle"))
-            yield source.find("LC335", message, label, zero, help="delete `gemm.scale`, or write `zero: int8`")
-            continue
+        zero = source.value((*own, "scale", "zero"))
         terms, buffer = terms_of(orientation.scale), orientation.scale
         if orientation.zero is not None or terms is None:
             continue
@@ -240,6 +238,17 @@ def narrow_zero_points_fill_bytes(spec: Spec, source: Source) -> Iterator[Diagno
             lie = f"zero: {{layout: {buffer.layout}, pad: {_pads(bits, len(terms))}}}"
             help = f"write `zero: int8`, or say how they lie, beside the orientation's `scale`: `{lie}`"
             yield source.find("LC315", message, zero, used, help=help)
+
+
+def _narrow_are_not_swizzled(spec: Spec, source: Source, scale: Scale, own: Path) -> Iterator[Diagnostic]:
+    """A GEMM's order is of whole values."""
+    for key, what, name in (("zero", "zero points", scale.zero), ("format", "scales", scale.format)):
+        fmt = sound_format(spec, name) if name else None
+        if fmt is None or fmt.bits >= 8 or (key == "format" and scale.super is None):
+            continue
+        message = f"{what} of {fmt.bits} bits are packed, and `gemm.scale` orders whole values"
+        label, stated = source.value(("gemm", "scale", "swizzle")), source.value((*own, "scale", key))
+        yield source.find("LC335", message, label, stated, help=f"delete `gemm.scale`, or write `{key}: int8`")
 
 
 def _pads(bits: int, dims: int) -> str:

@@ -16,8 +16,10 @@ from typing import Literal
 from layoutc.diagnostics.diagnostic import Diagnostic, Label, Span
 from layoutc.spec.checks import files as file_checks
 from layoutc.spec.checks import formats as format_checks
+from layoutc.spec.checks import levels as level_checks
 from layoutc.spec.checks import numbers as number_checks
 from layoutc.spec.checks import products as product_checks
+from layoutc.spec.checks import records as record_checks
 from layoutc.spec.checks import swizzles as swizzle_checks
 from layoutc.spec.checks import values as value_checks
 from layoutc.spec.checks.parts import AXES, axis_span, buffers, orientations, size_of, stated_shape, terms_of
@@ -33,9 +35,11 @@ Kind = Literal["data", "scale"]
 def check(spec: Spec, source: Source) -> list[Diagnostic]:
     """Every finding about a spec whose keys and types are right."""
     checks = (*CHECKS, *product_checks.CHECKS, *number_checks.CROSS_CHECKS, *value_checks.CHECKS, *file_checks.CHECKS)
+    checks += (*level_checks.CROSS_CHECKS, *record_checks.CHECKS)
     diagnostics = [item for one in checks for item in one(spec, source)]
     for scoped_spec, scoped_source in number_checks.scopes(spec, source):
-        diagnostics += [item for one in number_checks.CHECKS for item in one(scoped_spec, scoped_source)]
+        scoped = (*number_checks.CHECKS, *level_checks.CHECKS)
+        diagnostics += [item for one in scoped for item in one(scoped_spec, scoped_source)]
     return diagnostics
 
 

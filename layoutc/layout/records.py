@@ -1,0 +1,94 @@
+"""Records: bits of the values of a run of elements, codes and scales, one after another in one buffer.
+
+A record is a bijection: each bit of each value of its planes is stored once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layoutc.layout.chain import Shape
+from layoutc.layout.planes import Plane, Source
+from layoutc.spec.notation import Axis
+from layoutc.spec.records import Field, parse_fields
+
+if TYPE_CHECKING:
+    from layoutc.spec import schema
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Bits of some values of a plane: entries from `start` to `stop` of a record, `bits` of them from `low` on."""
+
+    plane: Plane
+    start: int
+    stop: int
+    low: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A buffer of records, each of `size` elements along an axis: (the other axis, bytes), uint8.
+
+    bundles: what lies one after another. Entry i of all slices of a bundle lies together, the first lowest, in a word
+    that fills bytes by itself or with those after it, low bits first.
+    """
+
+    name: str
+    orientation: str
+    axis: Axis
+    size: int
+    planes: tuple[Plane, ...]
+    bundles: tuple[tuple[Slice, ...], ...]
+    low_first: bool  # how codes are packed in planes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a record."""
+        return sum((one[0].stop - one[0].start) * sum(part.bits for part in one) for one in self.bundles) // 8
+
+    def shape(self, m: int, k: int) -> Shape:
+        """Its shape for a weight of (m, k)."""
+        rows, length = (m, k) if self.axis == "k" else (k, m)
+        return (rows, length // self.size * self.nbytes)
+
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """What a record is, in words."""
+        names = ", ".join(plane.kind for plane in self.planes)
+        return (f"records of {self.size} elements along {self.axis}: {names} in {self.nbytes} bytes",)
+
+
+def width_of(plane: Plane) -> int:
+    """The bits of a value in a record: narrow ones have a byte each in planes."""
+    return plane.code_bits or plane.bits
+
+
+def count_of(plane: Plane, axis: Axis, size: int) -> int:
+    """The values of a plane in a record."""
+    return size // ((plane.per_m if axis == "m" else plane.per_k) or size)
+
+
+def record_of(stated: schema.Record, name: str, source: Source) -> Record:
+    """The record buffer of an orientation, along the axis that products contract."""
+    axis: Axis = "k" if name == "rowwise" else "m"
+    planes = {plane.kind: plane for plane in source.planes}
+
+    def sliced(field: Field) -> Slice:
+        plane = planes[field.part]
+        start, stop, low, high = field.of(count_of(plane, axis, stated.size), width_of(plane))
+        return Slice(plane, start, stop, low, high - low)
+
+    bundles = tuple(tuple(map(sliced, parse_fields(text))) for text in stated.fields)
+    used = {part.plane for bundle in bundles for part in bundle}
+    return Record(
+        f"{name}_record",
+        name,
+        axis,
+        stated.size,
+        tuple(p for p in source.planes if p in used),
+        bundles,
+        source.quantization.low_first,
+    )

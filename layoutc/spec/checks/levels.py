@@ -1,0 +1,204 @@
+"""Checks of scales under scales: what a super-block holds, and how its scales are made and stored.
+
+A level quantizes scales as a recipe quantizes elements, so its rule and formats have the same requirements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from layoutc.diagnostics.diagnostic import Diagnostic, did_you_mean, listed, quoted
+from layoutc.spec.checks.formats import holds_scales, least_of, level_format, sound_format
+from layoutc.spec.checks.parts import AXES, axis_span, orientations, terms_of
+from layoutc.spec.checks.rules import beyond_fp32, hides_nan, misfit
+from layoutc.spec.formats import BUILTIN
+from layoutc.spec.rules import RULES, Rule, names
+from layoutc.spec.schema import Spec, Super, quantized_as
+from layoutc.spec.source import Path, Source
+
+_SUPER: Path = ("scale", "super")
+
+
+def level_formats_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Scales under scales have up to 8 bits; what they share is a scale that has a NaN."""
+    level = spec.scale.super
+    if level is None:
+        return
+    fmt, shared = sound_format(spec, spec.scale.format), sound_format(spec, level.format)
+    used = source.key(_SUPER, "scales these scales")
+    if fmt is not None and not level_format(fmt):
+        message = f"scales under scales are codes of up to 8 bits, and {fmt.name} has {fmt.bits}"
+        narrow = listed(name for name, one in BUILTIN.items() if level_format(one) and not one.integer)
+        help = f"delete `super`, or write `format: int8`, {narrow}, or one of your own under `formats`"
+        yield source.find("LC347", message, source.value(("scale", "format")), used, help=help)
+    if fmt is not None and spec.scale.round != "nearest":
+        label = source.value(("scale", "round"), "is another way")
+        message = "scales under scales are rounded to nearest"
+        yield source.find("LC347", message, label, used, help="delete `round`; `super` may have one")
+    where: Path = (*_SUPER, "format")
+    scales = [name for name, one in BUILTIN.items() if holds_scales(one)]
+    if level.format not in BUILTIN and level.format not in spec.formats:
+        label = source.value(where, did_you_mean(level.format, scales))
+        help = f"one of: {listed(scales)}; or define it under `formats`"
+        yield source.find("LC304", f"{quoted(level.format)} is not a known format", label, help=help)
+    elif shared is not None and not holds_scales(shared):
+        message = f"{shared.name} can't be the format of a super-block's scale: it needs 8 bits or more, and a NaN"
+        why = "a NaN in the weight survives in the scale of its super-block"
+        yield source.find("LC347", message, source.value(where), why=why, help=f"one of: {listed(scales)}")
+    elif shared is not None and shared.is_wide and level.round != "nearest":
+        label = source.value((*_SUPER, "round"), "is another way")
+        message = f"{shared.name} scales are rounded to nearest, ties to even"
+        yield source.find("LC326", message, label, source.value(where), help="delete `round`")
+
+
+def level_rules_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The rule of a level reads the amax of a super-block, and its numbers exist; so does that of the elements."""
+    level = spec.scale.super
+    if level is None:
+        return
+    outer, used = RULES.get(spec.scale.rule), source.key(_SUPER, "scales these scales")
+    if outer is not None and (problem := _reads_more(outer)):
+        label = source.value(("scale", "rule"), problem)
+        plain = listed(name for name, one in RULES.items() if _keeps_scales(one))
+        message = f"scales of {outer.name} can't lie under scales of their own"
+        yield source.find("LC347", message, label, used, help=f"delete `super`, or write one of the rules {plain}")
+    rule, where = RULES.get(level.rule), (*_SUPER, "rule")
+    fitting = [name for name, one in RULES.items() if not (_reads_more(one) or one.makes_zero)]
+    if rule is None or rule.name not in fitting:
+        label = source.value(where, did_you_mean(level.rule, fitting) if rule is None else _reads_more(rule))
+        message = f"{quoted(level.rule)} is not a rule for scales of scales"
+        yield source.find("LC347", message, label, help=f"one of: {listed(fitting)}")
+        return
+    yield from _arithmetic_fits(spec, source, level, rule)
+
+
+def _arithmetic_fits(spec: Spec, source: Source, level: Super, rule: Rule) -> Iterator[Diagnostic]:
+    """The rule's requirements, of scales as elements."""
+    shared = sound_format(spec, level.format)
+    zero = sound_format(spec, spec.scale.zero) if spec.scale.zero else None
+    stored = [(spec.scale.format, ("scale", "format"))] + (
+        [(spec.scale.zero, ("scale", "zero"))] if zero is not None and not zero.is_wide and spec.scale.zero else []
+    )
+    label, used = source.value((*_SUPER, "format")), source.value((*_SUPER, "rule"))
+    for name, path in stored:
+        fmt = sound_format(spec, name)
+        if fmt is None or shared is None or not level_format(fmt) or not holds_scales(shared):
+            continue
+        reads = frozenset().union(*(names(step.expression) for step in rule.active_steps(level.parameters)))
+        if "element_half_range" in reads and least_of(fmt) >= 0:
+            message = f"{fmt.name} begins at {least_of(fmt):g}, and {rule.name} maps the amax to half its range"
+            where = source.value(path, "has nothing below 0")
+            yield source.find("LC347", message, used, where, help="add `of-max: true` to `super`")
+        elif problem := misfit(rule, shared, fmt, level.parameters):
+            message, why, help = problem
+            yield source.find("LC327", message, label, used, why=why, help=help)
+        elif constant := beyond_fp32(rule, fmt, shared, level.parameters):
+            message = f"a constant of {rule.name} is beyond fp32"
+            where = source.value(path, f"computes with {constant.replace('_', ' ')}")
+            yield source.find("LC343", message, used, where, help="give the format a bias nearer to the middle")
+    if hides_nan(rule, level.parameters):
+        switch = next((key for key in rule.parameters if not hides_nan(rule, level.parameters | {key: True})), None)
+        message = f"{rule.name} would hide a NaN of a block's scale"
+        yield source.find("LC328", message, used, help=f"add `{switch}: true` to `super`" if switch else "another rule")
+    fmt = sound_format(spec, spec.scale.format)
+    if level.offset and fmt is not None and level_format(fmt) and least_of(fmt) >= 0:
+        message = f"scales less their mean may be below 0, and {fmt.name} begins at {least_of(fmt):g}"
+        where = source.value(("scale", "format"))
+        at = source.value((*_SUPER, "offset"))
+        help = "delete `offset`, or write a format with a sign, such as `format: int8`"
+        yield source.find("LC347", message, at, where, help=help)
+    outer = RULES.get(spec.scale.rule)
+    if zero is not None and outer is not None and outer.zero_is == "value" and not zero.is_wide and least_of(zero) >= 0:
+        other = next(name for name, one in RULES.items() if one.zero_is == "minimum")
+        message = f"the values of element 0 that {outer.name} stores are below 0, and {zero.name} begins at 0"
+        where = source.value(("scale", "zero"))
+        yield source.find("LC347", message, where, source.value(("scale", "rule")), help=f"write `rule: {other}`")
+
+
+def _reads_more(rule: Rule) -> str:
+    """Why a rule's scales can't be quantized as elements are, or be what quantizes them; "" if they can."""
+    if rule.needs_tensor_amax:
+        return "reads the amax of the whole weight"
+    return "tries several scales for each block" if rule.candidates else ""
+
+
+def _keeps_scales(rule: Rule) -> bool:
+    """True if elements follow from a scale as it is stored, so that it may be stored in any way."""
+    defaults = {key: one.default for key, one in rule.parameters.items()}
+    return not _reads_more(rule) and "from_scale" in rule.element_step(defaults).expression
+
+
+def super_blocks_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A super-block is whole blocks, of so many rows; it leaves no scale of a shard to depend on other shards."""
+    for name, orientation in orientations(spec):
+        _, scale = quantized_as(spec, orientation)
+        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
+        if scale.super is None:
+            continue
+        where: Path = (*own, "scale", "super", "block")
+        for axis in AXES:
+            covers, size = getattr(scale.super.block, axis), getattr(orientation.block, axis)
+            label = source.value((*where, axis))
+            block = source.value(("orientations", name, "block", axis), f"blocks of {size}")
+            if axis == "m" and "all" in (covers, size):
+                what = "a super-block" if covers == "all" else "a block"
+                message = f"{what} over all rows would have scales that depend on rows of other shards"
+                at, other = (label, block) if covers == "all" else (block, label)
+                yield source.find("LC348", message, at, other, help="write a number of rows, for instance `m: 1`")
+            elif covers != "all" and (size == "all" or covers % size):
+                message = f"a super-block of {covers} along {axis} does not hold whole blocks"
+                fix = "`k: all`" if size == "all" else f"`{axis}: {-(-covers // size) * size}`"
+                yield source.find("LC348", message, label, block, help=f"write {fix}")
+
+
+def super_buffers_fit(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A buffer of super-blocks' scales is stated where there are some, with the axes that are cut into super-blocks."""
+    for name, orientation in orientations(spec):
+        _, scale = quantized_as(spec, orientation)
+        buffer, where = orientation.super, ("orientations", name, "super")
+        if buffer is None:
+            continue
+        if scale.super is None:
+            message = f"{name} lays out scales of scales, and has none"
+            yield source.find("LC336", message, source.key(where), help="delete this `super`")
+            continue
+        terms = terms_of(buffer)
+        sizes = {axis: getattr(scale.super.block, axis) for axis in AXES}
+        order = [term.axis for term in terms_of(orientation.data) or ()]
+        words = [axis if sizes[axis] == 1 else f"{axis}/{sizes[axis]}" for axis in order if sizes[axis] != "all"]
+        help = f"write `layout: {' '.join(words)}`"
+        for axis in AXES if terms is not None else ():
+            divisor = next((term.divisor for term in terms or () if term.axis == axis), None)
+            size, path = sizes[axis], (*where, "layout")
+            if size == "all" and divisor is not None:
+                message = f"the layout names {axis}, along which all scales share a scale"
+                yield source.find("LC312", message, source.value(path, within=axis_span(buffer, axis)), help=help)
+            elif size != "all" and divisor is None:
+                message = f"the layout leaves out {axis}, which is cut into super-blocks"
+                yield source.find("LC312", message, source.value(path, f"no {axis} here"), help=help)
+            elif size != "all" and divisor is not None and size % divisor:
+                message = f"a super-block of {size} along {axis} can't be stored once for every {divisor}"
+                label = source.value(path, within=axis_span(buffer, axis))
+                yield source.find("LC313", message, label, help=help)
+
+
+def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Histories, and files of other programs, have scales as they are."""
+    for name, orientation in orientations(spec):
+        _, scale = quantized_as(spec, orientation)
+        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
+        if scale.super is None:
+            continue
+        label = source.key((*own, "scale", "super"), "scales these scales")
+        if spec.scale.history is not None:
+            at = source.key(("scale", "history"))
+            message = "a history keeps the amax of one scale, which has no other above it"
+            yield source.find("LC325", message, at, label, help="delete `history`, or `super`")
+        if spec.files and name == "rowwise":
+            at = source.key(("files",))
+            message = "files of other programs are bound to planes of data, scales and zero points alone"
+            yield source.find("LC347", message, at, label, help="delete `files`")
+
+
+CROSS_CHECKS = (super_blocks_hold_blocks, super_buffers_fit, levels_stand_alone)
+CHECKS = (level_formats_fit, level_rules_fit)

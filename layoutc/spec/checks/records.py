@@ -1,0 +1,171 @@
+"""Checks of records: that they hold whole blocks, fill whole bytes, and store each bit of each value once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from layoutc.diagnostics.diagnostic import Diagnostic, listed
+from layoutc.spec.checks.formats import element_bits, sound_format
+from layoutc.spec.checks.parts import orientations
+from layoutc.spec.notation import NotationError
+from layoutc.spec.records import Field, Part, parse_fields
+from layoutc.spec.schema import Block, Orientation, Spec, quantized_as
+from layoutc.spec.source import Path, Source
+
+_WIDEST = 32  # bits of a bundle's word
+Values = dict[Part, tuple[int, int]]  # (values in a record, bits of each)
+
+
+def records_hold_blocks(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A record is a run of whole blocks and super-blocks along the contracted axis, of one step of the other axis."""
+    for name, orientation in orientations(spec):
+        if orientation.record is None:
+            continue
+        _, scale = quantized_as(spec, orientation)
+        along, other = ("k", "m") if name == "rowwise" else ("m", "k")
+        own: Path = ("orientations", name, "quantize") if orientation.quantize.scale else ()
+        blocks: list[tuple[Block, Path, str]] = [(orientation.block, ("orientations", name, "block"), "block")]
+        if scale.super is not None:
+            blocks.append((scale.super.block, (*own, "scale", "super", "block"), "super-block"))
+        whole = True
+        size, where = orientation.record.size, ("orientations", name, "record", "size")
+        used = source.value(where, f"records of {size} elements along {along}")
+        for block, path, what in blocks:
+            across, covers = getattr(block, other), getattr(block, along)
+            if across != 1:
+                message = f"a {what} of {across} along {other} has no record of its own"
+                yield source.find("LC349", message, source.value((*path, other)), used, help=f"write `{other}: 1`")
+            if covers == "all" or size % covers:
+                whole = False
+                message = f"a record of {size} does not hold whole {what}s"
+                label = source.value((*path, along), f"{what}s of {covers}")
+                fix = f"write `{along}: {size}`" if covers == "all" else f"write `size: {-(-size // covers) * covers}`"
+                yield source.find("LC349", message, used, label, help=fix)
+        if whole and getattr(spec.shape, along) % size:
+            multiple = getattr(spec.shape, along)
+            message = f"{along} comes in multiples of {multiple}, and records hold {size}"
+            stated = {axis: getattr(spec.shape, axis) for axis in ("m", "k")} | {along: _up(multiple, size)}
+            shape = ", ".join(f"{axis}: {count}" for axis, count in stated.items() if count > 1)
+            help = f"write `shape: {{{shape}}}` at the top level"
+            yield source.find("LC349", message, used, help=help)
+
+
+def record_fields_are_whole(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """The fields of a record can be read, fill bytes, and hold each bit of each value once."""
+    for name, orientation in orientations(spec):
+        values = _values(spec, name, orientation)
+        if orientation.record is None or values is None:
+            continue
+        stored: dict[tuple[Part, int, int], int] = {}
+        sound = True
+        for number, text in enumerate(orientation.record.fields):
+            where: Path = ("orientations", name, "record", "fields", number)
+            try:
+                bundle = parse_fields(text)
+            except NotationError as error:
+                label = source.value(where, within=(error.start, error.end))
+                help = f"for instance `scale`, or `data 0:16 | data 16:32`; of {listed(values)}"
+                yield source.find("LC349", f"record: {error}", label, help=help)
+                sound = False
+                continue
+            if (problem := _bundle_problem(bundle, values)) is not None:
+                message, help = problem
+                yield source.find("LC349", f"record: {message}", source.value(where), help=help)
+                sound = False
+                continue
+            for field in bundle:
+                start, stop, low, high = field.of(*values[field.part])
+                for entry in range(start, stop):
+                    for bit in range(low, high):
+                        twice = stored.setdefault((field.part, entry, bit), number) != number
+                        if twice and sound:
+                            message = f"record: bit {bit} of {field.part} {entry} is stored twice"
+                            first = source.value((*where[:-1], stored[field.part, entry, bit]), "here as well")
+                            help = "let each bit of each value stand in one field"
+                            yield source.find("LC349", message, source.value(where), first, help=help)
+                            sound = False
+        missing = [
+            (part, entry, bit)
+            for part, (count, bits) in values.items()
+            for entry in range(count)
+            for bit in range(bits)
+            if (part, entry, bit) not in stored
+        ]
+        if sound and missing:
+            part, entry, bit = missing[0]
+            label = source.key(("orientations", name, "record", "fields"))
+            message = f"record: bit {bit} of {part} {entry} is stored nowhere"
+            yield source.find("LC349", message, label, help=f"add `{_rest(missing, part)}` to `fields`")
+
+
+def _bundle_problem(bundle: tuple[Field, ...], values: Values) -> tuple[str, str] | None:
+    """(what is wrong with a bundle, a fix); None if nothing is."""
+    counts, width = set[int](), 0
+    for field in bundle:
+        if field.part not in values:
+            return f"the recipe has no {field.part}", f"one of: {listed(values)}"
+        count, bits = values[field.part]
+        start, stop, low, high = field.of(count, bits)
+        if stop > count or high > bits:
+            what = f"entries 0:{count}" if stop > count else f"bits 0:{bits}"
+            return f"{field.part} has {what} in a record", f"keep within {what}"
+        counts.add(stop - start)
+        width += high - low
+    if len(counts) > 1:
+        return "fields side by side have different numbers of entries", "give each as many entries as the others"
+    if width > _WIDEST or (width > 8 and width % 8):
+        help = f"let the fields between `|` have up to 8 bits together, or 16, 24 or {_WIDEST}"
+        return f"fields side by side have {width} bits together", help
+    if next(iter(counts)) * width % 8:
+        return (
+            f"{next(iter(counts))} times {width} bits fill no whole bytes",
+            "take more entries, or other fields beside",
+        )
+    return None
+
+
+def _rest(missing: list[tuple[Part, int, int]], part: Part) -> str:
+    """A field with what is missing of a part: the first run of entries that miss the same bits."""
+    of = [(entry, bit) for one, entry, bit in missing if one == part]
+    bits_of = {entry: tuple(bit for _, bit in group) for entry, group in groupby(of, key=lambda pair: pair[0])}
+    first = next(iter(bits_of))
+    stop = first
+    while bits_of.get(stop) == bits_of[first]:
+        stop += 1
+    bits = bits_of[first]
+    return f"{part} {first}:{stop} bits {bits[0]}:{bits[-1] + 1}"
+
+
+def _values(spec: Spec, name: str, orientation: Orientation) -> Values | None:
+    """How many values of each part a record has, and their bits; None if another check refuses them."""
+    record = orientation.record
+    if record is None:
+        return None
+    element, scale = quantized_as(spec, orientation)
+    along = "k" if name == "rowwise" else "m"
+    size, own = getattr(orientation.block, along), element_bits(spec, element.format)
+    fmt = sound_format(spec, scale.format)
+    if size == "all" or record.size % size or own is None or fmt is None:
+        return None
+    values: Values = {"data": (record.size, own), "scale": (record.size // size, fmt.bits)}
+    zero = sound_format(spec, scale.zero) if scale.zero else None
+    if zero is not None:
+        values["zero"] = (record.size // size, zero.bits)
+    if scale.super is not None:
+        covers, shared = getattr(scale.super.block, along), sound_format(spec, scale.super.format)
+        if covers == "all" or record.size % covers or shared is None:
+            return None
+        values["super"] = (record.size // covers, shared.bits)
+        if scale.super.offset:
+            values["offset"] = (record.size // covers, 32)
+        if zero is not None and not zero.is_wide:
+            values["super_zero"] = (record.size // covers, shared.bits)
+    return values
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+CHECKS = (records_hold_blocks, record_fields_are_whole)
