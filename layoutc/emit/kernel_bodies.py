@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, constants, indented
+from layoutc.emit.kernel_reading import (
+    blocks_of,
+    buffer_lines,
+    comment,
+    dequantize_body,
+    lay_out_body,
+    plane_lines,
+    scale_move,
+    transformed,
+)
 from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Layout, Plane, Source, Transform, stream_of
-from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
-from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
-from layoutc.spec.formats import Format
-
-_TILE = ("TILE_M", "TILE_K")
-AXES = ("m", "k")
+from layoutc.layout.layout import Layout, Source, stream_of
+from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, SourceKernel
 
 
 @dataclass(frozen=True)
@@ -30,17 +35,21 @@ class TileFunction:
 
 def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
     """The tile functions of a recipe, as layoutc.runtime.triton.kernels calls them."""
-    also = " and buffers" if kernels.quantize.fused else ""
-    functions = [
-        TileFunction(
-            "quantize_tile",
-            (
-                "tile, source, shared, planes, buffers, at,",
-                constants("ROWWISE", "COLUMNWISE", "SWIZZLED", "EVEN", "HARDWARE"),
-            ),
-            f"Quantizes a tile of x into planes{also}. {_bytes_text(kernels.layout)}",
-            _quantize_body(kernels),
-        ),
+    functions: list[TileFunction] = []
+    if isinstance(kernels.quantize, QuantizeKernel):
+        also = " and buffers" if kernels.quantize.fused else ""
+        functions.append(
+            TileFunction(
+                "quantize_tile",
+                (
+                    "tile, source, shared, planes, buffers, at,",
+                    constants("ROWWISE", "COLUMNWISE", "SWIZZLED", "EVEN", "HARDWARE"),
+                ),
+                f"Quantizes a tile of x into planes{also}. {_bytes_text(kernels.layout)}",
+                _quantize_body(kernels, kernels.quantize),
+            )
+        )
+    functions.append(
         TileFunction(
             "dequantize_tile",
             (
@@ -48,40 +57,27 @@ def tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
                 constants("TILE_M", "TILE_K", "EVEN", "HARDWARE"),
             ),
             "Dequantizes a tile of the planes of one source to fp32.",
-            _dequantize_body(kernels),
-        ),
-    ]
-    if kernels.lay_out is not None:
+            dequantize_body(kernels),
+        )
+    )
+    if isinstance(kernels.lay_out, LayOutKernel):
         functions.append(
             TileFunction(
                 "lay_out_tile",
                 ("planes, buffers, at,", constants("SWIZZLED", "WORDS", "TILE_M", "TILE_K", "HARDWARE")),
                 "Lays out a tile of planes into all buffers that are not planes as they are.",
-                _lay_out_body(kernels, kernels.lay_out),
+                lay_out_body(kernels, kernels.lay_out),
             )
         )
     return tuple(functions)
 
 
-def _plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
-    """Lines that give each plane its name."""
-    return [
-        f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
-    ]
-
-
-def _buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
-    """Lines that give each buffer its name."""
-    buffers = [move.buffer for move in moves]
-    return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
-
-
 # ------------------------------------------------------------------------------------------------------------- quantize
-def _quantize_body(kernels: Kernels) -> Lines:
-    quantize, layout, sizes = kernels.quantize, kernels.layout, Sizes(kernels.layout)
-    lines = _plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
-    if quantize.fused and kernels.lay_out is not None:
-        lines += _buffer_lines(kernels.lay_out.moves, sizes)
+def _quantize_body(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
+    layout, sizes = kernels.layout, Sizes(kernels.layout)
+    lines = plane_lines((plane for source in kernels.sources for plane in source.source.planes), sizes)
+    if quantize.fused and isinstance(kernels.lay_out, LayOutKernel):
+        lines += buffer_lines(kernels.lay_out.moves, sizes)
         lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if layout.swizzle else []
     lines += _shared_lines(kernels)
     for source in kernels.sources:
@@ -121,21 +117,9 @@ def _block(source: SourceKernel) -> tuple[str, str]:
     return str(m or "tile.shape[0]"), str(k or "tile.shape[1]")
 
 
-def _blocks_of(source: SourceKernel) -> dict[str, str]:
-    """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
-    block = source.source.quantization.block
-    return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
-
-
 def _tile(source: SourceKernel) -> str:
     """The name of the tile of values that a source quantizes."""
     return "turned" if source.source.quantization.transform else "tile"
-
-
-def _transformed(function: str, values: str, transform: Transform) -> str:
-    """The call of a transform, or of its inverse."""
-    constants: dict[str, str | int | float] = {"AXIS": AXES.index(transform.axis), "SIZE": transform.size}
-    return call(function, values, **constants, SIGNS=f"0x{transform.signs:X}", SCALE=transform.scale)
 
 
 def _to_units(entries: str, source: SourceKernel) -> str:
@@ -152,11 +136,15 @@ def _quantize_source(source: SourceKernel, kernels: Kernels) -> Lines:
     sized = any(one.units for one in kernels.sources if one.suffix == source.suffix)
     lines = [*_find_scales(source, even, sized), *_put_elements(source)]
     planes = source.source
-    for plane, value in ((planes.scale, "scale"), (planes.zero, "zero")):
-        if plane is not None:
-            lines.append(call("lt.store_blocks", plane.name, value, "at", "EVEN", **_blocks_of(source)))
+    kinds: tuple[Literal["scale", "zero"], ...] = ("scale", "zero")
+    for kind in kinds:
+        level = planes.quantization.levels.get(kind)
+        for place, plane in enumerate(planes.stored_for(kind)):
+            value = kind if level is None else f"{kind}[{place}]"
+            covers = {"BLOCK": f"({level.covers.m}, {level.covers.k})"} if level and place else blocks_of(source)
+            lines.append(call("lt.store_blocks", plane.name, value, "at", "EVEN", **covers))
     for move in source.scale_moves:
-        lines += [_comment(move), _scale_move("lt.spread_scales", "scale", move, ())]
+        lines += [comment(move), scale_move("lt.spread_scales", "scale", move, ())]
     return tuple(lines)
 
 
@@ -179,8 +167,12 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
     values = tile if q.transform else "lt.to_float(tile)"
     lines = [f"blocks = {call('lt.to_blocks', values, bm, bk)}{cut}", *_measure(source, bm, bk, even)]
     if q.transform:
-        lines.insert(0, f"{tile} = {_transformed('lt.hadamard', 'lt.to_float(tile)', q.transform)}")
+        lines.insert(0, f"{tile} = {transformed('lt.hadamard', 'lt.to_float(tile)', q.transform)}")
     measured = ["lowest", "highest"] if inputs.block_range else ["block_amax"]
+    if q.scales is not None and q.scales.centered:
+        inside = call("lt.blocks_inside", "at", "tile.shape[0]", "tile.shape[1]", **blocks_of(source))
+        lines.append(f"inside = {inside}")
+        extra.append("inside")
     if q.definition.candidates:
         lines += _try_candidates(source, measured, extra, sized)
     else:
@@ -191,10 +183,10 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
         lines.append(f"{rule_text.factor(q)} = {_to_units(rule_text.factor(q), source)}")
     shift = ""
     if q.zero is not None and units is not None:
-        lines.append(f"shift = {_to_units(f'decode_zero{suffix}(zero, HARDWARE)', source)}")
+        lines.append(f"shift = {_to_units(f'decode_{q.zeros_as}{suffix}(zero, HARDWARE)', source)}")
         shift = "shift[:, None, :, None]"
     elif q.zero is not None:
-        shift = f"decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
+        shift = f"decode_{q.zeros_as}{suffix}(zero, HARDWARE)[:, None, :, None]"
     scaled = rule_text.shifted("blocks", q, shift, dialect=rule_text.TRITON)
     return (*lines, f"scaled = lt.from_blocks({scaled})")
 
@@ -202,7 +194,7 @@ def _find_scales(source: SourceKernel, even: str, sized: bool) -> Lines:
 def _measure(source: SourceKernel, bm: str, bk: str, even: str) -> list[str]:
     """Lines that compute what the scales of blocks depend on, `block_amax` or `lowest` and `highest`, or load it."""
     name, counts = source.source.name, {"UNITS": str(source.units.counts)} if source.units else {}
-    at, block = ("at", "tile.shape[0]", "tile.shape[1]", even), _blocks_of(source)
+    at, block = ("at", "tile.shape[0]", "tile.shape[1]", even), blocks_of(source)
     if source.amax_from == "rows" and source.inputs.block_range:
         return [f"lowest, highest = {call('lt.load_ranges', f'{name}_range', *at, **block)}"]
     if source.inputs.block_range:
@@ -229,7 +221,7 @@ def _try_candidates(source: SourceKernel, measured: list[str], extra: list[str],
 
     def error(scale: str, multiplier: str) -> str:
         arguments = [_to_units(scale, source), _to_units(multiplier, source), *extra, contracts_k, "HARDWARE"]
-        block = _blocks_of(source) if sized else {}
+        block = blocks_of(source) if sized else {}
         return call(f"block_error{suffix}", "blocks", *arguments, **block)
 
     lines = [f"scale, multiplier = {tried(first)}", f"least = {error('scale', 'multiplier')}"]
@@ -260,129 +252,10 @@ def _put_elements(source: SourceKernel) -> Lines:
         return (call("lt.put_nibbles", "scaled", *into, ENCODE=encode, **form),)
     arguments = ("scaled", "source", _tile(source), "block_amax", "multiplier", *into)
     bounded = source.nibbles.is_bounded
-    block = {"BLOCK": str(source.units.sizes)} if source.units else _blocks_of(source)
+    block = {"BLOCK": str(source.units.sizes)} if source.units else blocks_of(source)
     return (call("lt.put_nibbles_of", *arguments, ENCODE=encode, **block, **form, BOUNDED=bounded),)
 
 
-# ----------------------------------------------------------------------------------------------------------- dequantize
-def _dequantize_body(kernels: Kernels) -> Lines:
-    planes = (plane for source in kernels.sources for plane in source.source.planes)
-    lines = _plane_lines(planes, Sizes(kernels.layout))
-    if kernels.layout.tensor_amax:
-        levels = kernels.layout.sources[0].quantization.definition.tensor
-        lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
-    for source in kernels.sources:
-        read = _dequantize_source(source)
-        lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
-    return (*lines, "return values")
-
-
-def _dequantize_source(source: SourceKernel) -> Lines:
-    """Lines from the planes of one source to `values`."""
-    q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
-    variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
-    factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
-    lines = [_read_elements(source)]
-    if source.amax_from == "tensor":
-        scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale)
-        return (*lines, f"scale = {scale}", f"values = element * ({factor})")
-    at, sizes = ("at", *_TILE, "EVEN"), _blocks_of(source)
-    unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
-    sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
-    scale = _as_codes(call("lt.load_blocks", source.source.scale.name, *at, **sizes), q.scale)
-    lines.append(f"scale = {scale}")
-    lines += [
-        f"factor = {factor}",
-        f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
-    ]
-    values = "blocks * factor[:, None, :, None]"
-    if source.source.zero is not None and q.zero is not None:
-        zero = call("lt.load_blocks", source.source.zero.name, *at, **sizes)
-        lines.append(f"zero = {_as_codes(zero, q.zero)}")
-        shift = f"decode_zero{suffix}(zero, HARDWARE)[:, None, :, None]"
-        if q.definition.zero_is_value:
-            values += f" + {shift}"
-        else:
-            lines.append(f"blocks -= {shift}")
-    lines.append(f"values = lt.from_blocks({values})")
-    if q.transform:
-        lines.append(f"values = {_transformed('lt.unhadamard', 'values', q.transform)}")
-    return tuple(lines)
-
-
-def _as_codes(loaded: str, fmt: Format) -> str:
-    """Entries of a plane as functions of kernels take them: fp32 values, or int32 codes."""
-    if fmt.is_f32:
-        return loaded
-    return f"lt.bits_of_half({loaded})" if fmt.is_wide else f"{loaded}.to(tl.int32)"
-
-
-def _read_elements(source: SourceKernel) -> str:
-    """The line that loads and decodes the elements of a tile."""
-    data, q, decode = source.source.data, source.source.quantization, f"decode{source.suffix}"
-    if source.nibbles is None:
-        packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
-        return f"element = {decode}({call('lt.load_codes', data.name, 'at', *_TILE, **packing)}, HARDWARE)"
-    form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
-    arguments = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
-    return f"element = {call('lt.load_nibbles', *arguments, DECODE=decode, **form)}"
-
-
-# -------------------------------------------------------------------------------------------------------------- lay out
-def _lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
-    sizes, planes = Sizes(kernels.layout), {plane.name: plane for plane in kernels.layout.planes}
-    lines = [*_plane_lines((planes[name] for name in lay_out.planes), sizes), *_buffer_lines(lay_out.moves, sizes)]
-    lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if kernels.layout.swizzle else []
-    for move in lay_out.moves:
-        lines += [_comment(move), _move(move)]
-    return tuple(lines)
-
-
-def _comment(move: Move) -> str:
-    """A comment: the field of the spec that a move comes from, and how the buffer is made."""
-    buffer = move.buffer
-    return f"# orientations.{buffer.orientation}.{buffer.kind}: {', '.join(buffer.made_by)}"
-
-
-def _move(move: Move) -> str:
-    """The call that moves a tile of a plane into a buffer."""
-    plane = move.buffer.plane
-    if isinstance(move, SwizzleMove):
-        sizes = {"PER": f"({move.per_m}, {move.per_k})", "PAD": f"({move.pad_m}, {move.pad_k})"}
-        packing = {"BITS": move.buffer.bits, "LOW_FIRST": move.buffer.low_first} if move.buffer.bits < 8 else {}
-        packing |= {"WHOLE": True} if move.buffer.repacks else {}
-        into = f"to_{move.buffer.name}"
-        return call(
-            "lt.move_swizzled",
-            plane.name,
-            into,
-            "at",
-            *_TILE,
-            ORIGIN=f"origin_of_{move.buffer.name}",
-            **sizes,
-            **packing,
-        )
-    if isinstance(move, ScaleMove):
-        return _scale_move("lt.move_scales", plane.name, move, _TILE)
-    form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
-    words: dict[str, str | int | bool] = {"WORDS": "WORDS"} if move.in_words else {}
-    arguments = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
-    return call("lt.move_codes", *arguments, **form, **words)
-
-
-def _scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ...]) -> str:
-    sizes = {"BLOCK": f"({move.block_m}, {move.block_k})", "PER": f"({move.per_m}, {move.per_k})"}
-    swizzled = {**({} if move.rowwise else {"FREE": '"k"'}), "PLACE": "PLACE"} if move.swizzled else {}
-    return call(function, entries, f"to_{move.buffer.name}", "at", *tile, **sizes, **_dims(move), **swizzled)
-
-
-def _dims(move: CodeMove | ScaleMove) -> dict[str, str]:
-    """Arguments for a buffer: what its sizes are rounded up to, and the order of its dims, unless they are defaults."""
-    pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
-    return pads | ({"DIMS": '"km"'} if move.transposed else {})
-
-
-# ---------------------------------------------------------------------------------------------------------------- bytes
 def _bytes_text(layout: Layout) -> str:
     """How many bytes quantizing writes, besides reading x."""
     parts = [f"{float(bytes_of(source)):.6g} ({source.name})" for source in layout.sources]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, converted
-from layoutc.emit.kernel_steps import scale_steps
 from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Layout, Quantization
+from layoutc.layout.layout import Layout, Level, Quantization
 from layoutc.plan import conversions
 from layoutc.plan.conversions import Codec
-from layoutc.plan.kernels import Kernels, inputs_of
+from layoutc.plan.kernels import Kernels, LayOutKernel, QuantizeKernel, arithmetics_of, inputs_of, level_suffix
 from layoutc.plan.moves import SwizzleMove
 from layoutc.spec.formats import Format
 from layoutc.spec.notation import Swizzle
+from layoutc.spec.rules import Step
+
+_LEAST = 4  # a constant over a finite fp32 value is then no subnormal number
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,17 @@ class Function:
 
 def functions(kernels: Kernels) -> tuple[Function, ...]:
     """The functions that a recipe's tile functions call, in the order of use."""
-    kinds = {source.suffix: source.source.quantization for source in kernels.sources}
-    result: list[Function] = []
-    for suffix, quantization in kinds.items():
-        eights = all(source.nibbles is not None for source in kernels.sources if source.suffix == suffix)
+    writes, result = isinstance(kernels.quantize, QuantizeKernel), list[Function]()
+    for suffix, quantization in arithmetics_of(kernels.layout).items():
+        served = [source for source in kernels.sources if source.suffix == suffix]  # none of a level's own
+        eights = bool(served) and all(source.nibbles is not None for source in served)
         result += _codecs(quantization, suffix, eights and not quantization.definition.candidates)
+        result += [one for kind, level in quantization.own_levels.items() for one in _level(kind, level, suffix)]
         result += _over_scale(quantization, suffix)
         result.append(_scales(quantization, suffix))
-        in_units = any(source.units for source in kernels.sources if source.suffix == suffix)
-        result += _block_error(quantization, suffix, in_units)
-    moves = kernels.lay_out.moves if kernels.lay_out else ()
+        result += _block_error(quantization, suffix, any(source.units for source in served))
+    result = [one for one in result if writes or one.signature.startswith(("decode", "over"))]
+    moves = kernels.lay_out.moves if isinstance(kernels.lay_out, LayOutKernel) else ()
     origins = (_origin(move, kernels.layout) for move in moves if isinstance(move, SwizzleMove))
     return (*result, *_gemm_place(kernels.layout), *origins)
 
@@ -51,9 +55,9 @@ def _codecs(quantization: Quantization, suffix: str, only_software: bool) -> lis
     codecs = list(
         _codec("", quantization.element, f"{prefix}ELEMENT", quantization.element_rounding, suffix, only_software)
     )
-    if not quantization.scale.is_f32:
+    if not (quantization.scale.is_f32 or quantization.scales):
         codecs += _codec("_scale", quantization.scale, f"{prefix}SCALE", quantization.rounding, suffix)
-    if quantization.zero is not None:
+    if quantization.zero is not None and quantization.zeros is None:
         codecs += _codec("_zero", quantization.zero, f"{prefix}ZERO", "nearest", suffix)
     return codecs
 
@@ -89,7 +93,11 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
 def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
     """1 / a decoded scale, for a rule that needs it and a scale that has only an exponent: no division."""
     program = quantization.definition.program(dict(quantization.parameters))
-    if not quantization.scale.is_exponent or not any("1 / from_scale" in expression for _, expression in program):
+    if (
+        quantization.scales
+        or not quantization.scale.is_exponent
+        or not any("1 / from_scale" in expression for _, expression in program)
+    ):
         return []
     conversion = conversions.Conversion("over_exponents", conversions.exponent_constants(quantization.scale))
     return [
@@ -101,10 +109,44 @@ def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
     ]
 
 
+def _level(kind: str, level: Level, suffix: str) -> tuple[Function, Function]:
+    """How scales, or zero points, become what is stored of them, and back."""
+    q, of = level.quantization, level_suffix(kind, suffix)
+    block, by = f"{q.block.m}, {q.block.k}", rule_text.factor(q)
+    stored = "codes, scale, offset" if level.centered else "codes, scale"
+    encode = [
+        f"scale, {by} = scales{of}(lt.block_amax(x, {block}, HARDWARE), HARDWARE)",
+        f"blocks = lt.to_blocks(x, {block})",
+        f"codes = encode{of}(lt.from_blocks({rule_text.scaled('blocks', q, dialect=rule_text.TRITON)}), HARDWARE)",
+        f"return {stored}",
+    ]
+    if level.centered:
+        mean = f"offset = lt.block_mean(x, inside, {block})"
+        encode = [mean, "x = tl.where(inside, x - lt.spread(offset, x), 0.0)", *encode]
+    factor = rule_text.expression(q.definition.decode, q, {}, of, rule_text.TRITON)
+    value = f"decode{of}(codes, HARDWARE) * lt.spread({factor}, codes)"
+    value += " + lt.spread(offset, codes)" if level.centered else ""
+    what = {"scale": "Scales", "zero": "Zero points"}[kind]
+    inside = ", inside" if level.centered else ""
+    return (
+        Function(
+            f"encode_{kind}{suffix}(x{inside}, HARDWARE: tl.constexpr)",
+            f"{what} of blocks -> ({stored}), with one scale of each super-block.",
+            tuple(encode),
+        ),
+        Function(
+            f"decode_{kind}{suffix}(stored, HARDWARE: tl.constexpr)",
+            f"Inverse of encode_{kind}{suffix}: fp32.",
+            (f"{stored} = stored", f"return {value}"),
+        ),
+    )
+
+
 def _scales(quantization: Quantization, suffix: str) -> Function:
     arguments = ", ".join(one.name for one in rule_text.scale_arguments(quantization))
+    arguments += ", inside" if quantization.scales and quantization.scales.centered else ""
     measured = "lowest and highest" if inputs_of(quantization).block_range else "amax"
-    results, steps = rule_text.results(quantization), scale_steps(quantization, suffix)
+    results, steps = rule_text.results(quantization), _scale_steps(quantization, suffix)
     same = steps == rule_text.steps(quantization, suffix, rule_text.TRITON)
     how = "by the reference's operations in the same order" if same else "with the values of the reference's operations"
     return Function(
@@ -112,6 +154,45 @@ def _scales(quantization: Quantization, suffix: str) -> Function:
         f"{measured} -> ({results}), {how}.",
         (*steps, f"return {results}"),
     )
+
+
+def _scale_steps(quantization: Quantization, suffix: str) -> list[str]:
+    """The rule's active steps as assignments, in order; the values are those of the steps as they are written.
+
+    Without divisions whose result is a power of two: a division costs a thread more than all other steps of a rule.
+    """
+    remaining = list(quantization.definition.active_steps(dict(quantization.parameters)))
+    powers: set[str] = set()
+    lines: list[str] = []
+    while remaining:
+        step = remaining.pop(0)
+        if _begins_power_of_two(step, remaining, quantization):
+            constants = rule_text.constant_names(quantization, suffix)
+            overflow = constants["overflow"].replace("F32_MAX", rule_text.TRITON.f32_max)
+            lines.append(f"{step.name} = lt.floor_power_of_two_over({constants['element_max']}, amax, {overflow})")
+            powers.add(step.name)
+            del remaining[:2]
+            continue
+        value = rule_text.expression(step.expression, quantization, {}, suffix, rule_text.TRITON, powers)
+        lines.append(f"{step.name} = {value}")
+        if not step.expression.endswith(f", 1, {step.name})"):  # `where(..., 1, power)` is one
+            powers.discard(step.name)
+    return lines
+
+
+def _begins_power_of_two(step: Step, following: Sequence[Step], quantization: Quantization) -> bool:
+    """Whether a step divides by the amax, and the next ones replace what overflows and round down to a power of two.
+
+    The one after them must replace results of an amax that is not finite: the kernels' function is for finite ones.
+    """
+    name = step.name
+    written = (
+        f"where(isinf({name}), overflow, {name})",
+        f"floor_power_of_two({name})",
+        f"where((amax == 0) | isinf(amax) | isnan(amax), 1, {name})",
+    )
+    follow = tuple(one.expression for one in following[:3]) == written and {one.name for one in following[:3]} == {name}
+    return follow and step.expression == "element_max / amax" and quantization.element.max >= _LEAST
 
 
 def _block_error(quantization: Quantization, suffix: str, in_units: bool) -> list[Function]:

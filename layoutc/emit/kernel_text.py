@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, replace
 
 from layoutc.emit import kernel_codecs
+from layoutc.emit.arithmetic_text import ConstantText, constants_of
 from layoutc.emit.code import Lines, wrapped
 from layoutc.emit.kernel_bodies import TileFunction, tile_functions
 from layoutc.emit.kernel_codecs import Function
-from layoutc.emit.reference_text import constants_of
 from layoutc.layout.layout import is_swizzled
-from layoutc.plan.kernels import Kernels
+from layoutc.plan.kernels import Kernels, NoKernels, QuantizeKernel, arithmetics_of
 from layoutc.plan.tiles import Tile
 
 WIDTH = 116  # of a line in a function's body, which the template indents by 4
@@ -25,6 +25,7 @@ class KernelsText:
     name: str
     summary: str
     gemm_scale: bool
+    from_reference: bool
     constants: Lines
     functions: tuple[Function, ...]
     tiles: tuple[TileFunction, ...]
@@ -41,6 +42,7 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
         name=kernels.layout.name,
         summary=kernels.layout.summary.rstrip("."),
         gemm_scale=_has_swizzled_plane(kernels),
+        from_reference=any("reference." in line for line in (*_constants(kernels, words), *_facts(kernels))),
         constants=_constants(kernels, words),
         functions=functions,
         tiles=tiles,
@@ -54,14 +56,17 @@ def _tile_functions(kernels: Kernels) -> tuple[TileFunction, ...]:
 
 def _constants(kernels: Kernels, words: str) -> Lines:
     """Lines that define the constants whose names occur in the code `words`."""
-    kinds = {source.suffix: source.source.quantization for source in kernels.sources}
+    kinds = arithmetics_of(kernels.layout)
     constants = [one for suffix, quantization in kinds.items() for one in constants_of(quantization, suffix)]
     used = set(re.findall(r"\w+", words))
-    return tuple(
-        f"{one.name} = tl.constexpr({one.value})" + (f"  # {one.doc}" if one.doc else "")
-        for one in constants
-        if one.name in used
-    )
+    return tuple(_constant(one) for one in constants if one.name in used)
+
+
+def _constant(constant: ConstantText) -> str:
+    """The line that defines a constant; long tables are those of the reference."""
+    if "\n" in constant.value or constant.value.startswith(("num.", "tuple(")):
+        return f"{constant.name} = tl.constexpr(reference.{constant.name})"
+    return f"{constant.name} = tl.constexpr({constant.value})" + (f"  # {constant.doc}" if constant.doc else "")
 
 
 def _has_swizzled_plane(kernels: Kernels) -> bool:
@@ -75,7 +80,37 @@ def _facts(kernels: Kernels) -> Lines:
     quantize, lay_out = kernels.quantize, kernels.lay_out
     served = {source.source.name: source.serves for source in kernels.sources}
     lines = [f"serves={served},"]
-    lines += ["# (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)"]
+    if isinstance(quantize, QuantizeKernel):
+        lines += _quantize_facts(quantize)
+    reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
+    lines.append(f"dequantize_sizes={reading},")
+    if isinstance(lay_out, NoKernels):
+        lines.append(f"by_reference=reference.lay_out,  # {lay_out.reason}")
+    elif lay_out is not None:
+        tile = lay_out.tile
+        lines.append(f"lay_out_size=({tile.rows}, {tile.columns}, {tile.warps}),  # {tile.reason}")
+        lines.append(f"moved={lay_out.planes},")
+        lines += [f"word={lay_out.word},"] if lay_out.word > 1 else []
+        lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
+    if isinstance(quantize, QuantizeKernel):
+        lines += _inputs_of_quantizing(kernels, quantize)
+    return (*lines, *(["gemm_scale=gemm_scale,"] if _has_swizzled_plane(kernels) else []))
+
+
+def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:
+    """Lines of arguments that say what a launch that quantizes reads beside x, and of how many matrices."""
+    rows = {s.source.name: s.source.quantization.block.m for s in kernels.sources if s.amax_from == "rows"}
+    lines = [f"row_blocks={rows},"] if rows else []
+    lines += [] if quantize.batched else ["batched=False,"]
+    ranges = tuple(s.source.name for s in kernels.sources if s.source.name in rows and s.inputs.block_range)
+    lines += [f"row_ranges={ranges},"] if ranges else []
+    lines += ["takes_input_max=True,"] if any(source.inputs.input_max for source in kernels.sources) else []
+    return tuple(lines)
+
+
+def _quantize_facts(quantize: QuantizeKernel) -> Lines:
+    """Lines of arguments with the tiles of launches that quantize."""
+    lines = ["# (bytes per value of x, is a source written, ...): (rows, columns, pieces, warps, cap on registers)"]
     lines += ["quantize_sizes={", *_tiles(quantize.tiles), "},"]
     covers = [(size, flags, tile) for size, flags, tile in quantize.tiles if tile.covers]
     if covers:
@@ -87,21 +122,7 @@ def _facts(kernels: Kernels) -> Lines:
         ]
     if quantize.fused:
         lines += ["buffer_sizes={", *_tiles(quantize.buffer_tiles), "},"]
-    reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
-    lines.append(f"dequantize_sizes={reading},")
-    if lay_out is not None:
-        tile = lay_out.tile
-        lines.append(f"lay_out_size=({tile.rows}, {tile.columns}, {tile.warps}),  # {tile.reason}")
-        lines.append(f"moved={lay_out.planes},")
-        lines += [f"word={lay_out.word},"] if lay_out.word > 1 else []
-        lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
-    rows = {s.source.name: s.source.quantization.block.m for s in kernels.sources if s.amax_from == "rows"}
-    lines += [f"row_blocks={rows},"] if rows else []
-    lines += [] if quantize.batched else ["batched=False,"]
-    ranges = tuple(s.source.name for s in kernels.sources if s.source.name in rows and s.inputs.block_range)
-    lines += [f"row_ranges={ranges},"] if ranges else []
-    lines += ["takes_input_max=True,"] if any(source.inputs.input_max for source in kernels.sources) else []
-    return (*lines, *(["gemm_scale=gemm_scale,"] if _has_swizzled_plane(kernels) else []))
+    return tuple(lines)
 
 
 def _tiles(tiles: tuple[tuple[int, tuple[bool, ...], Tile], ...]) -> Lines:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from layoutc.emit.hooks_text import GatherText, HooksText, gather_lines, gather_text, hooks_text
 from layoutc.emit.products_text import products_lines
-from layoutc.emit.reference_text import ReferenceText, reference_text
+from layoutc.emit.reference_text import ReferenceText, join_record, record_facts, reference_text
 from layoutc.emit.size_text import Sizes, in_bytes, start_of
-from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group, is_swizzled
+from layoutc.layout.layout import Buffer, Layout, Plane, Quantization, Source, codes_per_group, is_swizzled
 from layoutc.layout.swizzles import canonical
 from layoutc.plan.plan import Plan
 from layoutc.spec.schema import LANGUAGE
@@ -148,7 +148,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         attributes=[plane for plane in planes if plane.name != "amax"],  # Tensor.amax is a method
         cut_body=_each_plane(plan, {plane.name: plane.cut for plane in planes}, "planes", "views"),
         join_body=_each_plane(plan, {plane.name: plane.join for plane in planes}, "pieces[0]", "joined"),
-        buffers=[_buffer(buffer, sizes) for buffer in layout.buffers] + _amax_buffer(plan),
+        buffers=[text for name in layout.orientations for text in _buffers(name, layout, sizes)] + _amax_buffer(plan),
         as_stored=_as_stored(layout),
         has_amax=_has_amax(layout),
         swizzled=tuple(buffer.name for buffer in layout.buffers if is_swizzled(layout, buffer)),
@@ -255,6 +255,8 @@ def _plane_doc(plane: Plane, source: Source) -> str:
             if not plane.is_scalar
             else "the scale"
         )
+    if plane.kind in ("super", "offset", "super_zero"):
+        return _super_doc(plane, quantization)
     if plane.kind == "zero":
         assert quantization.zero is not None
         return f"{quantization.zero.name} zero point of each {block_text(source)} block"
@@ -265,6 +267,16 @@ def _plane_doc(plane: Plane, source: Source) -> str:
     nbytes = group * plane.bits // 8
     per = "per byte" if nbytes == 1 else f"per {nbytes} bytes"
     return f"{quantization.element.name} codes, {group} {per}, {order} bits first"
+
+
+def _super_doc(plane: Plane, quantization: Quantization) -> str:
+    """What super-blocks have: the scale of their scales, or of their zero points, or the mean of their scales."""
+    size = f"{plane.per_m or 'all'}x{plane.per_k or 'all'}"
+    if plane.kind == "offset":
+        return f"mean of the scales of each {size} super-block"
+    level = quantization.levels["scale" if plane.kind == "super" else "zero"]
+    what = "scales" if plane.kind == "super" else "zero points"
+    return f"{level.quantization.scale.name} scale of the {what} of each {size} super-block"
 
 
 def _cut(plane: Plane, sizes: Sizes) -> str:
@@ -292,6 +304,12 @@ def _each_plane(plan: Plan, expressions: dict[str, str], mapping: str, result: s
         lines.append(f'if "{source.data.name}" in {mapping}:')
         lines += [f'    {result}["{name}"] = {by_name[name]}' for name in (plane.name for plane in source.planes)]
     return [*lines, f"return {result}"]
+
+
+def _buffers(orientation: str, layout: Layout, sizes: Sizes) -> list[BufferText]:
+    """The buffers of an orientation, its records last."""
+    made = [_buffer(buffer, sizes) for buffer in layout.buffers if buffer.orientation == orientation]
+    return made + [BufferText(*record_facts(one)) for one in layout.records if one.orientation == orientation]
 
 
 def _buffer(buffer: Buffer, sizes: Sizes) -> BufferText:
@@ -364,6 +382,9 @@ def _orientation(name: str, layout: Layout, sizes: Sizes) -> OrientationText:
         if buffer.orientation == name:
             lines += [] if buffer.is_plane else [f"# {buffer_doc(buffer)}"]
             lines.append(f'buffers["{buffer.name}"] = {_lay_out(buffer, sizes)}')
+    for record in layout.records:
+        if record.orientation == name:
+            lines += [f"# {', '.join(record.made_by)}", f'buffers["{record.name}"] = {join_record(record)}']
     return OrientationText(name, planes, lines)
 
 

@@ -1,78 +1,16 @@
-"""The text of reference.py: codecs, the scale rule, quantizing and dequantizing, the GEMM's order of scales."""
+"""The text of reference.py: quantizing and dequantizing, the GEMM's order of scales."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
-from layoutc.emit import rule_text, table_text
-from layoutc.layout.layout import Layout, Quantization, Source, codes_per_group, stream_of
-from layoutc.plan.kernels import inputs_of, suffixes_of
+from layoutc.emit import rule_text
+from layoutc.emit.arithmetic_text import ArithmeticText, ConstantText, arithmetic_text, constants_of
+from layoutc.layout.layout import Layout, Quantization, Record, Source, codes_per_group, stream_of
+from layoutc.layout.records import count_of
+from layoutc.plan.kernels import arithmetics_of, inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
-from layoutc.spec.formats import Format
-from layoutc.spec.rule_constants import CONSTANTS, constant
-
-
-@dataclass(frozen=True)
-class CodecText:
-    """How codes of a format are encoded and decoded; without either for f32."""
-
-    name: str
-    max: str
-    rounding: str
-    nan_text: str = ""
-    encode: str = ""
-    decode: str = ""
-    bits: str = ""  # the parameter of random bits, where it is rounded by them
-
-    @property
-    def coded(self) -> bool:
-        """True if values are stored as codes."""
-        return bool(self.encode)
-
-
-@dataclass(frozen=True)
-class CandidatesText:
-    """How a rule that tries several scales chooses one."""
-
-    name: str
-    tried: str
-    error: list[str]
-    arguments: str
-    passed: str
-
-
-@dataclass(frozen=True)
-class RuleText:
-    """A scale rule as a function."""
-
-    returns: str
-    results: str
-    made: str
-    measured: str
-    arguments: str
-    summary: str
-    steps: list[str]
-    candidates: CandidatesText | None
-
-
-@dataclass(frozen=True)
-class ArithmeticText:
-    """Codecs and the scale rule of one quantization. `suffix`: of the names of its functions."""
-
-    suffix: str
-    element: CodecText
-    scale: CodecText
-    zero: CodecText | None
-    rule: RuleText
-
-
-@dataclass(frozen=True)
-class ConstantText:
-    """A constant: its name, its value as code, and a comment."""
-
-    name: str
-    value: str
-    doc: str
 
 
 @dataclass(frozen=True)
@@ -111,6 +49,7 @@ class ReferenceText:
     level: list[str]  # what is stored in place of the amax of the whole; (): the amax
     stochastic: bool
     swizzle: SwizzleText | None
+    records: list[str]
 
 
 def reference_text(plan: Plan) -> ReferenceText:
@@ -119,11 +58,15 @@ def reference_text(plan: Plan) -> ReferenceText:
     If orientations differ in more than their blocks, each has codecs and a rule of its own, named after it.
     """
     layout, suffixes = plan.layout, suffixes_of(plan.layout)
-    kinds = {suffixes[source.name]: source.quantization for source in layout.sources}
+    own = {suffixes[source.name]: source.quantization for source in layout.sources}
+    kinds = arithmetics_of(layout)
     return ReferenceText(
-        arithmetics=[_arithmetic(quantization, suffix) for suffix, quantization in kinds.items()],
-        decode_texts=[_decode_text(q) for q in kinds.values()],
-        constants=[constant for suffix, q in kinds.items() for constant in constants_of(q, suffix)],
+        arithmetics=[arithmetic_text(quantization, suffix) for suffix, quantization in kinds.items()],
+        decode_texts=[_decode_text(q) for q in own.values()],
+        constants=[
+            *(constant for suffix, q in kinds.items() for constant in constants_of(q, suffix)),
+            *map(_record_constant, layout.records),
+        ],
         sources=[_source(source, layout, suffixes[source.name]) for source in layout.sources],
         prologue=_prologue(plan),
         dequantize=_dequantize(layout, suffixes),
@@ -131,7 +74,56 @@ def reference_text(plan: Plan) -> ReferenceText:
         level=rule_text.level_steps(layout.sources[0].quantization, suffixes[layout.sources[0].name]),
         stochastic=layout.stochastic,
         swizzle=_swizzle(layout),
+        records=[line for record in layout.records for line in _record(record)],
     )
+
+
+def _record(record: Record) -> list[str]:
+    """Lines that read an orientation's records and return its planes."""
+    along = record.axis
+    kinds = ", ".join(f"({count_of(plane, along, record.size)}, torch.{plane.dtype})" for plane in record.planes)
+    names = [plane.kind for plane in record.planes]
+    table = f"{record.orientation.upper()}_RECORD"
+    lines = [f"{', '.join(names)} = num.from_records(record, {along} // {record.size}, {table}, [{kinds}])"]
+    lines.append("return {")
+    for plane in record.planes:
+        value = plane.kind if record.axis == "k" else f"{plane.kind}.t().contiguous()"
+        if plane.bits < 8:
+            value = f"num.pack({value}, {plane.bits}, low_first={record.low_first})"
+        lines.append(f'    "{plane.name}": {value},')
+    return [f'if orientation == "{record.orientation}":', *(f"    {line}" for line in [*lines, "}"])]
+
+
+def record_facts(record: Record) -> tuple[str, str, str, str]:
+    """Of a buffer of records: its name, its shape as code, its dtype, and how it is made."""
+    rows, along = ("m", "k") if record.axis == "k" else ("k", "m")
+    count = f"{along} // {record.size}" + (f" * {record.nbytes}" if record.nbytes > 1 else "")
+    return record.name, f"({rows}, {count})", "uint8", ", ".join(record.made_by)
+
+
+def join_record(record: Record) -> str:
+    """The torch expression that makes a buffer of records from planes."""
+    values = []
+    for plane in record.planes:
+        text = f'planes["{plane.name}"]'
+        text = f"num.unpack({text}, {plane.bits}, low_first={record.low_first})" if plane.bits < 8 else text
+        values.append(text if record.axis == "k" else f"{text}.t()")
+    count = f"{record.axis} // {record.size}"
+    listed = f"{', '.join(values)}{',' * (len(values) == 1)}"
+    return f"num.to_records(({listed}), {count}, {record.orientation.upper()}_RECORD)"
+
+
+def _record_constant(record: Record) -> ConstantText:
+    """The table of a record: a line for each bundle of slices."""
+    place = {plane: number for number, plane in enumerate(record.planes)}
+    lines = []
+    for bundle in record.bundles:
+        slices = ", ".join(f"({place[p.plane]}, {p.start}, {p.stop}, {p.low}, {p.bits})" for p in bundle)
+        what = " | ".join(f"{p.plane.kind} {p.start}:{p.stop} bits {p.low}:{p.low + p.bits}" for p in bundle)
+        lines.append(f"    ({slices}{',' * (len(bundle) == 1)}),  # {what}\n")
+    kinds = ", ".join(plane.kind for plane in record.planes)
+    heading = f"    # (number of the plane, first entry, end, lowest bit, bits), of {kinds}\n"
+    return ConstantText(f"{record.orientation.upper()}_RECORD", f"(\n{heading}{''.join(lines)})", "")
 
 
 def _decode_text(quantization: Quantization) -> str:
@@ -139,7 +131,12 @@ def _decode_text(quantization: Quantization) -> str:
     by = f"({quantization.definition.decode})"
     if quantization.zero is None:
         return f"element * {by}"
-    return f"element * {by} + zero" if quantization.definition.zero_is_value else f"(element - zero) * {by}"
+    match quantization.definition.zero_is:
+        case "value":
+            return f"element * {by} + zero"
+        case "minimum":
+            return f"element * {by} - zero"
+    return f"(element - zero) * {by}"
 
 
 def _prologue(plan: Plan) -> list[str]:
@@ -169,135 +166,16 @@ def _amax_doc(plan: Plan) -> str:
     return f"amax: {shape} fp32, the largest magnitude {what}; default: that of x."
 
 
-def _arithmetic(quantization: Quantization, suffix: str) -> ArithmeticText:
-    """Codecs and the scale rule of one quantization."""
-    prefix, zero = rule_text.prefix_of(suffix), quantization.zero
-    return ArithmeticText(
-        suffix,
-        element=_codec(quantization.element, f"{prefix}ELEMENT", quantization.element_rounding),
-        scale=_codec(quantization.scale, f"{prefix}SCALE", quantization.rounding),
-        zero=_codec(zero, f"{prefix}ZERO", "nearest") if zero else None,
-        rule=_rule(quantization, suffix),
-    )
-
-
-def _rule(quantization: Quantization, suffix: str) -> RuleText:
-    rule, zero = quantization.definition, quantization.zero
-    made = ["scale as stored", *(["zero point as stored"] if zero else [])]
-    made.append(f"{rule_text.factor(quantization)} of the elements")
-    return RuleText(
-        returns=", ".join(["Tensor"] * (3 if zero else 2)),
-        results=rule_text.results(quantization),
-        made=f"({', '.join(made)})",
-        measured="range" if inputs_of(quantization).block_range else "amax",
-        arguments=", ".join(one.typed for one in rule_text.scale_arguments(quantization)),
-        summary=rule.summary[0].upper() + rule.summary[1:],
-        steps=_steps(quantization, suffix),
-        candidates=_candidates(quantization, suffix),
-    )
-
-
-def _steps(quantization: Quantization, suffix: str) -> list[str]:
-    """The rule's steps; those that make the stored level of an amax are a function of their own."""
-    lines, levels = rule_text.steps(quantization, suffix), len(quantization.definition.tensor)
-    return ["tensor_level = level_of(tensor_amax)", *lines[levels:]] if levels else lines
-
-
-def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | None:
-    rule = quantization.definition
-    if not rule.candidates:
-        return None
-    shared = rule_text.shared_arguments(quantization)
-    return CandidatesText(
-        name=rule.candidate or "",
-        tried=", ".join(rule_text.candidates(quantization, suffix)),
-        error=rule_text.error_steps(quantization, suffix),
-        arguments="".join(f", {one.typed}" for one in shared),
-        passed="".join(f", {one.name}" for one in shared),
-    )
-
-
-def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
-    """How codes of a format are encoded and decoded: by torch's dtype, or by tables of thresholds and values."""
-    text = CodecText(fmt.name, f"{fmt.max:.17g}", rule_text.ROUNDED[rounding])
-    if fmt.is_f32:
-        return text
-    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
-    offset = "" if fmt.offset is None else f", offset={fmt.offset}"
-    if fmt.values:
-        encode = f"num.to_codebook(x, {prefix}_STEPS, {prefix}_CODES, {prefix}_NAN)"
-        decode = f"num.from_codes(codes, {prefix}_VALUES)"
-    elif fmt.is_wide:
-        encode = f"num.to_half(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
-        decode = "codes.float()"
-    elif fmt.integer:
-        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN{offset})"
-        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction}{offset})"
-    elif fmt.torch and rounding == "nearest":
-        encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
-        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
-    else:
-        encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
-        decode = f"num.from_codes(codes, {prefix}_VALUES)"
-    if rounding == "stochastic":
-        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})" if fmt.torch and not fmt.integer else decode
-        form = f"{prefix}_MAGNITUDES, {sign_bit}" if not fmt.integer else f"{fmt.integer}, {fmt.lowest}, {fmt.fraction}"
-        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN{offset})"
-        text = replace(text, bits=", bits: Tensor")
-    # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
-    return replace(text, nan_text=f"0x{fmt.nan_code:02x}", encode=encode, decode=decode)
-
-
-def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
-    """The constants of one quantization's codecs and rule."""
-    element, scale = quantization.element, quantization.scale
-    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
-    constants: list[ConstantText] = []
-
-    def add(name: str, value: str, doc: str = "") -> None:
-        constants.append(ConstantText(prefix + name, value, doc))
-
-    kinds = [(element, "ELEMENT", quantization.element_rounding), (scale, "SCALE", quantization.rounding)]
-    kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero else []
-    for fmt, kind, rounding in kinds:
-        if fmt.is_f32:
-            continue
-        native = fmt.torch is not None and rounding == "nearest"
-        by_chance = rounding == "stochastic"
-        if native or f"{kind}_MAX" in used:
-            add(f"{kind}_MAX", repr(fmt.max))
-        if fmt.values:
-            add(f"{kind}_STEPS", table_text.codebook_steps(fmt), "thresholds: from here on, x gets the next value")
-            add(f"{kind}_CODES", table_text.codebook_codes(fmt), "by ascending value")
-            add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
-        doc = "" if fmt.nan or fmt.is_wide else "the format has no NaN: the largest magnitude"
-        add(f"{kind}_NAN", f"0x{fmt.nan_code:02X}", doc)
-        if fmt.values:
-            continue
-        if by_chance and not fmt.integer:
-            add(f"{kind}_MAGNITUDES", table_text.magnitudes(fmt), "without a sign, ascending")
-            if not fmt.torch:
-                add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
-        elif not native and not fmt.integer:
-            add(f"{kind}_STEPS", table_text.steps(fmt, rounding), "thresholds: from here on, |x| gets the next code")
-            add(f"{kind}_VALUES", table_text.values(fmt), "the value of each code")
-    for name in CONSTANTS:
-        if name.upper() in used:
-            value, doc = constant(name, element, scale, dict(quantization.parameters))
-            add(name.upper(), repr(value), doc)
-    return constants
-
-
 def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
     """How the planes of one source are made."""
-    block, data, scale = source.quantization.block, source.data.name, source.scale.name
+    block, data = source.quantization.block, source.data.name
     inputs = inputs_of(source.quantization)
     transform = source.quantization.transform
     grown = f" * {transform.headroom}" if transform else ""
     extra = (f", amax{grown}" if inputs.tensor_amax else "") + (", input_max" if inputs.input_max else "")
     zero = source.zero.name if source.zero else None
     results = rule_text.results(source.quantization)
-    shift = f"decode_zero{suffix}(zero)[:, None, :, None]" if zero else ""
+    shift = f"decode_{source.quantization.zeros_as}{suffix}(zero)[:, None, :, None]" if zero else ""
     values = rule_text.shifted("blocks", source.quantization, shift)
     bits = ", bits" if source.quantization.stochastic else ""
     codes = f"encode{suffix}(num.from_blocks({values}, m, k){bits})"
@@ -318,8 +196,13 @@ def _source(source: Source, layout: Layout, suffix: str) -> SourceText:
         codes = f"num.pack({codes}, {source.data.bits}, low_first={source.quantization.low_first})"
     served = [orientation for orientation, name in layout.source_of if name == source.name]
     condition = " or ".join(f'"{orientation}" in orientations' for orientation in served)
-    lines += [f'planes["{data}"] = {codes}', f'planes["{scale}"] = scale']
-    return SourceText(condition, [*lines, *([f'planes["{zero}"] = zero'] if zero else [])])
+    lines += [f'planes["{data}"] = {codes}', f"{_entries(source, 'scale')} = scale"]
+    return SourceText(condition, [*lines, *([f"{_entries(source, 'zero')} = zero"] if zero else [])])
+
+
+def _entries(source: Source, kind: Literal["scale", "zero"]) -> str:
+    """The planes of scales, or of zero points: one, or a tuple with those of their level."""
+    return ", ".join(f'planes["{plane.name}"]' for plane in source.stored_for(kind))
 
 
 def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
@@ -330,17 +213,19 @@ def _dequantize(layout: Layout, suffixes: dict[str, str]) -> list[str]:
         codes = f'planes["{source.data.name}"]'
         if codes_per_group(source.data.bits) > 1:
             codes = f"num.unpack({codes}, {source.data.bits}, low_first={quantization.low_first})"
-        factor = rule_text.decode(quantization, f'planes["{source.scale.name}"]', suffix)
+        held = _entries(source, "scale")
+        factor = rule_text.decode(quantization, f"({held})" if quantization.scales else held, suffix)
         spread = f"{block.m}, {block.k}, m, k"
         body = [f"factor = {factor}", f"return decode{suffix}({codes}) * num.per_element(factor, {spread})"]
         if source.zero:
             zero, element = f"num.per_element(zero, {spread})", f"decode{suffix}({codes})"
             value = f"element * num.per_element(factor, {spread})"
-            adds = quantization.definition.zero_is_value
+            sign = {"value": "+", "minimum": "-"}.get(quantization.definition.zero_is)
+            held = _entries(source, "zero")
             body[1:] = [
-                f'zero = decode_zero{suffix}(planes["{source.zero.name}"])',
-                f"element = {element}" if adds else f"element = {element} - {zero}",
-                f"return {value} + {zero}" if adds else f"return {value}",
+                f"zero = decode_{quantization.zeros_as}{suffix}({f'({held})' if quantization.zeros else held})",
+                f"element = {element}" if sign else f"element = {element} - {zero}",
+                f"return {value} {sign} {zero}" if sign else f"return {value}",
             ]
         if transform := quantization.transform:
             body[-1] = body[-1].replace("return ", "values = ", 1)

@@ -103,7 +103,8 @@ def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dia
     if not shift:
         return scaled(values, quantization, dialect=dialect)
     if quantization.definition.zero_is_value:
-        inner = f"{values} - {shift}"
+        sign = "+" if quantization.definition.zero_is == "minimum" else "-"
+        inner = f"{values} {sign} {shift}"
         return scaled(inner if quantization.divides else f"({inner})", quantization, dialect=dialect)
     return f"{scaled(values, quantization, dialect=dialect)} + {shift}"
 
@@ -234,6 +235,7 @@ def expression(
         **variables,
     }
     coded = not quantization.scale.is_f32
+    inside = ", inside" if dialect.codec and quantization.scales and quantization.scales.centered else ""
 
     def is_constant(node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
@@ -250,11 +252,11 @@ def expression(
         arguments = [show(argument) for argument in node.args]
         match node.func.id:
             case "to_scale":
-                return f"encode_scale{suffix}({arguments[0]}{dialect.codec})" if coded else arguments[0]
+                return f"encode_scale{suffix}({arguments[0]}{inside}{dialect.codec})" if coded else arguments[0]
             case "from_scale":
                 return f"decode_scale{suffix}({arguments[0]}{dialect.codec})" if coded else arguments[0]
             case "to_zero":
-                return f"encode_zero{suffix}({arguments[0]}{dialect.codec})"
+                return f"encode_{quantization.zeros_as}{suffix}({arguments[0]}{dialect.codec})"
             case name:
                 if name == "where":
                     arguments[1:] = [f"{a}.0" if a.isdigit() else a for a in arguments[1:]]
@@ -266,7 +268,7 @@ def expression(
         scale, one = node.right, isinstance(node.left, ast.Constant) and node.left.value == 1
         if one and dialect.over_power and isinstance(scale, ast.Name) and scale.id in powers:
             return dialect.over_power.format(show(scale))
-        exponents = one and bool(dialect.over_exponent) and quantization.scale.is_exponent
+        exponents = one and bool(dialect.over_exponent) and quantization.scale.is_exponent and not quantization.scales
         if exponents and isinstance(scale, ast.Call) and ast.unparse(scale.func) == "from_scale":
             return dialect.over_exponent.format(suffix, show(scale.args[0]))
         left = f"{show(node.left)}.0" if isinstance(node.left, ast.Constant) else show(node.left)

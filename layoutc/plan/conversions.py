@@ -68,7 +68,7 @@ _INSTRUCTIONS = {
     (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
-_LARGEST_CODEBOOK = 16  # each value takes a comparison of its own
+LARGEST_CODEBOOK = 16  # of elements: each value takes a comparison of its own
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
@@ -126,7 +126,7 @@ def decoding(fmt: Format) -> Codec | None:
     """How codes of a format become fp32 values, exactly; None for formats that no function decodes."""
     if fmt.values:
         tables: dict[str, Constant] = {"VALUES": Table("VALUES"), "COUNT": 1 << fmt.bits}
-        return None if len(fmt.values) > _LARGEST_CODEBOOK else Codec(Conversion("from_codebook", tables))
+        return Codec(Conversion("from_codebook", tables))
     if fmt.integer:
         constants: dict[str, Constant] = {"BITS": fmt.integer, "FRACTION": fmt.fraction, **_offset(fmt)}
         return Codec(Conversion("from_integer_codes", constants))

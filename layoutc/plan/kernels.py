@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Literal
 
 from layoutc.layout.layout import Block, Layout, Quantization, Source
@@ -32,6 +33,7 @@ AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
+_MOST_PLANES = 6  # of a launch
 _WIDEST_MOVE = 256  # the most rows or columns of a tile that is laid out
 
 
@@ -123,21 +125,21 @@ class LayOutKernel:
 
 
 @dataclass(frozen=True)
+class NoKernels:
+    """What a recipe has no kernels for, all or one of them: the reference serves it on every device."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Kernels:
     """All kernels of a recipe."""
 
     layout: Layout
     sources: tuple[SourceKernel, ...]
-    quantize: QuantizeKernel
+    quantize: QuantizeKernel | NoKernels
     dequantize_tiles: tuple[tuple[str, Tile], ...]  # by orientation
-    lay_out: LayOutKernel | None  # None: every buffer is a plane
-
-
-@dataclass(frozen=True)
-class NoKernels:
-    """A recipe without kernels, which the reference serves on every device."""
-
-    reason: str
+    lay_out: LayOutKernel | NoKernels | None  # None: every buffer is a plane
 
 
 def plan_kernels(layout: Layout) -> Kernels | NoKernels:
@@ -145,13 +147,25 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
     if reason := gap(layout):
         return NoKernels(reason)
     moves = moves_of(layout)
-    not_fused = _not_fused(layout, moves)
-    fused_moves = moves if not_fused is None else ()
+    reason = no_quantizing(layout)
+    quantize = NoKernels(reason) if reason else _quantize_kernel(layout, moves)
+    fused_moves = moves if isinstance(quantize, QuantizeKernel) and quantize.fused else ()
     sources = tuple(_source_kernel(source, layout, fused_moves) for source in layout.sources)
+    lay_out: LayOutKernel | NoKernels | None = None
+    if reason := no_laying_out(layout):
+        lay_out = NoKernels(reason)
+    elif moves:
+        lay_out = LayOutKernel(moves, move_tile(moves), word_of(moves), padding_of(moves))
+    dequantize = tuple((name, dequantize_tile(layout.source(name))) for name in layout.orientations)
+    return Kernels(layout, sources, quantize, dequantize, lay_out)
+
+
+def _quantize_kernel(layout: Layout, moves: tuple[Move, ...]) -> QuantizeKernel:
+    not_fused = _not_fused(layout, moves)
     choices = [one for one in itertools.product((True, False), repeat=len(layout.sources)) if any(one)]
     chosen = [(size, one, tuple(itertools.compress(layout.sources, one))) for size in ITEMSIZES for one in choices]
     in_words = {one: all(_nibbles(source.quantization, layout) for source in written) for _, one, written in chosen}
-    quantize = QuantizeKernel(
+    return QuantizeKernel(
         tiles=tuple((size, one, quantize_tile(written, size, in_words[one])) for size, one, written in chosen),
         buffer_tiles=tuple(
             (size, one, buffer_tile(written, size, in_words[one], moves))
@@ -161,9 +175,41 @@ def plan_kernels(layout: Layout) -> Kernels | NoKernels:
         not_fused=not_fused,
         not_batched=_not_batched(layout),
     )
-    lay_out = LayOutKernel(moves, move_tile(moves), word_of(moves), padding_of(moves)) if moves else None
-    dequantize = tuple((name, dequantize_tile(layout.source(name))) for name in layout.orientations)
-    return Kernels(layout, sources, quantize, dequantize, lay_out)
+
+
+def missing(layout: Layout) -> tuple[tuple[str, str], ...]:
+    """The kernels that a recipe lacks, of quantize, dequantize and lay out, and why. The reference does their work."""
+    if reason := gap(layout):
+        return tuple((what, reason) for what in ("quantize", "dequantize", "lay out"))
+    lacking = (("quantize", no_quantizing(layout)), ("lay out", no_laying_out(layout)))
+    return tuple((what, reason) for what, reason in lacking if reason)
+
+
+def no_laying_out(layout: Layout) -> str | None:
+    """Why the reference lays out on every device; None if a kernel does, or if there is nothing to do."""
+    if not layout.records:
+        return None
+    return f"values of {layout.records[0].name} lie in records, whose bits are joined by torch"
+
+
+def no_quantizing(layout: Layout) -> str | None:
+    """Why kernels dequantize and lay out, but do not quantize; None if they do."""
+    for source in layout.sources:
+        whole, block = source.whole, source.quantization.block
+        if not source.quantization.levels:
+            continue
+        size = f"{whole.m or 'all'} x {whole.k or 'all'}"
+        if not (whole.m and whole.k and block.m and block.k):
+            return f"a program can't hold super-blocks of {size}, whose scales depend on one another"
+        if units_of(whole) or units_of(block):
+            return f"sizes of {source.name}'s super-blocks, {size}, are not powers of two"
+    held = [source.whole for source in layout.sources if source.quantization.levels]
+    rows, columns = (max([1, *((getattr(one, axis) or 1) for one in held)]) for axis in ("m", "k"))
+    blocks = [source.quantization.block for source in layout.sources]
+    rows, columns = lcm(rows, *(one.m or 1 for one in blocks)), lcm(columns, *(one.k or 1 for one in blocks))
+    if held and rows * columns > _LARGEST_BLOCK:
+        return f"a program holds up to {_LARGEST_BLOCK} elements, and super-blocks take {rows} x {columns}"
+    return None
 
 
 def suffixes_of(layout: Layout) -> dict[str, str]:
@@ -173,6 +219,22 @@ def suffixes_of(layout: Layout) -> dict[str, str]:
         for source in layout.sources
     }
     return {source.name: "" if len(same) == 1 else f"_{source.name}" for source in layout.sources}
+
+
+def arithmetics_of(layout: Layout) -> dict[str, Quantization]:
+    """The suffix of each quantization's functions, those of levels before what they store."""
+    found: dict[str, Quantization] = {}
+    for source in layout.sources:
+        suffix = suffixes_of(layout)[source.name]
+        for kind, level in source.quantization.own_levels.items():
+            found[level_suffix(kind, suffix)] = level.quantization
+        found[suffix] = source.quantization
+    return found
+
+
+def level_suffix(kind: str, suffix: str) -> str:
+    """The suffix of the functions by which scales, or zero points, are quantized."""
+    return f"_of_{kind}s{suffix}"
 
 
 def inputs_of(quantization: Quantization) -> RuleInputs:
@@ -192,6 +254,9 @@ def gap(layout: Layout) -> str | None:
         return f"a program lays out at most {_WIDEST_MOVE} rows or columns, and a scale covers {span}"
     if reason := next(filter(None, map(_source_gap, layout.sources)), None):
         return reason
+    planes = sum(len(source.planes) for source in layout.sources)
+    if planes > _MOST_PLANES:
+        return f"a launch takes up to {_MOST_PLANES} planes, and the recipe has {planes}"
     in_units = any(units_of(source.quantization.block) for source in layout.sources)
     if in_units and rows * columns > _LARGEST_BLOCK:
         return (
@@ -207,7 +272,11 @@ def _source_gap(source: Source) -> str | None:
         size = f"{q.block.m} x {q.block.k}"
         size += f" in {lanes(q.block.m)} x {lanes(q.block.k)} lanes" if units_of(q.block) else ""
         return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {size}"
-    for fmt in (q.element, q.scale, *([q.zero] if q.zero else [])):
+    if len(q.element.values) > conversions.LARGEST_CODEBOOK:
+        most = conversions.LARGEST_CODEBOOK
+        return f"kernels look up elements in codebooks of up to {most} values, and {q.element.name} has more"
+    supers = [level.quantization.scale for level in q.levels.values()]
+    for fmt in (q.element, q.scale, *([q.zero] if q.zero else []), *supers):
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
             return f"no function of the kernels decodes {fmt.name}"
     return None
@@ -227,6 +296,8 @@ def _not_batched(layout: Layout) -> str | None:
 
 def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
     """Why quantizing can't write a GEMM's buffers in the same launch; None if it can."""
+    if layout.records:
+        return f"{layout.records[0].name} is joined by torch"
     if not moves:
         return "every buffer is a plane"
     for move in moves:
@@ -243,6 +314,8 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
             return f"sizes of {source.name}'s blocks are not powers of two, so tiles have idle lanes"
         if source.zero is not None:
             return f"{source.name} has zero points"
+        if source.super is not None:
+            return f"scales of {source.name} lie under scales of their own"
         if source.quantization.definition.candidates:
             return f"{source.name} tries several scales for each block, which leaves no registers for transposing"
         if (block.m is None) != (block.k is None):

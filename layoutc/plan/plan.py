@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Literal
 
-from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
+from layoutc.layout.layout import Buffer, Layout, Level, Plane, Quantization, Record, Source, codes_per_group
 from layoutc.layout.swizzles import canonical
 from layoutc.plan.products import Products, products_of
 from layoutc.spec.formats import Format
@@ -120,8 +120,11 @@ class Plan:
         rows share some scales and not others.
         """
         shared = {plane.per_m or 1 for plane in self.layout.planes} - {1}
-        tries = any(source.quantization.definition.candidates for source in self.layout.sources)
-        return not tries and len(shared) <= 1
+        quantizations = [source.quantization for source in self.layout.sources]
+        tries = any(one.definition.candidates for one in quantizations)
+        # Rows of a super-block have scales of their own, if its blocks are lower.
+        mixes = any((level.quantization.block.m or 0) > 1 for one in quantizations for level in one.levels.values())
+        return not tries and not mixes and len(shared) <= 1
 
     @property
     def zeros(self) -> dict[str, tuple[int, ...]]:
@@ -134,6 +137,8 @@ class Plan:
                 if not source.quantization.definition.zero_is_value:
                     code += round(zero.value(zero.least_code) * 2**element.fraction)
                 found[source.zero.name] = (zero.least_code,)
+            if source.quantization.scales is not None:
+                found[source.scale.name] = (source.quantization.scale.least_code,)
             found[source.data.name] = _repeated(code, element.bits, source.quantization.low_first)
         return {name: pattern for name, pattern in found.items() if any(pattern)}
 
@@ -217,6 +222,8 @@ def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
     multiples = [
         (s.scale.row_multiple, f"one {s.name} scale covers {s.scale.row_multiple} rows") for s in layout.sources
     ]
+    for plane in (s.super for s in layout.sources if s.super is not None):
+        multiples.append((plane.row_multiple, f"one {plane.name} covers {plane.row_multiple} rows"))
     for buffer in layout.buffers:
         codes = codes_per_group(buffer.plane.bits)
         if buffer.kind == "data" and buffer.axes[-1] == "m" and codes > 1:
@@ -297,8 +304,8 @@ def layout_id(layout: Layout) -> str:
     facts = {
         "sources": [
             {
-                "quantization": _quantization_facts(source),
-                "rule": _program(source),
+                "quantization": _quantization_facts(source.quantization),
+                "rule": _program(source.quantization),
                 "planes": [[plane.kind, plane.per_m, plane.per_k, plane.bits] for plane in source.planes],
             }
             for source in layout.sources
@@ -308,6 +315,7 @@ def layout_id(layout: Layout) -> str:
             for b in layout.buffers
         ],
         "tensor": [layout.tensor_amax, layout.history, layout.pick],
+        **({"records": [_record_facts(record) for record in layout.records]} if layout.records else {}),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -319,30 +327,44 @@ def _order_facts(buffer: Buffer) -> list[object]:
     return [canonical(buffer.swizzle) if buffer.swizzle else None, buffer.words]
 
 
-def _program(source: Source) -> list[list[str]]:
-    quantization = source.quantization
+def _record_facts(record: Record) -> list[object]:
+    slices = [[[p.plane.name, p.start, p.stop, p.low, p.bits] for p in bundle] for bundle in record.bundles]
+    return [record.name, record.axis, record.size, slices]
+
+
+def _program(quantization: Quantization) -> list[list[str]]:
     return [list(step) for step in quantization.definition.program(dict(quantization.parameters))]
 
 
-def _quantization_facts(source: Source) -> dict[str, object]:
+def _quantization_facts(quantization: Quantization) -> dict[str, object]:
     """What decides codes and scales, except for the rule's program.
 
     Defaults are left out, so that layouts keep their ids if the language gets new fields.
     """
-    quantization = source.quantization
     transform = quantization.transform
     defaults = {key: parameter.default for key, parameter in quantization.definition.parameters.items()}
     return {
         "element": _bits(quantization.element),
         "scale": _bits(quantization.scale),
         **({"zero": _bits(quantization.zero)} if quantization.zero else {}),
-        **({"zero-is": "value"} if quantization.definition.zero_is_value else {}),
+        **({"zero-is": zero_is} if (zero_is := quantization.definition.zero_is) != "element" else {}),
         "rounding": quantization.rounding,
         "parameters": [[key, value] for key, value in quantization.parameters if value != defaults[key]],
         "block": [quantization.block.m, quantization.block.k],
         "low_first": quantization.low_first,
         **({"round": "stochastic"} if quantization.stochastic else {}),
         **({"transform": list(asdict(transform).values())} if transform else {}),
+        **{f"{kind}s": _level_facts(level) for kind, level in quantization.levels.items()},
+    }
+
+
+def _level_facts(level: Level) -> dict[str, object]:
+    """What decides how scales, or zero points, are stored under scales of their own."""
+    return {
+        "of": _quantization_facts(level.quantization),
+        "rule": _program(level.quantization),
+        "covers": [level.covers.m, level.covers.k],
+        **({"offset": "mean"} if level.centered else {}),
     }
 
 

@@ -247,6 +247,8 @@ def operand(layout: Layout, orientation: str) -> Operand | str:
     element, scale_format = _dtype(source.quantization.element, source), _scale_dtype(source.quantization.scale)
     if source.zero is not None:
         return "scaled_mm knows no zero points"
+    if source.super is not None:
+        return "scaled_mm knows no scales of scales"
     if element is None or scale_format is None:
         return f"scaled_mm has no dtype for {'codes' if element is None else 'scales'} of this format"
     if reason := next((_ordered(buffer) for buffer in (data, scale) if buffer.swizzle or buffer.words), ""):

@@ -52,8 +52,8 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> 
     shared memory; and a thread should have as many elements as its registers hold. In some cases a cap on registers is
     worth more, since it lets more programs run at once.
     """
-    block_m = max(source.quantization.block.m or 1 for source in sources)
-    block_k = max(source.quantization.block.k or 1 for source in sources)
+    block_m = max(source.whole.m or 1 for source in sources)
+    block_k = max(source.whole.k or 1 for source in sources)
     bits = min(source.data.bits for source in sources)
     wide = itemsize == 4
     if any(units_of(source.quantization.block) for source in sources):
@@ -73,7 +73,7 @@ def _quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> 
         return Tile(rows, columns, run, warps, None, reason)
     if block_m >= 64 or block_k >= 64:
         columns = max(block_k, 64)
-        square = all(source.quantization.block.m == source.quantization.block.k for source in sources)
+        square = all(source.whole.m == source.whole.k for source in sources)
         cap = None if square or wide or len(sources) > 1 else 168
         return Tile(block_m, columns, 1, max(2, block_m * columns // 4096), cap, "one row of large blocks")
     if any(source.quantization.definition.candidates for source in sources):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 
+Bundles = Sequence[Sequence[tuple[int, int, int, int, int]]]
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 F32_MAX = torch.finfo(torch.float32).max
 
 
@@ -50,6 +52,16 @@ def to_codebook(x: Tensor, thresholds: Sequence[float], codes: Sequence[int], na
     at = torch.bucketize(x.contiguous(), x.new_tensor(thresholds), right=True)
     table = torch.tensor(codes, dtype=torch.uint8, device=x.device)
     return table[at].masked_fill_(x.isnan(), nan_code)
+
+
+def codebook_steps(values: Sequence[float]) -> tuple[float, ...]:
+    """The fp32 numbers from which on the next value of a codebook is nearest, ascending; a tie takes the lower value.
+
+    A midpoint is rounded to fp32, and is a tie.
+    """
+    numbers = torch.tensor(sorted(value for value in values if value == value), dtype=torch.float64)
+    middles = ((numbers[:-1] + numbers[1:]) / 2).float()
+    return tuple(torch.nextafter(middles, torch.full_like(middles, torch.inf)).tolist())
 
 
 def to_half(x: Tensor, dtype: torch.dtype, largest: float, nan_code: int) -> Tensor:
@@ -210,6 +222,45 @@ def in_words(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.contiguous().view(dtype)
 
 
+def to_records(values: Sequence[Tensor], records: int, bundles: Bundles) -> Tensor:
+    """Values of planes, each (rows, entries) -> bytes, (rows, bytes): so many records in a row.
+
+    bundles: slices (number of the plane, first entry, end, lowest bit, bits), whose entries lie in words, first lowest.
+    """
+    bits_of = [one.contiguous().view(_INTS[one.itemsize]).long() & (1 << 8 * one.itemsize) - 1 for one in values]
+    lanes, parts = [one.view(len(one), records, -1) for one in bits_of], []
+    for bundle in bundles:
+        word, at = torch.zeros((), dtype=torch.int64), 0
+        for plane, start, stop, low, bits in bundle:
+            word, at = word | (lanes[plane][..., start:stop] >> low & (1 << bits) - 1) << at, at + bits
+        whole = [(word >> 8 * byte & 0xFF).to(torch.uint8) for byte in range(at // 8)]
+        parts.append(torch.stack(whole, dim=-1).flatten(-2) if whole else pack(word, at, True))
+    return torch.cat(parts, dim=-1).flatten(1)
+
+
+def from_records(
+    joined: Tensor, records: int, bundles: Bundles, planes: Sequence[tuple[int, torch.dtype]]
+) -> list[Tensor]:
+    """The inverse of to_records. planes: the entries of each in a record, and its dtype."""
+    rows, at = joined.reshape(len(joined), records, -1), 0
+    lanes = [rows.new_zeros(*rows.shape[:2], count, dtype=torch.int64) for count, _ in planes]
+    for bundle in bundles:
+        width, count = sum(one[4] for one in bundle), bundle[0][2] - bundle[0][1]
+        part, at = rows[..., at : at + count * width // 8], at + count * width // 8
+        words = unpack(part, width, True).long() if width < 8 else _words(part, width // 8)
+        for plane, start, stop, low, bits in bundle:
+            lanes[plane][..., start:stop] |= (words & (1 << bits) - 1) << low
+            words = words >> bits
+    dtypes = [dtype for _, dtype in planes]
+    return [one.flatten(1).to(_INTS[dtype.itemsize]).view(dtype) for one, dtype in zip(lanes, dtypes, strict=True)]
+
+
+def _words(part: Tensor, size: int) -> Tensor:
+    """Words of so many bytes, the first lowest, as int64."""
+    shifts = torch.arange(size, device=part.device) * 8
+    return (part.reshape(*part.shape[:-1], -1, size).long() << shifts).sum(-1)
+
+
 def hadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:
     """(m, k) fp32 values, each group of `size` along an axis multiplied by signs, by a Hadamard matrix, and by `scale`.
 
@@ -285,6 +336,14 @@ def block_sum(blocks: Tensor, first: str) -> Tensor:
         low, high = total[:, :half], total[:, half:]
         total = torch.cat([low[:, : size - half] + high, low[:, size - half :]], dim=1)
     return (total[:, 0] if first == "k" else total[:, 0].t()).contiguous()
+
+
+def block_mean(x: Tensor, block_m: int | None, block_k: int | None) -> Tensor:
+    """The mean of each block of non-negative values, (m blocks, k blocks): their sum as of block_sum, over how many
+    there are."""
+    blocks = to_blocks(x, block_m, block_k)
+    counts = to_blocks(torch.ones_like(x), block_m, block_k).sum(dim=(1, 3))
+    return divide(block_sum(blocks, "k"), counts)
 
 
 def least(candidates: Sequence[tuple[Tensor, ...]], errors: Sequence[Tensor]) -> tuple[Tensor, ...]:

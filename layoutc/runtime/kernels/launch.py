@@ -155,8 +155,31 @@ def planes(
 
 @lru_cache(maxsize=4096)
 def plane_facts(layout: Layout, m: int, k: int, orientations: tuple[str, ...]) -> dict[str, Facts]:
-    """The planes that a kernel writes for orientations of an (m, k) weight: name -> shape and dtype."""
+    """The planes that a kernel writes for orientations of an (m, k) weight: name -> shape and dtype.
+
+    Raises ValueError for a shape that the recipe does not take.
+    """
+    layout.check_shape((m, k), "x")
     return layout.written(m, k, orientations)
+
+
+def check_planes(layout: Layout, planes: Mapping[str, Tensor], m: int, k: int) -> None:
+    """Raises ValueError unless the recipe takes (m, k), and planes have the shapes and dtypes of such a weight."""
+    facts = _stored_facts(layout, m, k)
+    for name, plane in planes.items():
+        if name in facts and (plane.shape != facts[name].shape or plane.dtype != facts[name].dtype):
+            shape, dtype = facts[name]
+            raise ValueError(
+                f"{layout.name}: {name} of a weight of ({m}, {k}) is {dtype} of shape {shape}, not {plane.dtype} of "
+                f"shape {tuple(plane.shape)}"
+            )
+
+
+@lru_cache(maxsize=4096)
+def _stored_facts(layout: Layout, m: int, k: int) -> dict[str, Facts]:
+    """The planes of an (m, k) weight, without the amax, which is never laid out."""
+    layout.check_shape((m, k), "planes")
+    return {name: facts for name, facts in layout.planes(m, k).items() if name != "amax"}
 
 
 def checked_planes(layout: Layout, facts: Mapping[str, Facts], out: Mapping[str, Tensor]) -> dict[str, Tensor]:

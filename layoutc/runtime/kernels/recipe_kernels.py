@@ -34,14 +34,15 @@ class Kernels:
     """
 
     layout: Layout
-    quantize_tile: Any
+    quantize_tile: Any = None  # None: the reference quantizes, on every device
     dequantize_tile: Any
     lay_out_tile: Any = None  # None: every buffer is a plane
     serves: Mapping[str, tuple[str, ...]]  # each source -> the orientations that its planes serve
-    quantize_sizes: Tiles
+    quantize_sizes: Tiles = field(default_factory=dict)
     buffer_sizes: Tiles | None = None  # None: quantizing into buffers takes two launches
     covers: Covers = field(default_factory=dict)  # what holds whole blocks, of tiles that do not consist of them
     dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
+    by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
     lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
     word: int = 1  # how many rows and columns of codes are moved at a time
@@ -67,8 +68,8 @@ class Kernels:
         """(m, k) in fp32, bf16 or fp16 -> planes of the orientations.
 
         amax: the shared amax, fp32; default: that of x. seed: (1,) int64, if elements are rounded by random bits;
-        default: drawn. out: planes to write into; default: new ones. Raises ValueError for an `out` of another shape,
-        dtype or alignment.
+        default: drawn. out: planes to write into; default: new ones. Raises ValueError for a shape that the recipe does
+        not take, and for an `out` of another shape, dtype or alignment.
         """
         m, k = x.shape
         planes = launch.planes(self.layout, m, k, orientations, x.device, out)
@@ -290,10 +291,10 @@ class Kernels:
     def lay_out(
         self, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
-        """Planes -> buffers of the orientations, as a GEMM reads them. Takes one launch, or none if all are planes.
-
-        swizzled: scales are flat, in the GEMM's order.
-        """
+        """Planes -> buffers of the orientations, in one launch or none. Raises ValueError for planes not of (m, k)."""
+        launch.check_planes(self.layout, planes, m, k)
+        if self.by_reference is not None:
+            return self.by_reference(planes, m, k, orientations)
         planes = launch.readable(planes)
         if self.lay_out_tile is None or not m or not k:
             return self._buffers(planes, {}, orientations, swizzled)
@@ -320,8 +321,11 @@ class Kernels:
     ) -> list[dict[str, Tensor]]:
         """As `lay_out` for each of several weights, whose (m, k) are in `shapes`, in as few launches as possible.
 
-        Raises ValueError if the weights are on several devices.
-        """
+        Raises ValueError if the weights are on several devices."""
+        if self.by_reference is not None:
+            return [self.lay_out(one, *shape, orientations) for one, shape in zip(weights, shapes, strict=True)]
+        for planes, shape in zip(weights, shapes, strict=True):
+            launch.check_planes(self.layout, planes, *shape)
         weights = [launch.readable(planes) for planes in weights]
         made = buffers.new_for_batch(self.layout, shapes, orientations, weights)
         covers = [buffers.cover(self.padding, *shape) for shape in shapes]

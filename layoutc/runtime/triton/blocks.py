@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan, maximum
+from layoutc.runtime.triton.codes import bits_of, divide, float_of, isnan, maximum
 
 
 @triton.jit
@@ -202,3 +202,29 @@ def block_sum(blocks, CONTRACTS_K: tl.constexpr):
         return _sum_by_halves(tl.permute(rows, (0, 2, 1)))
     columns = _sum_in_order(tl.permute(blocks, (2, 3, 0, 1)))  # (k blocks, columns, m blocks)
     return tl.trans(_sum_by_halves(tl.permute(columns, (0, 2, 1))))
+
+
+@triton.jit
+def spread(values, entries):
+    """Values of super-blocks -> one for each entry of a tile: (rows, columns) of `values` divide those of `entries`."""
+    ROWS: tl.constexpr = entries.shape[0] // values.shape[0]
+    COLUMNS: tl.constexpr = entries.shape[1] // values.shape[1]
+    each = tl.broadcast_to(values[:, None, :, None], (values.shape[0], ROWS, values.shape[1], COLUMNS))
+    return tl.reshape(each, (entries.shape[0], entries.shape[1]))
+
+
+@triton.jit
+def blocks_inside(at, TILE_M: tl.constexpr, TILE_K: tl.constexpr, BLOCK: tl.constexpr):
+    """True for the blocks of a tile that the matrix has, (m blocks, k blocks)."""
+    row, column, m, k = at[:4]
+    rows = row + tl.arange(0, TILE_M // BLOCK[0]) * BLOCK[0] < m
+    columns = column + tl.arange(0, TILE_K // BLOCK[1]) * BLOCK[1] < k
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def block_mean(values, inside, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The mean of each block of non-negative values that are inside, as numerics.block_mean: (m blocks, k blocks)."""
+    total = block_sum(to_blocks(tl.where(inside, values, 0.0), BLOCK_M, BLOCK_K), True)
+    counts = tl.sum(tl.sum(to_blocks(inside.to(tl.float32), BLOCK_M, BLOCK_K), 3), 1)
+    return divide(total, maximum(counts, 1.0))

@@ -46,6 +46,12 @@ class RecipeMethods:
         return _kernels_of(cls.KERNELS) if cls.KERNELS is not None and launch.usable(x, dtype) else None
 
     @classmethod
+    def _quantizing(cls, x: Tensor) -> Kernels | None:
+        """The kernels, where they can quantize x."""
+        kernels = cls._kernels(x)
+        return None if kernels is None or kernels.quantize_tile is None else kernels
+
+    @classmethod
     def _quantize_matrix(
         cls,
         x: Tensor,
@@ -58,7 +64,7 @@ class RecipeMethods:
 
         seed: (1,) int64, for a recipe that rounds by random bits.
         """
-        if (kernels := cls._kernels(x)) is not None:
+        if (kernels := cls._quantizing(x)) is not None:
             return kernels.quantize(x, amax, tuple(orientations), launch.writable(out, x.device), seed)
         seeded = {} if seed is None else {"seed": seed}
         planes: dict[str, Tensor] = cls.REFERENCE.quantize_reference(
@@ -71,7 +77,7 @@ class RecipeMethods:
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> bool:
         """As _quantize_matrix for each of xs, in few launches; False: nothing is done, as there are no such kernels."""
-        kernels = cls._kernels(xs[0])
+        kernels = cls._quantizing(xs[0])
         if kernels is None or not kernels.batched:
             return False
         kernels.quantize_batch(xs, amaxes, tuple(orientations), outs)
@@ -80,7 +86,7 @@ class RecipeMethods:
     @classmethod
     def _batch_of(cls, xs: Tensors, orientations: Sequence[str]) -> PreparedBatch | None:
         """A launch that quantizes all of xs again and again, where they are; None if no one launch can."""
-        kernels = cls._kernels(xs[0])
+        kernels = cls._quantizing(xs[0])
         if kernels is None or not kernels.batched or not batches.fit(xs):
             return None
         from layoutc.runtime.kernels.prepared_batch import PreparedBatch
@@ -92,7 +98,7 @@ class RecipeMethods:
         cls, xs: Tensors, amaxes: Tensors | None, orientations: Sequence[str], outs: Sequence[Planes]
     ) -> Launches | None:
         """Launches that do what _quantize_batch does, for xs and outs that stay where they are; None as _batch_of."""
-        kernels = cls._kernels(xs[0])
+        kernels = cls._quantizing(xs[0])
         if kernels is None or not kernels.batched:
             return None
         from layoutc.runtime.kernels.prepared_batch import launches_into
@@ -109,7 +115,7 @@ class RecipeMethods:
         seed: Tensor | None = None,
     ) -> dict[str, Tensor] | None:
         """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
-        kernels = cls._kernels(x)
+        kernels = cls._quantizing(x)
         if kernels is None or kernels.buffer_sizes is None:
             return None
         return kernels.quantize_buffers(x, amax, orientations, swizzled, seed)
@@ -154,7 +160,8 @@ class RecipeMethods:
         cls, planes: Planes, m: int, k: int, orientations: tuple[str, ...], swizzled: bool = False
     ) -> dict[str, Tensor]:
         """The buffers of orientations, from planes; what equals a plane is that plane."""
-        if orientations and (kernels := cls._kernels(next(iter(planes.values())))) is not None:
+        kernels = cls._kernels(next(iter(planes.values()))) if orientations else None
+        if kernels is not None and kernels.by_reference is None:
             return kernels.lay_out(planes, m, k, orientations, swizzled)
         buffers: dict[str, Tensor] = cls.REFERENCE.lay_out(planes, m, k, orientations)
         for name in cls.LAYOUT.swizzled if swizzled else ():

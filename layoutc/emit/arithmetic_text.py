@@ -1,0 +1,329 @@
+"""The text of a quantization's arithmetic in torch: codecs, the scale rule, levels of scales, constants."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from layoutc.emit import rule_text
+from layoutc.layout.layout import Level, Quantization
+from layoutc.plan.kernels import inputs_of, level_suffix
+from layoutc.spec.formats import Format, codebook_order, codebook_thresholds, thresholds
+from layoutc.spec.rule_constants import CONSTANTS, constant
+
+_LONG = 32  # entries of a table that a formula takes the place of, where there is one
+
+
+@dataclass(frozen=True)
+class CodecText:
+    """How codes of a format are encoded and decoded; without either for f32."""
+
+    name: str
+    max: str
+    rounding: str
+    nan_text: str = ""
+    encode: str = ""
+    decode: str = ""
+    bits: str = ""  # the parameter of random bits, where it is rounded by them
+
+    @property
+    def coded(self) -> bool:
+        """True if values are stored as codes."""
+        return bool(self.encode)
+
+
+@dataclass(frozen=True)
+class CandidatesText:
+    """How a rule that tries several scales chooses one."""
+
+    name: str
+    tried: str
+    error: list[str]
+    arguments: str
+    passed: str
+
+
+@dataclass(frozen=True)
+class RuleText:
+    """A scale rule as a function."""
+
+    returns: str
+    results: str
+    made: str
+    measured: str
+    arguments: str
+    summary: str
+    steps: list[str]
+    candidates: CandidatesText | None
+
+
+@dataclass(frozen=True)
+class ArithmeticText:
+    """Codecs and the scale rule of one quantization. `suffix`: of the names of its functions.
+
+    levels: how its scales, and zero points, are stored under scales of their own.
+    """
+
+    suffix: str
+    element: CodecText
+    scale: CodecText | None
+    zero: CodecText | None
+    rule: RuleText
+    levels: list[LevelText]
+
+
+@dataclass(frozen=True)
+class LevelText:
+    """The functions that store scales, or zero points, under scales of their own."""
+
+    name: str
+    doc: str
+    encode: list[str]
+    decode: list[str]
+
+
+@dataclass(frozen=True)
+class ConstantText:
+    """A constant: its name, its value as code, and a comment."""
+
+    name: str
+    value: str
+    doc: str
+
+
+def arithmetic_text(quantization: Quantization, suffix: str) -> ArithmeticText:
+    """Codecs and the scale rule of one quantization."""
+    prefix, scale, zero = rule_text.prefix_of(suffix), quantization.scale, quantization.zero
+    return ArithmeticText(
+        suffix,
+        element=_codec(quantization.element, f"{prefix}ELEMENT", quantization.element_rounding),
+        scale=None if quantization.scales else _codec(scale, f"{prefix}SCALE", quantization.rounding),
+        zero=_codec(zero, f"{prefix}ZERO", "nearest") if zero and not quantization.zeros else None,
+        rule=_rule(quantization, suffix),
+        levels=[_level(kind, level, suffix) for kind, level in quantization.own_levels.items()],
+    )
+
+
+def _level(kind: str, level: Level, suffix: str) -> LevelText:
+    """How values of blocks become what is stored of them, and back."""
+    q, of = level.quantization, level_suffix(kind, suffix)
+    block, factor = f"{q.block.m}, {q.block.k}", rule_text.factor(q)
+    stored = ["codes", "scale", *(["offset"] if level.centered else [])]
+    values, encode = "x", ["m, k = x.shape"]
+    if level.centered:
+        encode.append(f"offset = num.block_mean(x, {block})")
+        values = f"x - num.per_element(offset, {block}, m, k)"
+    encode += [
+        f"blocks = num.to_blocks({values}, {block})",
+        f"scale, {factor} = scales{of}(num.block_amax(blocks))",
+        f"codes = encode{of}(num.from_blocks({rule_text.scaled('blocks', q)}, m, k))",
+        f"return {', '.join(stored)}",
+    ]
+    by = rule_text.expression(q.definition.decode, q, {}, of)
+    decoded = f"decode{of}(codes) * num.per_element({by}, {block}, *codes.shape)"
+    if level.centered:
+        decoded += f" + num.per_element(offset, {block}, *codes.shape)"
+    decode = [f"{', '.join(stored)} = stored", f"return {decoded}"]
+    what = {"scale": "Scales", "zero": "Zero points"}[kind]
+    size = f"{level.covers.m or 'all'}x{level.covers.k or 'all'}"
+    doc = f"{what} of blocks -> their {q.element.name} codes, and their {q.scale.name} scale of each {size} super-block"
+    doc += ", with the mean that was subtracted before" if level.centered else ""
+    return LevelText(f"{kind}{suffix}", doc, encode, decode)
+
+
+def _rule(quantization: Quantization, suffix: str) -> RuleText:
+    rule, zero = quantization.definition, quantization.zero
+    made = ["scale as stored", *(["zero point as stored"] if zero else [])]
+    made.append(f"{rule_text.factor(quantization)} of the elements")
+    return RuleText(
+        returns=", ".join(
+            [
+                *("tuple[Tensor, ...]" if level else "Tensor" for level in _levels_of_results(quantization)),
+                "Tensor",
+            ]
+        ),
+        results=rule_text.results(quantization),
+        made=f"({', '.join(made)})",
+        measured="range" if inputs_of(quantization).block_range else "amax",
+        arguments=", ".join(one.typed for one in rule_text.scale_arguments(quantization)),
+        summary=rule.summary[0].upper() + rule.summary[1:],
+        steps=_steps(quantization, suffix),
+        candidates=_candidates(quantization, suffix),
+    )
+
+
+def _steps(quantization: Quantization, suffix: str) -> list[str]:
+    """The rule's steps; those that make the stored level of an amax are a function of their own."""
+    lines, levels = rule_text.steps(quantization, suffix), len(quantization.definition.tensor)
+    return ["tensor_level = level_of(tensor_amax)", *lines[levels:]] if levels else lines
+
+
+def _levels_of_results(quantization: Quantization) -> list[Level | None]:
+    """How the scale is stored, and the zero point, if there is one."""
+    return [quantization.scales, *([quantization.zeros] if quantization.zero else [])]
+
+
+def _candidates(quantization: Quantization, suffix: str) -> CandidatesText | None:
+    rule = quantization.definition
+    if not rule.candidates:
+        return None
+    shared = rule_text.shared_arguments(quantization)
+    return CandidatesText(
+        name=rule.candidate or "",
+        tried=", ".join(rule_text.candidates(quantization, suffix)),
+        error=rule_text.error_steps(quantization, suffix),
+        arguments="".join(f", {one.typed}" for one in shared),
+        passed="".join(f", {one.name}" for one in shared),
+    )
+
+
+def _codec(fmt: Format, prefix: str, rounding: str) -> CodecText:
+    """How codes of a format are encoded and decoded: by torch's dtype, or by tables of thresholds and values."""
+    text = CodecText(fmt.name, f"{fmt.max:.17g}", rule_text.ROUNDED[rounding])
+    if fmt.is_f32:
+        return text
+    sign_bit = fmt.exponent + fmt.mantissa if fmt.sign else None
+    offset = "" if fmt.offset is None else f", offset={fmt.offset}"
+    if fmt.values:
+        encode = f"num.to_codebook(x, {prefix}_STEPS, {prefix}_CODES, {prefix}_NAN)"
+        decode = f"num.from_codes(codes, {prefix}_VALUES)"
+    elif fmt.is_wide:
+        encode = f"num.to_half(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
+        decode = "codes.float()"
+    elif fmt.integer:
+        encode = f"num.to_integer_codes(x, {fmt.integer}, {fmt.lowest}, {fmt.fraction}, {prefix}_NAN{offset})"
+        decode = f"num.from_integer_codes(codes, {fmt.integer}, {fmt.fraction}{offset})"
+    elif fmt.torch and rounding == "nearest":
+        encode = f"num.cast_to_codes(x, torch.{fmt.torch}, {prefix}_MAX, {prefix}_NAN)"
+        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})"
+    else:
+        encode = f"num.to_codes(x, {prefix}_STEPS, {sign_bit}, {prefix}_NAN)"
+        decode = f"num.from_codes(codes, {prefix}_VALUES)"
+    if rounding == "stochastic":
+        decode = f"num.cast_from_codes(codes, torch.{fmt.torch})" if fmt.torch and not fmt.integer else decode
+        form = f"{prefix}_MAGNITUDES, {sign_bit}" if not fmt.integer else f"{fmt.integer}, {fmt.lowest}, {fmt.fraction}"
+        encode = f"num.to_{'integer_' if fmt.integer else ''}codes_by_chance(x, bits, {form}, {prefix}_NAN{offset})"
+        text = replace(text, bits=", bits: Tensor")
+    # A format without NaN gets its largest magnitude, positive, instead: no other code is more conspicuous.
+    return replace(text, nan_text=f"0x{fmt.nan_code:02x}", encode=encode, decode=decode)
+
+
+def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
+    """The constants of one quantization's codecs and rule."""
+    element, scale = quantization.element, quantization.scale
+    used, prefix = rule_text.uses(quantization), rule_text.prefix_of(suffix)
+    constants: list[ConstantText] = []
+
+    def add(name: str, value: str, doc: str = "") -> None:
+        constants.append(ConstantText(prefix + name, value, doc))
+
+    kinds = [(element, "ELEMENT", quantization.element_rounding)]
+    kinds += [] if quantization.scales else [(scale, "SCALE", quantization.rounding)]
+    kinds += [(quantization.zero, "ZERO", "nearest")] if quantization.zero and not quantization.zeros else []
+    for fmt, kind, rounding in kinds:
+        if fmt.is_f32:
+            continue
+        native = fmt.torch is not None and rounding == "nearest"
+        by_chance = rounding == "stochastic"
+        if native or f"{kind}_MAX" in used:
+            add(f"{kind}_MAX", repr(fmt.max))
+        if fmt.values:
+            by_formula = _steps_by_formula(fmt)
+            if by_formula:
+                add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
+            steps = f"num.codebook_steps({prefix}{kind}_VALUES)" if by_formula else table_of_codebook_steps(fmt)
+            add(f"{kind}_STEPS", steps, "thresholds: from here on, x gets the next value")
+            add(f"{kind}_CODES", table_of_codebook_codes(fmt), "by ascending value")
+            if not by_formula:
+                add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
+        doc = "" if fmt.nan or fmt.is_wide else "the format has no NaN: the largest magnitude"
+        add(f"{kind}_NAN", f"0x{fmt.nan_code:02X}", doc)
+        if fmt.values:
+            continue
+        if by_chance and not fmt.integer:
+            add(f"{kind}_MAGNITUDES", table_of_magnitudes(fmt), "without a sign, ascending")
+            if not fmt.torch:
+                add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
+        elif not native and not fmt.integer:
+            add(f"{kind}_STEPS", table_of_steps(fmt, rounding), "thresholds: from here on, |x| gets the next code")
+            add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
+    for name in CONSTANTS:
+        if name.upper() in used:
+            value, doc = constant(name, element, scale, dict(quantization.parameters))
+            add(name.upper(), repr(value), doc)
+    return constants
+
+
+# ---------------------------------------------------- tables: made once for each format, since most recipes share a few
+@cache
+def table_of_values(fmt: Format) -> str:
+    """The value of each code."""
+    return _table(fmt.value(code) for code in range(2**fmt.bits))
+
+
+@cache
+def table_of_magnitudes(fmt: Format) -> str:
+    """The finite values without a sign, ascending."""
+    return _table(fmt.magnitudes)
+
+
+@cache
+def table_of_steps(fmt: Format, rounding: str) -> str:
+    """The thresholds at which codes step up."""
+    return _table(thresholds(fmt, rounding))
+
+
+@cache
+def table_of_codebook_steps(fmt: Format) -> str:
+    """The thresholds between a codebook's values."""
+    return _table(codebook_thresholds(fmt))
+
+
+def _steps_by_formula(fmt: Format) -> bool:
+    """True if a codebook's table of thresholds would be long, and follows from its values."""
+    return len(fmt.values) > _LONG and fmt.ties == "down"
+
+
+@cache
+def table_of_codebook_codes(fmt: Format) -> str:
+    """The codes of a codebook's numbers, by ascending value."""
+    order = codebook_order(fmt)
+    if len(order) > _LONG and order == tuple(range(len(order))):
+        return f"tuple(range({len(order)}))"
+    return _lines(", ".join(map(str, codebook_order(fmt))) + ",")
+
+
+def _table(values: Iterable[float]) -> str:
+    """A tuple of fp32 values as code: a formula if one gives exactly these values, else the values themselves."""
+    items = list(values)
+    if len(items) > _LONG and items[1] > 0:
+        for formula in _formulas(items):
+            if list(map(repr, eval(formula, {"float": float, "range": range}))) == list(map(repr, items)):
+                return formula
+    special = {"nan": 'float("nan")', "inf": 'float("inf")', "-inf": '-float("inf")'}
+    text = ", ".join(special.get(repr(value), repr(value)) for value in items) + ","
+    return _lines(text)
+
+
+def _lines(text: str) -> str:
+    """Entries, each with a comma after it, as a tuple."""
+    if len(text) <= 80:
+        return f"({text[:-1] if text.count(',') > 1 else text})"
+    lines = textwrap.wrap(text, 112, break_long_words=False, break_on_hyphens=False)
+    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
+
+
+def _formulas(items: list[float]) -> Iterator[str]:
+    """Formulas for tables of powers of two: values, and thresholds for rounding down, up and to nearest."""
+    first = round(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    yield f'({items[0]!r}, *(2.0**e for e in range({first}, {first + len(items) - 2})), float("nan"))'
+    yield f"({items[0]!r}, *(2.0**e for e in {exponents}))"
+    yield f"({items[0]!r}, *(2.0**e * (1 + 2**-23) for e in {exponents}))"
+    first = math.floor(math.log2(items[1]))
+    exponents = f"range({first}, {first + len(items) - 1})"
+    for odd in (0, 1):
+        yield f"({items[0]!r}, *(2.0**e * (1.5 + (e % 2 == {odd}) * 2**-23) for e in {exponents}))"

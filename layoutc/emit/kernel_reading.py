@@ -1,0 +1,182 @@
+"""The text of the tile functions that read planes: what dequantizes, and what lays out into buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from layoutc.emit import rule_text
+from layoutc.emit.code import Lines, call, indented
+from layoutc.emit.size_text import Sizes
+from layoutc.layout.layout import Plane, Transform
+from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
+from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
+from layoutc.spec.formats import Format
+
+_TILE = ("TILE_M", "TILE_K")
+AXES = ("m", "k")
+
+
+def plane_lines(planes: Iterable[Plane], sizes: Sizes) -> list[str]:
+    """Lines that give each plane its name."""
+    return [
+        f"{plane.name} = planes[{index}]  # {sizes.plane(plane)} {plane.dtype}" for index, plane in enumerate(planes)
+    ]
+
+
+def buffer_lines(moves: Iterable[Move], sizes: Sizes) -> list[str]:
+    """Lines that give each buffer its name."""
+    buffers = [move.buffer for move in moves]
+    return [f"to_{one.name} = buffers[{index}]  # {sizes.buffer(one)} {one.dtype}" for index, one in enumerate(buffers)]
+
+
+def blocks_of(source: SourceKernel) -> dict[str, str]:
+    """The argument BLOCK: rows and columns of a block, 0 along an axis that blocks span."""
+    block = source.source.quantization.block
+    return {"BLOCK": f"({block.m or 0}, {block.k or 0})"}
+
+
+def transformed(function: str, values: str, transform: Transform) -> str:
+    """The call of a transform, or of its inverse."""
+    constants: dict[str, str | int | float] = {"AXIS": AXES.index(transform.axis), "SIZE": transform.size}
+    return call(function, values, **constants, SIGNS=f"0x{transform.signs:X}", SCALE=transform.scale)
+
+
+# ----------------------------------------------------------------------------------------------------------- dequantize
+def dequantize_body(kernels: Kernels) -> Lines:
+    planes = (plane for source in kernels.sources for plane in source.source.planes)
+    lines = plane_lines(planes, Sizes(kernels.layout))
+    if kernels.layout.tensor_amax:
+        levels = kernels.layout.sources[0].quantization.definition.tensor
+        lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
+    for source in kernels.sources:
+        read = _dequantize_source(source)
+        lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
+    return (*lines, "return values")
+
+
+def _dequantize_source(source: SourceKernel) -> Lines:
+    """Lines from the planes of one source to `values`."""
+    q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
+    variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
+    factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
+    lines = [_read_elements(source)]
+    if source.amax_from == "tensor":
+        scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale)
+        return (*lines, f"scale = {scale}", f"values = element * ({factor})")
+    at, sizes = ("at", *_TILE, "EVEN"), blocks_of(source)
+    unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
+    sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
+    lines += _loaded("scale", source, at, sizes)
+    lines += [
+        f"factor = {factor}",
+        f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
+    ]
+    values = "blocks * factor[:, None, :, None]"
+    if source.source.zero is not None and q.zero is not None:
+        lines += _loaded("zero", source, at, sizes)
+        shift = f"decode_{q.zeros_as}{suffix}(zero, HARDWARE)[:, None, :, None]"
+        match q.definition.zero_is:
+            case "value":
+                values += f" + {shift}"
+            case "minimum":
+                values += f" - {shift}"
+            case "element":
+                lines.append(f"blocks -= {shift}")
+    lines.append(f"values = lt.from_blocks({values})")
+    if q.transform:
+        lines.append(f"values = {transformed('lt.unhadamard', 'values', q.transform)}")
+    return tuple(lines)
+
+
+def _loaded(kind: Literal["scale", "zero"], source: SourceKernel, at: Lines, sizes: dict[str, str]) -> Lines:
+    """Lines that load the scales, or zero points, of a tile, and what super-blocks share, for each block."""
+    q, level = source.source.quantization, source.source.quantization.levels.get(kind)
+    own, *shared = source.source.stored_for(kind)
+    stored = q.zero if kind == "zero" and q.zero is not None else q.scale
+    if level is None:
+        return (f"{kind} = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored)}",)
+    lines = [f"codes = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored)}"]
+    block = q.block
+    unit = source.units.sizes if source.units else (block.m or 0, block.k or 0)
+    covers = {"BLOCK": f"({level.covers.m or 0}, {level.covers.k or 0})", "UNIT": str(unit)}
+    names = ["codes"]
+    for plane in shared:
+        fmt = level.quantization.scale if plane.kind != "offset" else None
+        loaded = call("lt.load_blocks", plane.name, *at, **covers)
+        lines.append(f"{plane.kind} = {_as_codes(loaded, fmt) if fmt else loaded}")
+        names.append(plane.kind)
+    return (*lines, f"{kind} = ({', '.join(names)})")
+
+
+def _as_codes(loaded: str, fmt: Format) -> str:
+    """Entries of a plane as functions of kernels take them: fp32 values, or int32 codes."""
+    if fmt.is_f32:
+        return loaded
+    return f"lt.bits_of_half({loaded})" if fmt.is_wide else f"{loaded}.to(tl.int32)"
+
+
+def _read_elements(source: SourceKernel) -> str:
+    """The line that loads and decodes the elements of a tile."""
+    data, q, decode = source.source.data, source.source.quantization, f"decode{source.suffix}"
+    if source.nibbles is None:
+        packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
+        return f"element = {decode}({call('lt.load_codes', data.name, 'at', *_TILE, **packing)}, HARDWARE)"
+    form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
+    arguments = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
+    return f"element = {call('lt.load_nibbles', *arguments, DECODE=decode, **form)}"
+
+
+# -------------------------------------------------------------------------------------------------------------- lay out
+def lay_out_body(kernels: Kernels, lay_out: LayOutKernel) -> Lines:
+    sizes, planes = Sizes(kernels.layout), {plane.name: plane for plane in kernels.layout.planes}
+    lines = [*plane_lines((planes[name] for name in lay_out.planes), sizes), *buffer_lines(lay_out.moves, sizes)]
+    lines += ["PLACE: tl.constexpr = gemm_place if SWIZZLED else None"] if kernels.layout.swizzle else []
+    for move in lay_out.moves:
+        lines += [comment(move), _move(move)]
+    return tuple(lines)
+
+
+def comment(move: Move) -> str:
+    """A comment: the field of the spec that a move comes from, and how the buffer is made."""
+    buffer = move.buffer
+    field = "super" if buffer.kind in ("super", "offset", "super_zero") else buffer.kind
+    return f"# orientations.{buffer.orientation}.{field}: {', '.join(buffer.made_by)}"
+
+
+def _move(move: Move) -> str:
+    """The call that moves a tile of a plane into a buffer."""
+    plane = move.buffer.plane
+    if isinstance(move, SwizzleMove):
+        sizes = {"PER": f"({move.per_m}, {move.per_k})", "PAD": f"({move.pad_m}, {move.pad_k})"}
+        packing = {"BITS": move.buffer.bits, "LOW_FIRST": move.buffer.low_first} if move.buffer.bits < 8 else {}
+        packing |= {"WHOLE": True} if move.buffer.repacks else {}
+        into = f"to_{move.buffer.name}"
+        return call(
+            "lt.move_swizzled",
+            plane.name,
+            into,
+            "at",
+            *_TILE,
+            ORIGIN=f"origin_of_{move.buffer.name}",
+            **sizes,
+            **packing,
+        )
+    if isinstance(move, ScaleMove):
+        return scale_move("lt.move_scales", plane.name, move, _TILE)
+    form: dict[str, str | int | bool] = {"BITS": plane.bits, "LOW_FIRST": move.buffer.low_first, **_dims(move)}
+    words: dict[str, str | int | bool] = {"WORDS": "WORDS"} if move.in_words else {}
+    arguments = (plane.name, f"to_{move.buffer.name}", "at", *_TILE, "HARDWARE")
+    return call("lt.move_codes", *arguments, **form, **words)
+
+
+def scale_move(function: str, entries: str, move: ScaleMove, tile: tuple[str, ...]) -> str:
+    sizes = {"BLOCK": f"({move.block_m}, {move.block_k})", "PER": f"({move.per_m}, {move.per_k})"}
+    swizzled = {**({} if move.rowwise else {"FREE": '"k"'}), "PLACE": "PLACE"} if move.swizzled else {}
+    return call(function, entries, f"to_{move.buffer.name}", "at", *tile, **sizes, **_dims(move), **swizzled)
+
+
+def _dims(move: CodeMove | ScaleMove) -> dict[str, str]:
+    """Arguments for a buffer: what its sizes are rounded up to, and the order of its dims, unless they are defaults."""
+    pads = {"PAD": f"({move.pad_m}, {move.pad_k})"} if move.buffer.pads else {}
+    return pads | ({"DIMS": '"km"'} if move.transposed else {})
