@@ -13,7 +13,7 @@ from layoutc.diagnostics.diagnostic import Diagnostic, has_errors
 from layoutc.emit import emit
 from layoutc.layout import layout
 from layoutc.plan import plan
-from layoutc.plan.kernels import gap
+from layoutc.plan.kernels import missing
 from layoutc.spec import schema
 
 
@@ -73,9 +73,13 @@ def check(content: bytes, path: str) -> list[Diagnostic]:
 
 
 def no_kernels(content: bytes, path: str) -> str | None:
-    """Why the recipe of a sound spec has no kernels; None if it has, or if the spec is not sound."""
+    """Which kernels the recipe of a sound spec lacks, and why; None if it lacks none, or if the spec is not sound."""
     spec, _ = operands.read_spec(content, path)
-    return None if spec is None else gap(layout.resolve(spec))
+    if spec is None or not (lacking := missing(layout.resolve(spec))):
+        return None
+    if len(lacking) == 3:
+        return f"no kernels, so the reference serves every device: {lacking[0][1]}"
+    return "; ".join(f"no kernel to {what}, so the reference does on every device: {why}" for what, why in lacking)
 
 
 def build(specs: Iterable[Path], out: Path, check: bool, *, whole: bool = True) -> BuildResult:

@@ -159,7 +159,7 @@ def check(
             refuse(f"{path}: {error.strerror}")
         findings += pipeline.check(content, str(path))
         if not quiet and (reason := pipeline.no_kernels(content, str(path))):
-            click.echo(f"{path}: no kernels, so the reference serves every device: {reason}", err=True)
+            click.echo(f"{path}: {reason}", err=True)
     if explain:
         from layoutc.cli import layout as cli_layout
 

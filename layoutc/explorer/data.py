@@ -234,10 +234,8 @@ def _block(layout: Layout, orientation: str) -> tuple[int | None, int | None]:
 
 def _format(layout: Layout, plane: Plane) -> str:
     for source in layout.sources:
-        q = source.quantization
-        for one, fmt in ((source.data, q.element), (source.scale, q.scale), (source.zero, q.zero)):
-            if one == plane and fmt is not None:
-                return fmt.name
+        if plane in source.planes and (fmt := source.format_of(plane)) is not None:
+            return fmt.name
     return plane.dtype
 
 
@@ -290,7 +288,7 @@ def _stop(plan: Plan, m: int, k: int, worlds: Sequence[int]) -> Stop:
         of_passes = [figure for one in gathers for figure in (one.bytes_per_rank, one.filling, one.doubled)]
         figures.append((*of_passes, cut.exchange_bytes_per_rank if cut else 0))
     facts = describe(plan, m, k, worlds[0])
-    laid_out = [buffer for buffer in facts.buffers if buffer.orientation]
+    laid_out = [buffer for buffer in facts.buffers if buffer.orientation and buffer.kind != "record"]
     return Stop(
         planes=tuple(plane.nbytes for plane in facts.planes),
         buffers=tuple(buffer.nbytes for buffer in laid_out),

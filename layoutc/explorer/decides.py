@@ -14,6 +14,8 @@ from layoutc.layout.layout import Layout, Source
 from layoutc.spec import source as yaml_source
 
 SHAPE, CUTS, SWIZZLE, PRODUCTS, FILES = "shape", "cuts", "swizzle", "products", "files"
+_SUPER = ("super", "offset", "super_zero")
+_SCALES = ("scale", "zero", *_SUPER)
 # Names in generated code beside those of planes and buffers.
 _WORDS = {
     "multiple_m": SHAPE,
@@ -59,7 +61,7 @@ def decided(layout: Layout, path: tuple[str | int, ...], data: dict[str, object]
         case ("element", *_):
             return tuple(_planes(_without_own(layout, data, "element"), ("data",)))
         case ("scale", *_):
-            return tuple(_planes(_without_own(layout, data, "scale"), ("scale", "zero")))
+            return tuple(_planes(_without_own(layout, data, "scale"), _SCALES))
         case ("tensor", *_):
             return ("plane:amax",)
         case ("formats", str(name), *_):
@@ -82,21 +84,27 @@ def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterato
             yield f"block:{name}"
             yield from (f"buffer:{buffer.name}" for buffer in layout.buffers if buffer.orientation == name)
         case ["block", *_]:
-            yield from (f"block:{name}", *_planes((source,), ("scale", "zero")), CUTS)
+            yield from (f"block:{name}", *_planes((source,), _SCALES), CUTS)
         case ["data", *_]:
             yield f"buffer:{name}_data"
+        case ["super", *_]:
+            yield from (
+                f"buffer:{buffer.name}"
+                for buffer in layout.buffers
+                if buffer.orientation == name and buffer.kind in _SUPER
+            )
         case ["scale", *_]:
             yield from (
                 f"buffer:{buffer.name}"
                 for buffer in layout.buffers
-                if buffer.orientation == name and buffer.kind != "data"
+                if buffer.orientation == name and buffer.kind in ("scale", "zero")
             )
         case ["quantize", "element", *_]:
             yield from _planes((source,), ("data",))
         case ["quantize", "scale", *_]:
-            yield from _planes((source,), ("scale", "zero"))
+            yield from _planes((source,), _SCALES)
         case _:
-            yield from _planes((source,), ("data", "scale", "zero"))
+            yield from _planes((source,), ("data", *_SCALES))
 
 
 def _planes(sources: Iterable[Source], kinds: tuple[str, ...]) -> Iterator[str]:
@@ -118,10 +126,8 @@ def _without_own(layout: Layout, data: dict[str, object], key: str) -> list[Sour
 
 def _of_format(layout: Layout, name: str) -> Iterator[str]:
     for source in layout.sources:
-        quantization = source.quantization
-        formats = (quantization.element, quantization.scale, quantization.zero)
-        for plane, fmt in zip((source.data, source.scale, source.zero), formats, strict=True):
-            if plane is not None and fmt is not None and fmt.name == name:
+        for plane in source.planes:
+            if (fmt := source.format_of(plane)) is not None and fmt.name == name:
                 yield f"plane:{plane.name}"
 
 

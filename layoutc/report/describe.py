@@ -15,8 +15,8 @@ from layoutc.ints.cuts import Cuts
 from layoutc.ints.nearest import nearest_multiple, nearest_rows, nearest_worlds
 from layoutc.ints.sizes import cdiv, up
 from layoutc.layout.chain import Shape
-from layoutc.layout.layout import Buffer, Layout, Plane
-from layoutc.plan.kernels import gap
+from layoutc.layout.layout import Buffer, Layout, Plane, Record
+from layoutc.plan.kernels import gap, missing
 from layoutc.plan.plan import Gather, Plan
 from layoutc.plan.wire import bytes_per_rank, own_bytes
 
@@ -136,7 +136,8 @@ class View:
 class Description:
     """Everything about one recipe and one weight of (m, k), sharded over `world` ranks.
 
-    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels. `not_weights`:
+    `no_kernels`: why the recipe has none and uses the reference on every device; None if it has kernels. `lacking`: the
+    kernels that it does not have, of quantize, dequantize and lay out, and why. `not_weights`:
     why weights can't have it; "" if they can. `values`: what each orientation does to values besides scaling them.
     """
 
@@ -147,6 +148,7 @@ class Description:
     k: int
     accepts: tuple[int, int]
     no_kernels: str | None
+    lacking: tuple[tuple[str, str], ...]
     not_weights: str
     values: tuple[tuple[str, str], ...]
     planes: tuple[PlaneFacts, ...]
@@ -189,10 +191,15 @@ def describe(plan: Plan, m: int, k: int, world: int) -> Description:
         k=k,
         accepts=(layout.multiple_m, layout.multiple_k),
         no_kernels=gap(plan.layout),
+        lacking=missing(plan.layout),
         not_weights=plan.not_weights,
         values=tuple(_values(layout)),
         planes=tuple(_plane(layout, plane, m, k) for plane in layout.planes),
-        buffers=(*(_buffer(buffer, m, k) for buffer in layout.buffers), *_read_as_stored(layout, m, k)),
+        buffers=(
+            *(_buffer(buffer, m, k) for buffer in layout.buffers),
+            *(_record(record, m, k) for record in layout.records),
+            *_read_as_stored(layout, m, k),
+        ),
         swizzle=_swizzle(layout),
         alignment=alignment(plan, m, k, world),
         passes=passes(plan, m, k, world),
@@ -280,6 +287,12 @@ def _buffer(buffer: Buffer, m: int, k: int) -> BufferFacts:
         made_by=buffer.made_by,
         swizzle=buffer.swizzle.stated if buffer.swizzle else None,
     )
+
+
+def _record(record: Record, m: int, k: int) -> BufferFacts:
+    rows, length = shape = record.shape(m, k)
+    what = (record.name, record.orientation, "record", "uint8", 8, shape, rows * length, 0)
+    return BufferFacts(*what, 0 if record.axis == "k" else None, record.planes[0].name, record.made_by)
 
 
 def _read_as_stored(layout: Layout, m: int, k: int) -> Iterator[BufferFacts]:

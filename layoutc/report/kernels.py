@@ -32,14 +32,21 @@ def kernel_tables(plan: Plan) -> list[Table]:
 def _overview(kernels: Kernels) -> Table:
     quantize = kernels.quantize
     rows = [("quantize", "x to planes: " + ", ".join(p.name for s in kernels.sources for p in s.source.planes))]
-    fused = ", ".join(name for s in kernels.sources for name in (move.buffer.name for move in s.moves))
-    how = f"in the same launch: {fused}" if quantize.fused else f"in a second launch, since {quantize.not_fused}"
-    rows.append(("to buffers", how))
-    batch = "one launch for up to 256" if quantize.batched else f"a launch each, since {quantize.not_batched}"
-    rows.append(("many weights", batch))
+    if isinstance(quantize, NoKernels):
+        rows = [("quantize", f"by the reference, on every device: {quantize.reason}")]
+    else:
+        fused = ", ".join(name for s in kernels.sources for name in (move.buffer.name for move in s.moves))
+        how = f"in the same launch: {fused}" if quantize.fused else f"in a second launch, since {quantize.not_fused}"
+        rows.append(("to buffers", how))
+        batch = "one launch for up to 256" if quantize.batched else f"a launch each, since {quantize.not_batched}"
+        rows.append(("many weights", batch))
     rows.append(("dequantize", f"{', '.join(name for name, _ in kernels.dequantize_tiles)} to fp32, bf16 or fp16"))
-    made = ", ".join(move.buffer.name for move in kernels.lay_out.moves) if kernels.lay_out else ""
-    rows.append(("lay out", f"one launch: {made}" if made else "nothing: every buffer is a plane"))
+    lay_out = kernels.lay_out
+    if isinstance(lay_out, NoKernels):
+        rows.append(("lay out", f"by the reference, on every device: {lay_out.reason}"))
+    else:
+        made = ", ".join(move.buffer.name for move in lay_out.moves) if lay_out else ""
+        rows.append(("lay out", f"one launch: {made}" if made else "nothing: every buffer is a plane"))
     return Table(f"{kernels.layout.name}: kernels", (), tuple(rows))
 
 
@@ -53,6 +60,14 @@ def _sources(kernels: Kernels) -> Table:
         rows += [("", "values", f"multiplied by {q.transform}, in the same launch", "")] if q.transform else []
         rows += [] if q.scale.is_f32 else [("", *one) for one in _conversions("scale", q.scale, q.rounding)]
         rows += [("", *one) for one in _conversions("zero", q.zero, "nearest")] if q.zero else []
+        for kind, level in q.levels.items():
+            inner, what = level.quantization, f"scale of {kind}s"
+            size = f"{level.covers.m or 'all'} x {level.covers.k or 'all'}"
+            how = f"of {size}, by {inner.rule}" + (", less their mean" if level.centered else "")
+            rows.append(("", f"super-blocks of {kind}s", how, ""))
+            rows += (
+                [] if inner.scale.is_f32 else [("", *one) for one in _conversions(what, inner.scale, inner.rounding)]
+            )
         rows.append(("", "stored", _stored(source), ""))
     heads = ("source", "what", "how", "on cards that convert")
     return Table("Codes: how they are made, read and stored", heads, tuple(rows))
@@ -87,7 +102,7 @@ def _stored(source: SourceKernel) -> str:
 
 
 def _moves(kernels: Kernels) -> list[Table]:
-    if kernels.lay_out is None:
+    if kernels.lay_out is None or isinstance(kernels.lay_out, NoKernels):
         return []
     rows = []
     for move in kernels.lay_out.moves:
@@ -116,7 +131,8 @@ def _tiles(kernels: Kernels) -> Table:
     names = [source.source.name for source in kernels.sources]
     dtypes = {2: "bf16, fp16", 4: "fp32"}
     rows = []
-    chosen = ((kernels.quantize.tiles, "planes"), (kernels.quantize.buffer_tiles, "buffers"))
+    quantize = kernels.quantize
+    chosen = () if isinstance(quantize, NoKernels) else ((quantize.tiles, "planes"), (quantize.buffer_tiles, "buffers"))
     for tiles, into in chosen:
         for size, written, tile in tiles:
             which = "+".join(name for name, one in zip(names, written, strict=True) if one)

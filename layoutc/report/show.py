@@ -32,7 +32,13 @@ def _head(facts: Description) -> Table:
     )
     rows.append(("takes", multiples or "any number of rows and columns"))
     reason = f"none, so the reference serves every device: {facts.no_kernels}"
-    rows.append(("kernels", reason if facts.no_kernels else "quantize, dequantize, lay out"))
+    lacking = dict(facts.lacking)
+    has = ", ".join(what for what in ("quantize", "dequantize", "lay out") if what not in lacking)
+    rows.append(("kernels", reason if facts.no_kernels else has))
+    if not facts.no_kernels:
+        rows += [
+            ("no kernel", f"to {what}, so the reference does on every device: {why}") for what, why in lacking.items()
+        ]
     rows += [("for", f"activations and gradients: {facts.not_weights}")] if facts.not_weights else []
     rows += [(f"{name} values", done) for name, done in facts.values]
     return Table(f"{facts.name}: {facts.summary}", (), tuple(rows))

@@ -11,7 +11,8 @@ import torch
 
 from layoutc.conformance.material import as_planes, expect_same, expect_same_all, generator, input_max
 from layoutc.conformance.model.codes import F32, Array, codes_of, pack, rounded
-from layoutc.conformance.model.weights import FLT_MAX, Planes, planes_of
+from layoutc.conformance.model.rules import FLT_MAX, from_stored
+from layoutc.conformance.model.weights import Planes, planes_of
 from layoutc.conformance.registry import TALLY, Failure, check
 from layoutc.conformance.subject import Subject
 from layoutc.ints.sizes import cdiv, up
@@ -58,7 +59,8 @@ def search_disagrees(fmt: Format, rounding: str, seed: int) -> tuple[float, int,
 
 def _formats(subject: Subject) -> set[tuple[Format, str]]:
     quantizations = [source.quantization for source in subject.layout.sources]
-    scales = {(q.scale, q.rounding) for q in quantizations if not q.scale.is_f32}
+    quantizations += [level.quantization for q in quantizations for level in q.levels.values()]
+    scales = {(q.scale, q.rounding) for q in quantizations if not (q.scale.is_f32 or q.scales)}
     return scales | {(q.element, q.element_rounding) for q in quantizations}
 
 
@@ -162,8 +164,8 @@ def _affine(subject: Subject, source: Source, anchor: float, amax: float) -> tup
     block = np.array([[anchor, -anchor]], F32)
     shared = np.array([amax], F32) if subject.facts.shares_amax else None
     names = subject.model.scales(source, block, float(FLT_MAX), shared)
-    zero = source.quantization.zero
-    offset = 0.0 if zero is None else codes_of(zero).decode(np.asarray(names["zero"]).reshape(-1)[0])
+    q = source.quantization
+    offset = 0.0 if q.zero is None else from_stored(q.zero, q.zeros, names["zero"]).reshape(-1)[0]
     multiplier = names["multiplier"] if "multiplier" in names else F32(1) / names["divisor"]
     return np.asarray(multiplier).reshape(-1)[0], offset
 
@@ -173,8 +175,9 @@ def _encode_with(subject: Subject, source: Source, probes: Array, anchor: float,
     bm, bk = q.block.m, q.block.k
     multiplier, zero = _affine(subject, source, anchor, amax)
     with np.errstate(all="ignore"):
-        of_values = q.definition.zero_is_value
-        x = probes / multiplier + F32(zero) if of_values else (probes - F32(zero)) / multiplier
+        by_meaning = {"value": F32(zero), "minimum": -F32(zero)}
+        added = by_meaning.get(q.definition.zero_is)
+        x = (probes - F32(zero)) / multiplier if added is None else probes / multiplier + added
     x = x[np.isfinite(x)]
     is_shared = source.scale.per_m is None
     reads_block = bm is not None or bk is not None or not subject.facts.shares_amax

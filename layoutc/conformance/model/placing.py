@@ -10,7 +10,7 @@ import numpy as np
 
 from layoutc.conformance.model.codes import Array, pack, unpack
 from layoutc.conformance.model.weights import Planes
-from layoutc.layout.layout import Buffer, Layout
+from layoutc.layout.layout import Buffer, Layout, Record
 from layoutc.spec.notation import Swizzle
 
 
@@ -64,7 +64,29 @@ def in_order(swizzle: Swizzle, entries: Array) -> Array:
 def buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
     """All buffers whose planes are given, and the amax."""
     made = {b.name: lay_out(b, planes, m, k) for b in layout.buffers if b.plane.name in planes}
+    made |= {one.name: in_records(one, planes, m, k) for one in layout.records if one.planes[0].name in planes}
     return made | ({"amax": planes["amax"]} if "amax" in planes else {})
+
+
+def in_records(record: Record, planes: Planes, m: int, k: int) -> Array:
+    """A buffer of records, bit by bit: where each bit of a record comes from, and then all records at once."""
+    rows, length = (m, k) if record.axis == "k" else (k, m)
+    bits_of: dict[str, Array] = {}
+    for plane in record.planes:
+        values = planes[plane.name]
+        if plane.bits < 8:
+            values = unpack(values, plane.bits, record.low_first)
+        values = values if record.axis == "k" else values.T
+        raw = np.ascontiguousarray(values).view(np.uint8).reshape(rows, length // record.size, -1, values.itemsize)
+        bits_of[plane.name] = np.unpackbits(raw, axis=-1, bitorder="little")  # (rows, records, entries, bits)
+    stream = [
+        bits_of[part.plane.name][:, :, part.start + entry, bit]
+        for bundle in record.bundles
+        for entry in range(bundle[0].stop - bundle[0].start)
+        for part in bundle
+        for bit in range(part.low, part.low + part.bits)
+    ]
+    return np.packbits(np.stack(stream, axis=-1), axis=-1, bitorder="little").reshape(rows, -1)
 
 
 def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str, Array]:
@@ -73,7 +95,7 @@ def swizzled_buffers(layout: Layout, planes: Planes, m: int, k: int) -> dict[str
 
     made, swizzle = buffers(layout, planes, m, k), layout.swizzle
     for buffer in layout.buffers if swizzle else ():
-        if buffer.name not in made or buffer.kind == "data":
+        if buffer.name not in made or buffer.kind not in ("scale", "zero"):
             continue
         assert swizzle is not None
         free = "m" if buffer.orientation == "rowwise" else "k"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from layoutc.conformance.model.codes import F32, Array
-from layoutc.conformance.model.weights import Model, spread
+from layoutc.conformance.model.rules import spread
+from layoutc.conformance.model.weights import Model
 from layoutc.layout.layout import Source
 
 
