@@ -27,6 +27,7 @@ mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
 mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
 mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen.
 mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
+nf4: NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.
 nvfp4_4over6: nvfp4 with two scales tried for each block, its amax at 6 or at 4, and the better one kept.
@@ -34,6 +35,8 @@ nvfp4_activation: E2M1 activations in blocks of 16 that a Hadamard matrix mixes 
 nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as compressed-tensors has them.
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
 nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
+q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256.
+q8_0: GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale.
 """
 
 from importlib import import_module as _import_module  # a recipe may have any name that begins with a letter
@@ -65,6 +68,7 @@ RECIPES = (
     "mxfp8_2d",
     "mxfp8_frozen",
     "mxint8",
+    "nf4",
     "nvfp4",
     "nvfp4_1d",
     "nvfp4_4over6",
@@ -72,6 +76,8 @@ RECIPES = (
     "nvfp4_compressed_tensors",
     "nvfp4_gradient",
     "nvfp4_modelopt",
+    "q4_k",
+    "q8_0",
 )
 
 
