@@ -63,7 +63,8 @@ def awkward(recipe: str) -> Sizes:
         return Sizes(
             10 if layout.multiple_k == 1 else 3 * layout.multiple_k, width, 3, 5 if smallest == 1 else smallest
         )
-    return Sizes(3 * block, width, 3, max(block // 2, smallest))
+    rows = 3 * block + -3 * block % layout.multiple_k  # which are columns of the experts
+    return Sizes(rows, width, 3, max(block // 2, smallest))
 
 
 class Part(nn.Module):

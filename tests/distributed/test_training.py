@@ -268,8 +268,10 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
 @pytest.mark.parametrize("recipe", [recipe for recipe in EVERY if recipe not in RECIPES])
 def test_every_other_recipe_trains_as_one_process(two: Ranks, recipe: str) -> None:
     """28, 38: with cuts inside blocks where it has blocks of several rows."""
-    unit = recipe_module(recipe).LAYOUT.block_rows
-    two.run(trains_as_one_process, recipe, False, True, (3 * unit, unit) if unit > 1 else (96, 64), None)
+    layout = recipe_module(recipe).LAYOUT
+    unit, least = layout.block_rows, layout.multiple_k  # rows of one layer are columns of the next
+    widths = (3 * unit, unit) if unit > 1 else (96, 64) if least <= 32 else (3 * least, 2 * least)
+    two.run(trains_as_one_process, recipe, False, True, widths, None)
 
 
 def refuses_other_dims(recipe: str, experts: bool) -> str:

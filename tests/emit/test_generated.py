@@ -98,7 +98,7 @@ def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_pa
     spec, _ = read.read_spec(text, str(path))
     assert spec
     name = spec.element.format
-    if spec.formats:
+    if name in spec.formats:
         renamed = re.sub(rf"\b{name}\b", "quagga", text)
     else:
         fmt = formats.BUILTIN[name]
@@ -106,6 +106,8 @@ def test_renaming_a_recipe_and_its_format_changes_names_alone(path: Path, tmp_pa
         numbers = f"sign: {fmt.sign}, exponent: {fmt.exponent}, mantissa: {fmt.mantissa}, bias: {fmt.bias}, {codes}"
         if fmt.integer:
             numbers = f"integer: {fmt.integer}, fraction: {fmt.fraction}, symmetric: {str(fmt.symmetric).lower()}"
+        if fmt.values:
+            numbers = f"values: {list(fmt.values)}"
         own = f"formats:\n  quagga: {{{numbers}}}\nelement: {{format: quagga"
         renamed = text.replace(f"element: {{format: {name}", own, 1)
     renamed = renamed.replace(f"name: {path.stem}", "name: okapi")

@@ -161,11 +161,11 @@ def placed_otherwise() -> dict[str, tuple[Plan, int, int, list[str]]]:
     multiple of the largest: of codes, one at a time."""
     seen, found = set(), {}
     for plan in (*PLANS.values(), six_bits()):
-        for m, k in ((160, 32), (32, 160), (160, 160)):
-            names = []
+        for m, least in ((160, 32), (32, 160), (160, 160)):
+            names, k = [], least + -least % plan.layout.multiple_k
             for buffer in plan.layout.buffers:
                 key = (buffer.chain(m, k), buffer.m_dim is None, buffer.kind, plan.layout.swizzle)
-                if key not in seen and (buffer.kind != "data" or min(m, k) == 32):
+                if key not in seen and (buffer.kind != "data" or min(m, least) == 32):
                     seen.add(key)
                     names.append(buffer.name)
             if names:

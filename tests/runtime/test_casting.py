@@ -30,8 +30,9 @@ def module_of(recipe: str) -> Any:
 
 
 def values_for(recipe: str, seed: int = 0) -> Tensor:
-    """(256, 128) in fp32."""
-    return torch.randn(256, 128, generator=torch.Generator().manual_seed(seed))
+    """(256, 128) in fp32, or wider where the recipe takes no such weight."""
+    width = max(128, module_of(recipe).LAYOUT.multiple_k)
+    return torch.randn(256, width, generator=torch.Generator().manual_seed(seed))
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ class Shards:
 def test_shards_send_what_shards_of_the_quantized_weight_send(recipe: str, which: Any) -> None:
     """Byte for byte, for each pass, each recipe; and the post hook gives the quantized weight."""
     module, x = module_of(recipe), values_for(recipe)
-    model = nn.Linear(128, 256, bias=False)
+    model = nn.Linear(x.shape[1], 256, bias=False)
     model.weight.data.copy_(x)
     layoutc.cast_on_gather_(model, module)
     layoutc.precompute_amaxes(model)
@@ -84,9 +85,9 @@ def test_products_use_the_quantized_weight_and_gradients_reach_the_values(recipe
     module, values = module_of(recipe), values_for(recipe).to(dtype)
     weight = nn.Parameter(module.CastTensor(values))
     expected = nn.Parameter(module.quantize(values))
-    x = torch.randn(4, 128, dtype=dtype, requires_grad=True)
+    x = torch.randn(4, values.shape[1], dtype=dtype, requires_grad=True)
     again = x.detach().clone().requires_grad_()
-    for function in (F.linear, lambda x, w: x @ w.t(), lambda x, w: (w @ x.t()).t() @ w.view(256, 128)):
+    for function in (F.linear, lambda x, w: x @ w.t(), lambda x, w: (w @ x.t()).t() @ w.view(256, -1)):
         for one, other in ((x, weight), (again, expected)):
             one.grad = other.grad = None
             function(one, other).square().sum().backward()

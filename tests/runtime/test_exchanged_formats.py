@@ -154,11 +154,11 @@ def test_nf4_of_bitsandbytes(shape: tuple[int, int]) -> None:
     """Without double quantization: blocks of 64 elements of a row, whose rows are whole blocks."""
     functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
     x = weights(*shape, 7)
-    made = planes("nf4", x)
+    made = planes("nf4_plain", x)
     packed, state = functional.quantize_4bit(torch.from_numpy(x), blocksize=64, quant_type="nf4")
     assert np.array_equal(made["rowwise_data"].ravel(), packed.numpy().ravel())
     assert np.array_equal(made["rowwise_scale"].ravel(), state.absmax.numpy())
-    values = reference("nf4").dequantize_reference({k: torch.from_numpy(v) for k, v in made.items()}, *shape)
+    values = reference("nf4_plain").dequantize_reference({k: torch.from_numpy(v) for k, v in made.items()}, *shape)
     assert torch.equal(values, functional.dequantize_4bit(packed, state))
 
 

@@ -40,10 +40,11 @@ def test_converting_a_model_changes_no_byte_of_its_weights(recipe: str, how: str
     """It changes what they dequantize to: nothing is dequantized, and no master is made anew."""
     dtype, convert = CONVERSIONS[how]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128))
+    size = max(128, module(recipe).LAYOUT.multiple_k)
+    model = nn.Sequential(nn.Linear(size, 128))
     layoutc.quantize_(model, recipe)
     optimizer, param = layoutc.MasterWeights(torch.optim.AdamW, model.parameters()), model[0].weight
-    model(weight(16, 128)).square().mean().backward()
+    model(weight(16, size)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     planes, master, before = dict(param.planes()), optimizer.state[param]["master"].clone(), snapshot(param)
@@ -58,7 +59,7 @@ def test_converting_a_model_changes_no_byte_of_its_weights(recipe: str, how: str
     assert all(param.planes()[name] is plane for name, plane in planes.items())
     assert same_tensors(param.planes(), before)
     assert torch.equal(param.dequantize(), exact.to(dtype))
-    assert model(weight(4, 128).to(dtype)).dtype == dtype
+    assert model(weight(4, size).to(dtype)).dtype == dtype
     optimizer._refresh_masters()
     assert torch.equal(optimizer.state[param]["master"], master)
     model.to(torch.float32)
@@ -69,8 +70,9 @@ def test_converting_a_model_changes_no_byte_of_its_weights(recipe: str, how: str
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_converting_by_data_changes_no_byte(recipe: str) -> None:
     """As accelerate does for mixed precision: values that a weight has already say only what it dequantizes to."""
-    param = nn.Parameter(make(recipe, 128, 128))
-    before, other = snapshot(param), make(recipe, 128, 128, seed=5)
+    size = max(128, module(recipe).LAYOUT.multiple_k)
+    param = nn.Parameter(make(recipe, 128, size))
+    before, other = snapshot(param), make(recipe, 128, size, seed=5)
     for dtype in (torch.bfloat16, torch.float32):
         param.data = param.data.to(dtype)
         assert param.dtype == dtype

@@ -60,6 +60,32 @@ SCALES: list[dict[str, Any]] = [
     *({"format": "e8m0", "rule": "scale-first", "round": rounding} for rounding in ROUNDING),
     {"format": "ue5m3", "rule": "scale-first", "multiply": True},
 ]
+# Scales under scales; blocks of super-blocks are drawn with those of orientations.
+LEVELS: list[dict[str, Any]] = [
+    {"format": "int8", "rule": "scale-first", "super": {"format": "f32", "rule": "scale-first"}},
+    {"format": "e4m3", "rule": "scale-first", "multiply": True, "super": {"format": "bf16", "rule": "scale-first"}},
+    {
+        "format": "dynamic8",
+        "rule": "scale-first",
+        "unrounded": True,
+        "super": {"format": "f32", "rule": "scale-first", "of-max": True, "multiply": True, "offset": "mean"},
+    },
+    {
+        "format": "u6",
+        "rule": "scale-and-minimum",
+        "zero": "u6",
+        "super": {"format": "f16", "rule": "scale-first", "of-max": True},
+    },
+    {"format": "micro", "rule": "shared-exponent", "super": {"format": "e8m0", "rule": "shared-exponent"}},
+    {"format": "i4", "rule": "min-max", "zero": "int8", "super": {"format": "f16", "rule": "scale-first"}},
+    {
+        "format": "int8",
+        "rule": "scale-and-bias",
+        "zero": "bf16",
+        "super": {"format": "f16", "rule": "scale-first", "offset": "mean"},
+    },
+    {"format": "e8m0", "rule": "power-of-two", "super": {"format": "f32", "rule": "amax-over-max", "nan-scale": True}},
+]
 TWO_LEVEL = {scale["rule"] for scale in SCALES if RULES[scale["rule"]].needs_tensor_amax}
 OWN: dict[str, dict[str, Any]] = {
     "ue5m3": {"sign": 0, "exponent": 5, "mantissa": 3, "bias": 15, "nan": [0xFF]},
@@ -72,6 +98,8 @@ OWN: dict[str, dict[str, Any]] = {
     "normal4": {"values": [-1, -0.7, -0.53, -0.4, -0.3, -0.2, -0.1, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1]},
     "i2_of_3": {"values": [0, 1, -1]},
     "c5": {"values": [0, 0.1, 9, "nan", -4, 3, -0.3, 1, 2, -1, -2, 5, -7, 0.6, -0.6, 1.5, 2.5], "ties": "even"},
+    "u6": {"integer": 6, "offset": 0},
+    "micro": {"sign": 0, "exponent": 1, "mantissa": 0, "bias": 1, "subnormals": False},
     "i4_offset": {"integer": 4, "offset": 8},
     "i5_odd_offset": {"integer": 5, "offset": 13},
     "i8_offset": {"integer": 8, "offset": 128, "symmetric": True},
@@ -82,7 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "i8_64ths": {"integer": 8, "fraction": 6, "symmetric": True},
 }
 ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", "e4m3fnuz", "e5m2fnuz"]
-ELEMENTS += [name for name in OWN if not name.startswith(("ue", "e8"))]
+ELEMENTS += [name for name in OWN if not name.startswith(("ue", "e8", "micro"))]
 INTEGERS = [name for name in ELEMENTS if "integer" in OWN.get(name, {})]
 BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset")
 SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
@@ -136,13 +164,42 @@ def orientations(draw: st.DrawFn, swizzled: bool, zeros: bool = False) -> dict[s
     return {"block": block, "data": data, "scale": scale} | zero | turned
 
 
+def levelled(draw: st.DrawFn, scale: dict[str, Any], block: dict[str, Any]) -> dict[str, Any]:
+    """A scale with a super-block of a few blocks."""
+    if "super" not in scale:
+        return scale
+    covers = {
+        axis: size if size == "all" else size * draw(st.sampled_from([1, 2, 4, 8])) for axis, size in block.items()
+    }
+    if covers["k"] != "all" and draw(st.integers(0, 5)) == 0:
+        covers["k"] = "all"
+    return scale | {"super": scale["super"] | {"block": covers}}
+
+
+def recorded(draw: st.DrawFn, spec: dict[str, Any], orientation: dict[str, Any]) -> None:
+    """Gives the rowwise orientation records of some blocks, with the parts in any order; shapes are multiples."""
+    scale, block = spec["scale"], orientation["block"]
+    covers = scale.get("super", {}).get("block", block)
+    if block["m"] != 1 or covers["m"] != 1 or "all" in (block["k"], covers["k"]):
+        return
+    size = covers["k"] * draw(st.sampled_from([1, 2, 8]))
+    parts = ["scale"] + (["zero"] if "zero" in scale else []) + (["super"] if "super" in scale else [])
+    parts += ["offset"] if "offset" in scale.get("super", {}) else []
+    parts += ["super_zero"] if "super" in scale and scale.get("zero") not in (None, "bf16", "f16") else []
+    half = size // 2
+    data = "data" if size % 2 or draw(st.booleans()) else f"data 0:{half} | data {half}:{size}"
+    orientation["record"] = {"size": size, "fields": draw(st.permutations([*parts, data]))}
+    spec["shape"] = {"m": spec.get("shape", {}).get("m", 1), "k": size * draw(st.sampled_from([1, 32]))}
+
+
 @st.composite
 def texts(draw: st.DrawFn) -> str:
     """A spec as YAML. Most are sound; what does not go together is drawn as well."""
-    scale = draw(st.sampled_from(SCALES))
+    scale = draw(st.sampled_from(LEVELS if draw(st.integers(0, 3)) == 0 else SCALES))
     element = draw(elements("zero" in scale))
     swizzled = draw(st.integers(0, 4)) == 0
     rowwise = draw(orientations(swizzled, "zero" in scale))
+    scale = levelled(draw, scale, rowwise["block"])
     spec: dict[str, Any] = {
         "layoutc": 1,
         "name": "made_up",
@@ -157,6 +214,8 @@ def texts(draw: st.DrawFn) -> str:
         columnwise = draw(orientations(swizzled, "zero" in scale))
         if draw(st.booleans()):
             columnwise |= {key: rowwise[key] for key in ("block", "scale")}
+        elif "super" in scale:
+            columnwise["quantize"] = {"scale": levelled(draw, scale, columnwise["block"])}
         if draw(st.integers(0, 4)) == 0:
             columnwise["quantize"] = {"element": draw(elements())}
             if draw(st.booleans()):
@@ -164,8 +223,11 @@ def texts(draw: st.DrawFn) -> str:
         spec["orientations"]["columnwise"] = columnwise
     if draw(st.integers(0, 3)):
         spec["shape"] = {axis: draw(st.sampled_from([2, 4, 8, 32, 128])) for axis in "mk"}
+    if draw(st.integers(0, 3)) == 0:
+        recorded(draw, spec, rowwise)
     both = [spec, spec["orientations"].get("columnwise", {}).get("quantize", {})]
     used = {part[key]["format"] for part in both for key in ("element", "scale") if key in part}
+    used |= {part["scale"]["super"]["format"] for part in both if "super" in part.get("scale", {})}
     used |= {part["scale"]["zero"] for part in both if "zero" in part.get("scale", {})}
     if used & OWN.keys():
         spec["formats"] = {name: OWN[name] for name in OWN if name in used}
