@@ -116,7 +116,7 @@ def check(chosen: list[str]) -> int:
                                     where = (value != found[plane].cpu()).nonzero()[:2].tolist()
                                     pair = [(value[tuple(i)].item(), found[plane][tuple(i)].item()) for i in where]
                                     print("DIFFERS", which, name, shape, kind, dtype, orientations, plane, where, pair)
-                        planes = {**expected, "amax": amax} if amax is not None else expected
+                        planes = {**expected, "amax": layout.stored_amax(amax)} if amax is not None else expected
                         moved = {n: p.cuda() for n, p in planes.items()}
                         planes = planes if m * k < 100_000 else moved
                         if not layout.history:
