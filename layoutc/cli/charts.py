@@ -17,13 +17,12 @@ chart_option = click.option(
     "--chart",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    callback=lambda ctx, param, value: _checked(value),
     help="Draw to a .png, .svg or .pdf.",
 )
 
 
-def _checked(path: Path | None) -> Path | None:
-    """Before any work."""
+def check_chart(path: Path | None) -> None:
+    """Before any work: refuses what can't be drawn to."""
     from layoutc.charts import style
 
     if path is not None:
@@ -31,7 +30,6 @@ def _checked(path: Path | None) -> Path | None:
             style.check(path)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-    return path
 
 
 def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from layoutc.build.lookup import completed
-from layoutc.cli.charts import chart_option, draw_again, draw_chart, written
+from layoutc.cli.charts import chart_option, check_chart, draw_again, draw_chart, written
 from layoutc.cli.shared import refuse, shape_of
 
 Shape = tuple[int, int]
@@ -47,6 +47,7 @@ def bench(
     layoutc bench --json > bench.json         for a machine
     layoutc bench bench.json --chart bench.svg   drawn again, elsewhere
     """
+    check_chart(chart)
     from layoutc.charts import measured
 
     if len(recipes) == 1 and (before := written(recipes[0])) is not None:
@@ -92,6 +93,7 @@ def demo(
     layoutc demo --json > demo.json           losses of all steps, bytes
     layoutc demo demo.json --chart demo.svg   drawn again, elsewhere
     """
+    check_chart(chart)
     from layoutc.charts import measured
 
     if result is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layoutc.build.lookup import Command, completed, spec_of, specs_option
-from layoutc.cli.charts import chart_option, draw_chart
+from layoutc.cli.charts import chart_option, check_chart, draw_chart
 from layoutc.cli.progress import tracked
 from layoutc.cli.shared import MOST_RANKS, WORLDS, words_of, worlds_of
 
@@ -131,6 +131,7 @@ def plan(
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv both write to stdout; give one of them")
+    check_chart(chart)
     from layoutc.report import tables
     from layoutc.report.budgets import charts, figures
 

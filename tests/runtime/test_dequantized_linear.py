@@ -160,9 +160,8 @@ class Launched:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> tuple[reading.Reading, dict[str, Tensor], Launched]:
-    """A kept launch of two planes on the CPU, whose device has no number."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+def kept() -> tuple[reading.Reading, dict[str, Tensor], Launched]:
+    """A kept launch of two planes, on the CPU as under Triton's interpreter."""
     planes = {"data": torch.zeros(64, dtype=torch.uint8), "scale": torch.zeros(4)}
     launched = Launched()
     bound: Any = launched
@@ -183,7 +182,7 @@ def test_a_kept_launch_follows_memory_that_is_freed_and_allocated_anew(kept: Any
     assert again(planes)[0, 0] == 2 == launched.calls
 
 
-def test_a_kept_launch_is_for_planes_as_kernels_read_them(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_launch_is_for_planes_as_kernels_read_them(kept: Any) -> None:
     again, planes, launched = kept
     again({**planes, "data": planes["data"].clone()})
     assert launched.calls == 1
@@ -191,8 +190,34 @@ def test_a_kept_launch_is_for_planes_as_kernels_read_them(kept: Any, monkeypatch
     assert again({**planes, "data": torch.zeros(68, dtype=torch.uint8)[1:65]}) is None
     assert again({**planes, "data": torch.zeros(128, dtype=torch.uint8)[::2]}) is None
     assert again({**planes, "data": planes["data"].to("meta")}) is None
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert again(planes) is None
+    assert launched.calls == 1
+
+
+class OnCard:
+    """A plane on a card that is not there."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return 64
+
+
+def test_a_kept_launch_is_for_the_current_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, planes = Launched(), {"data": OnCard(1)}
+    held: Any = planes
+    bound: Any = launched
+    monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(2, 2))
+    again = reading.Reading(bound, held, (2, 2), torch.float32)
+    current = 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert again(held) is not None
+    current = 0
+    assert again(held) is None
+    assert again({"data": OnCard(0)}) is None  # type: ignore[dict-item]
     assert launched.calls == 1
 
 

@@ -288,6 +288,21 @@ def test_what_is_recorded_inside_is_computed_in_backward() -> None:
     assert torch.equal(x.grad, expected)
 
 
+def test_transforms_are_seen_inside_of_them_alone() -> None:
+    inside: list[object] = []
+
+    def function(x: Tensor) -> Tensor:
+        inside.append(private.transform())
+        return x.sum()
+
+    assert private.transform() is None
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2, 2))
+    assert private.transform() is None
+    assert len(inside) == 2
+    assert None not in inside
+
+
 def test_each_name_has_a_test() -> None:
     """By its name, in the text of a test."""
     text = Path(__file__).read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ class Reading:
             if address == 0 or address & 3:
                 return None
             found.append(plane)
-        if torch.cuda.current_device() != index:
+        if index is not None and torch.cuda.current_device() != index:
             return None
         out = torch.empty(self.shape, dtype=self._dtype, device=self._device)
         self._bound(out, *found)

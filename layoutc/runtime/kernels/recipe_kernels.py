@@ -49,8 +49,7 @@ class Kernels:
     padding: tuple[buffers.Padding, buffers.Padding] = ((), ())  # of m and k, over all buffers
     batched: bool = True  # False: a launch quantizes one matrix
     takes_input_max: bool = False  # True: scales depend on the largest value of x's dtype
-    # Sources whose blocks are whole rows -> rows of a block.
-    row_blocks: Mapping[str, int] = field(default_factory=dict)
+    row_blocks: Mapping[str, int] = field(default_factory=dict)  # sources with blocks of whole rows -> their rows
     row_ranges: tuple[str, ...] = ()  # those of them whose scales depend on the lowest and highest value
     gemm_scale: Callable[..., Tensor] | None = None  # reorders scales for the GEMM, if a plane needs it
     _prepared: launch.Launches[PreparedLaunch] = field(default_factory=launch.Launches, init=False)
@@ -94,9 +93,8 @@ class Kernels:
         """
         m, k = x.shape
         amax = self._shared_amax(x, amax)
-        shared = {}
-        if amax is not None and "amax" in self.layout.as_stored:
-            shared = {"amax": self.layout.stored_amax(amax.to(torch.float32))}
+        kept = {"amax": amax} if amax is not None and "amax" in self.layout.as_stored else {}
+        shared = {name: self.layout.stored_amax(one.to(torch.float32)) for name, one in kept.items()}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
             planes = self.quantize(x, amax, orientations, None, seed)
             return self.lay_out(planes | shared, m, k, orientations, swizzled)
