@@ -58,6 +58,13 @@ def shapes(recipe: str, world: int) -> list[Shape]:
     ]
 
 
+def past_a_block(recipe: str, blocks: int = 1) -> int:
+    """Rows that end soon after so many blocks, as many as the recipe takes."""
+    layout = recipe_module(recipe).LAYOUT
+    rows = blocks * layout.block_rows + layout.multiple_m
+    return rows + -rows % layout.multiple_m
+
+
 class Weights(nn.Module):
     """One module with a weight of each shape."""
 
@@ -155,10 +162,10 @@ def on_other_dims(recipe: str) -> None:
     """Columns, of rows that do not end with a block either, and rows of each expert; two replicas, of recipes that
     differ in their cuts."""
     layout, world = recipe_module(recipe).LAYOUT, 4
-    mesh, rows = mesh_of(world), layout.block_rows + layout.multiple_m
+    mesh, rows = mesh_of(world), past_a_block(recipe)
     if not layout.shared_along_rows - layout.shared and layout.amax_columns is None:
         are_whole(recipe, world, [(rows, world * layout.column_multiple)], Shard(1), mesh)
-        experts = (3, world * layout.block_rows, layout.column_multiple)
+        experts = (3, world * lcm(layout.block_rows, layout.multiple_m), layout.column_multiple)
         are_whole(recipe, world, [experts], Shard(1), mesh)
     if recipe in (*RECIPES, *ODD):
         copies = mesh_of(2, 2, names=("replicate", "shard"))
@@ -175,7 +182,7 @@ def exports(recipe: str, where: str) -> None:
     """A head of one row and one expert, whose rows all lie on the first rank, and one that cuts go through."""
     layout = recipe_module(recipe).LAYOUT
     k = layout.column_multiple
-    given = [(layout.multiple_m, k), (1, 3 * layout.multiple_m, k), (2 * layout.block_rows + layout.multiple_m, k)]
+    given = [(layout.multiple_m, k), (1, 3 * layout.multiple_m, k), (past_a_block(recipe, 2), k)]
     model = Weights(recipe, given, 0)
     fully_shard(model, mesh=mesh_of(4))
     export_safetensors(model, Path(where) / "out")

@@ -70,7 +70,7 @@ def compare(name: str, x: torch.Tensor, orientations: tuple[str, ...]) -> None:
     assert made.keys() == expected.keys()
     for plane, stored in expected.items():
         assert torch.equal(bits(stored), bits(made[plane])), plane
-    planes = expected if amax is None else {**expected, "amax": amax}
+    planes = expected if amax is None else {**expected, "amax": layout.stored_amax(amax)}
     if not layout.history:
         laid_out, moved = (part.lay_out(planes, m, k, orientations) for part in (reference(name), kernels(name)))
         buffers = recipe(name).quantize_buffers(x, amax=amax, orientations=orientations, **seed)
