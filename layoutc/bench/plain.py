@@ -68,6 +68,8 @@ def element_of(decode: Callable[[Tensor], Tensor], bits: int, largest: float | N
     for dtype in FLOATS if bits == 8 else ():
         if torch.equal(values.nan_to_num(), torch.arange(256, dtype=torch.uint8).view(dtype).float().nan_to_num()):
             return Element(bits, largest or torch.finfo(dtype).max, dtype)
+    if float(values[0]) != 0:
+        raise NoPlain("the code 0 of its elements is not their 0")
     positive = values[: 1 << (bits - 1)]
     first = float(positive[1])
     steps = positive / first
@@ -121,6 +123,8 @@ def source_of(layout: Layout, reference: ModuleType, name: str) -> Source:
     if parameters == ("lowest", "highest") and stored == torch.float32:
         return Source(block, element, "min-max")
     if parameters == ("amax", "tensor_amax"):
+        if float(of("decode_scale")(scales(torch.zeros(1), torch.ones(1))[0])) != 0:
+            raise NoPlain("blocks of zeros have a scale of their own")
         decoded = of("decode_scale")(torch.arange(256, dtype=torch.uint8))
         if torch.equal(decoded.nan_to_num(), torch.arange(256, dtype=torch.uint8).view(FLOATS[0]).float().nan_to_num()):
             return Source(block, element, "two-level", torch.finfo(FLOATS[0]).max)

@@ -19,7 +19,19 @@ from layoutc.runtime import numerics
 from layoutc.runtime.train.convert import recipe_class
 
 RECIPES = tuple(importlib.import_module("layoutc.recipes").RECIPES)
-NONE = {"nvfp4_4over6": "several scales", "nvfp4_activation": "transforms", "nvfp4_gradient": "random bits"}
+OF_CODES, OF_ZEROS, OF_SCALES = (
+    "code 0 of its elements",
+    "blocks of zeros have a scale",
+    "no plain version of its scale",
+)
+NONE = {
+    "nvfp4_4over6": "several scales",
+    "nvfp4_activation": "transforms",
+    "nvfp4_gradient": "random bits",
+    **dict.fromkeys(("int4_packed128", "int4_packed128_zeros", "int4_packed32", "nf4"), OF_CODES),
+    **dict.fromkeys(("nvfp4_compressed_tensors", "nvfp4_modelopt"), OF_ZEROS),
+    **dict.fromkeys(("awq", "fp8_channel_bf16", "gptq", "q4_k", "q8_0"), OF_SCALES),
+}
 SHAPE = (256, 256)
 CPU = torch.device("cpu")
 

@@ -35,7 +35,8 @@ pytestmark = [
 ]
 
 NAMES = sorted(path.parent.name for path in Path(layoutc.recipes.__file__).parent.glob("*/kernels.py"))
-SINGLE = ["fp8_rowwise", "int8_rowwise", "nvfp4_gradient"]  # a pass over rows comes first; a seed for each matrix
+# A pass over rows comes first; a seed for each matrix.
+SINGLE = ["fp8_channel_bf16", "fp8_rowwise", "int8_rowwise", "nvfp4_gradient"]
 GROUPED = [name for name in NAMES if name not in SINGLE]
 USABLE = launch.usable
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
