@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import Evil, save, trained
+from checkpoint_cases import Evil, columns, save, trained
 from torch import nn
 from torch.distributed.checkpoint import metadata as dcp
 from weight_recipes import WEIGHTS
@@ -71,8 +71,9 @@ def in_pieces(folder: Path, pieces: list[Any], change: Callable[[dcp.Metadata], 
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_a_weight_in_each_recipe(saved: Any, recipe: str) -> None:
     weight = saved.model.get_submodule(recipe).weight.detach()
+    shape, elements = (128, columns(recipe)), 128 * columns(recipe)
     found, layout = entry(saved.facts, f"model.{recipe}.weight"), weight.LAYOUT
-    assert (found.kind, found.shape, found.dtype, found.pieces, found.plain) == (recipe, (128, 128), "float32", 1, 0)
+    assert (found.kind, found.shape, found.dtype, found.pieces, found.plain) == (recipe, shape, "float32", 1, 0)
     (one,) = found.layouts
     assert (one.recipe, one.layout_id, one.language) == (layout.name, layout.layout_id, layout.language)
     assert (one.spec_sha256, one.installed, one.difference, one.pieces) == (layout.spec_sha256, True, None, 1)
@@ -80,10 +81,10 @@ def test_a_weight_in_each_recipe(saved: Any, recipe: str) -> None:
     assert found.orientations == weight._orientations
     held = sum(plane.nbytes for plane in weight._planes.values())
     assert held < found.stored_bytes < held + 4096
-    assert found.bytes_per_element == found.stored_bytes / 128**2
-    assert found.bf16_bytes == 2 * 128**2
+    assert found.bytes_per_element == found.stored_bytes / elements
+    assert found.bf16_bytes == 2 * elements
     master = entry(saved.facts, f"optim.state.{recipe}.weight.master")
-    assert (master.kind, master.layouts, master.bf16_bytes) == ("float32", (), 2 * 128**2)
+    assert (master.kind, master.layouts, master.bf16_bytes) == ("float32", (), 2 * elements)
 
 
 def test_every_entry_is_there_in_order(saved: Any) -> None:
@@ -110,7 +111,7 @@ def test_totals(saved: Any) -> None:
     assert sum(one.entries for one in facts.totals) == len(facts.entries)
     assert sum(one.bf16_bytes for one in facts.totals) == facts.bf16_bytes
     assert sum(one.stored_bytes for one in facts.totals) < facts.bytes_on_disk
-    assert all(one.elements == 128**2 for one in facts.totals if one.kind in WEIGHTS)
+    assert all(one.elements == 128 * columns(one.kind) for one in facts.totals if one.kind in WEIGHTS)
 
 
 def test_thorough_is_the_same_where_all_pieces_are(saved: Any) -> None:
@@ -273,7 +274,8 @@ def test_safetensors_of_every_recipe(saved: Any, tmp_path: Path) -> None:
     assert {one.name for one in facts.entries} == set(saved.model.state_dict())
     for recipe in WEIGHTS:
         ours, theirs = entry(facts, f"{recipe}.weight"), entry(saved.facts, f"model.{recipe}.weight")
-        assert (ours.kind, ours.shape, ours.dtype, ours.layouts) == (recipe, (128, 128), "float32", theirs.layouts)
+        shape = 128, columns(recipe)
+        assert (ours.kind, ours.shape, ours.dtype, ours.layouts) == (recipe, shape, "float32", theirs.layouts)
         assert (ours.orientations, set(ours.planes)) == (theirs.orientations, set(theirs.planes))
         planes = saved.model.get_submodule(recipe).weight.detach()._planes
         assert ours.stored_bytes == sum(plane.nbytes for plane in planes.values())

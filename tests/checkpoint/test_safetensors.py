@@ -26,6 +26,7 @@ from layoutc.checkpoint.safetensors import writing
 from layoutc.checkpoint.safetensors.files import read_folder, read_header
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Plane
+from layoutc.runtime.train.convert import recipe_class
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BF16 = torch.bfloat16
@@ -81,7 +82,8 @@ def state(model: nn.Module) -> list[bytes]:
 
 @pytest.mark.parametrize("recipe", WEIGHTS)
 def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, tmp_path: Path) -> None:
-    model = tied(recipe)
+    width = max(128, recipe_class(recipe).LAYOUT.multiple_k)
+    model = tied(recipe, 128, width)
     values = plain_values(model)
     assert load_safetensors(model, write(tmp_path / "hf", values)) == (("steps",), ())
     assert model.head.weight is model.embed.weight
@@ -99,10 +101,10 @@ def test_every_recipe_loads_plain_values_and_comes_back_as_it_was(recipe: str, t
         for name in ("embed.weight", "layer.weight")
         for plane, tensor in oracle(recipe, values[name]).items()
     )
-    other = tied(recipe)
+    other = tied(recipe, 128, width)
     assert load_safetensors(other, tmp_path / "quantized") == ((), ())
     assert state(other) == state(model)
-    plain = tied(None)
+    plain = tied(None, 128, width)
     load_safetensors(plain, tmp_path / "quantized", convert=True)
     export_safetensors(model, tmp_path / "plain", dtype=BF16)
     for name, value in load_file(tmp_path / "plain" / "model.safetensors").items():

@@ -43,17 +43,30 @@ def test_the_suite_knows_no_recipe_no_format_and_no_rule() -> None:
         assert len(text.splitlines()) <= 400, path.name
 
 
-@pytest.mark.parametrize("module", ["codes", "hadamard", "philox", "weights", "placing"])
+@pytest.mark.parametrize("module", ["codes", "hadamard", "philox", "rules", "weights", "placing"])
 def test_the_independent_model_shares_no_arithmetic(module: str) -> None:
     """It imports the types of the layout and of formats, and nothing of the runtime or the generated code."""
     text = (ROOT / "layoutc" / "conformance" / "model" / f"{module}.py").read_text(encoding="utf-8")
     imported = set(re.findall(r"^from (layoutc[\w.]*) import", text, flags=re.M))
-    assert imported <= {f"layoutc.conformance.model.{name}" for name in ("codes", "hadamard", "philox", "weights")} | {
+    assert imported <= {
+        f"layoutc.conformance.model.{name}" for name in ("codes", "hadamard", "philox", "rules", "weights")
+    } | {
         "layoutc.spec.formats",
         "layoutc.spec.notation",
         "layoutc.layout.layout",
     }
     assert "torch" not in re.findall(r"^(?:import|from) (\w+)", text, flags=re.M)
     for line_ in re.findall(r"^from layoutc\.(?:spec\.\w+|layout\.layout) import (.*)", text, flags=re.M):
-        types = {"Format", "Layout", "Plane", "Quantization", "Source", "Buffer", "Swizzle", "Transform"}
+        types = {
+            "Format",
+            "Layout",
+            "Plane",
+            "Level",
+            "Quantization",
+            "Source",
+            "Buffer",
+            "Record",
+            "Swizzle",
+            "Transform",
+        }
         assert set(line_.split(", ")) <= types

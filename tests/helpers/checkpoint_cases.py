@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from weight_recipes import WEIGHTS
 
 import layoutc
+from layoutc.ints.sizes import up
+from layoutc.runtime.train.convert import recipe_class
 
 
 class Evil:
@@ -34,10 +36,15 @@ def save(state: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+def columns(name: str) -> int:
+    """Of a recipe's weight: 128, or the fewest that it takes."""
+    return up(128, recipe_class(name).LAYOUT.multiple_k)
+
+
 def trained() -> tuple[nn.Module, dict[str, Any]]:
     """A model with a weight in each recipe, after a step of AdamW on masters, and all its state."""
     torch.manual_seed(0)
-    layers = {name: nn.Linear(128, 128, bias=name == WEIGHTS[0]) for name in WEIGHTS}
+    layers = {name: nn.Linear(columns(name), 128, bias=name == WEIGHTS[0]) for name in WEIGHTS}
     model = nn.Sequential()
     for name, layer in layers.items():
         layoutc.quantize_(layer, name)
