@@ -22,7 +22,7 @@ from layoutc.conformance.runner import run_checks
 from layoutc.conformance.subject import BadSpec, compile_subject
 from layoutc.spec.rules import RULES
 
-COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "5"))
+COUNT = int(os.environ.get("LAYOUTC_RANDOM_SPECS", "3"))
 SIZES = [1, 1, 2, 3, 4, 5, 8, 16, 32, 128, "all"]
 ROUNDING = ("nearest", "up", "down")
 torch.set_num_threads(1)
