@@ -192,6 +192,8 @@ def test_gradients_have_memory_during_a_step_alone() -> None:
         give_gradients(model, number)
         optimizer.step()
         states.append([id(optimizer.state[param]) for param in model.parameters()])
+        assert len(optimizer._gradients._entries) == 8, "converted one by one"
+        assert all(view.untyped_storage().nbytes() == 0 for view in optimizer._gradients._views)
     assert seen == [[torch.float32] * 8] * 3
     assert states[0] == states[1] == states[2]
     assert all(master.grad is None for master in optimizer._masters.values())
@@ -202,8 +204,7 @@ def test_room_for_gradients_is_cut_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(steps, "_CHUNK", 64)
     gradients, shapes = steps.Gradients(), [(3, 7), (5,), (8, 8), (2, 2), (100, 3)]
     masters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    monkeypatch.setattr(steps, "DTensor", lambda view, spec, requires_grad: view)
-    entries: Any = [mock.Mock(master=mock.Mock(_spec=None)) for _ in masters]
+    entries: Any = [mock.Mock(master=master) for master in masters]
     gradients._prepare(entries, [torch.zeros(shape) for shape in shapes])
     assert [tuple(view.shape) for view in gradients._views] == shapes
     assert all(view.data_ptr() % 16 == 0 for view in gradients._views)

@@ -87,7 +87,7 @@ class Gradients:
     def __init__(self) -> None:
         self._entries: list[Entry] = []  # those whose gradients are copied into `_views`
         self._views: list[Tensor] = []
-        self._wrapped: list[DTensor] = []
+        self._shown: list[Tensor] = []  # the views as gradients of masters: DTensors where those are
         self._storages: list[tuple[Any, int]] = []  # of the views, with the bytes that they have during a step
 
     def give(self, entries: Iterable[Entry]) -> None:
@@ -100,9 +100,9 @@ class Gradients:
             grad: Any = entry.param.grad
             if grad is None or grad.dtype == torch.float32:
                 entry.master.grad = grad
-            elif isinstance(grad, DTensor) and _is_cut_as_master(grad, entry):
+            elif _is_cut_as_master(grad, entry):
                 narrow.append(entry)
-                values.append(grad._local_tensor)
+                values.append(local_of(grad))
             else:
                 entry.master.grad = grad.to(torch.float32)
         if not narrow:
@@ -112,7 +112,7 @@ class Gradients:
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
         foreach_copy_(self._views, values)
-        for entry, gradient in zip(narrow, self._wrapped, strict=True):
+        for entry, gradient in zip(narrow, self._shown, strict=True):
             entry.master.grad = gradient
 
     def take(self, entries: Iterable[Entry]) -> None:
@@ -140,21 +140,28 @@ class Gradients:
             for index, piece in zip(members, torch.split_with_sizes(flat, sizes), strict=True):
                 views[index] = piece[: values[index].numel()].view(values[index].shape)
         self._entries, self._views = entries, [views[index] for index in range(len(values))]
-        self._wrapped = []
-        for entry, view in zip(entries, self._views, strict=True):
-            master: Any = entry.master
-            self._wrapped.append(DTensor(view, master._spec, requires_grad=False))  # type: ignore[no-untyped-call]
+        self._shown = [_as_of(entry.master, view) for entry, view in zip(entries, self._views, strict=True)]
 
 
 def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
-    """True if a gradient's shard is a plain tensor that is cut as the master's."""
-    local, master = grad._local_tensor, entry.master
-    if grad._spec is not entry.spec:
-        ours: Any = master._spec  # type: ignore[attr-defined]
-        if grad._spec.placements != ours.placements or grad._spec.mesh is not ours.mesh:
+    """True if a gradient, or its shard, is a plain tensor that is cut as the master."""
+    master: Any = entry.master
+    if isinstance(grad, DTensor) != isinstance(master, DTensor):
+        return False
+    if isinstance(grad, DTensor) and grad._spec is not entry.spec:
+        ours = master._spec
+        # Equal, not identical: DTensor's cached sharding rules give a master the mesh of the first such weight of the
+        # process, which may be another model's.
+        if grad._spec.placements != ours.placements or grad._spec.mesh != ours.mesh:
             return False
         entry.spec = grad._spec
-    return type(local) is Tensor and local.is_contiguous() and local.shape == master._local_tensor.shape  # type: ignore[attr-defined]
+    local = local_of(grad)
+    return type(local) is Tensor and local.is_contiguous() and local.shape == local_of(master).shape
+
+
+def _as_of(master: Any, local: Tensor) -> Tensor:
+    """A tensor as a gradient of a master, whose shard it is."""
+    return DTensor(local, master._spec, requires_grad=False) if isinstance(master, DTensor) else local  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------------------------------------------- write back
