@@ -119,8 +119,12 @@ def dequantize_tile(
     rowwise_scale = planes[1]  # (m, k // 64) uint8
     rowwise_super = planes[2]  # (m, cdiv(k, 1024)) float32
     rowwise_offset = planes[3]  # (m, cdiv(k, 1024)) float32
+    codebooks = planes[6]  # (256,) float32
     element = decode(lt.load_codes(rowwise_data, at, TILE_M, TILE_K, BITS=4, LOW_FIRST=False), HARDWARE)
-    codes = lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 64)).to(tl.int32)
+    codes = lt.looked_up(
+        codebooks, lt.load_blocks(rowwise_scale, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 64)).to(tl.int32), FIRST=0,
+        COUNT=256,
+    )  # fmt: skip
     super = lt.load_blocks(rowwise_super, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     offset = lt.load_blocks(rowwise_offset, at, TILE_M, TILE_K, EVEN, BLOCK=(1, 1024), UNIT=(1, 64))
     scale = (codes, super, offset)
@@ -140,5 +144,6 @@ KERNELS = Kernels(
         (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
         (4, True): (4, 1024, 1, 4, None),
     },
-    dequantize_sizes={"rowwise": (4, 1024, 2)},
+    dequantize_sizes={"rowwise": (1, 1024, 1)},
+    codebooks=reference.OF_SCALES_ELEMENT_VALUES,
 )

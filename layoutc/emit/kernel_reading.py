@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Plane, Transform
+from layoutc.layout.layout import Layout, Plane, Transform
+from layoutc.plan.codebooks import Codebook, codebooks_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
 from layoutc.spec.formats import Format
 
+Codebooks = Mapping[Format, Codebook]
 _TILE = ("TILE_M", "TILE_K")
 AXES = ("m", "k")
 
@@ -49,32 +51,39 @@ def dequantize_body(kernels: Kernels) -> Lines:
     if kernels.layout.tensor_amax:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
+    lines += _codebook_lines(kernels.layout)
     for source in kernels.sources:
-        read = _dequantize_source(source)
+        read = _dequantize_source(source, codebooks_of(kernels.layout))
         lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
     return (*lines, "return values")
 
 
-def _dequantize_source(source: SourceKernel) -> Lines:
+def _codebook_lines(layout: Layout) -> list[str]:
+    """The line that names the values of codebooks, which kernels get beside their planes."""
+    values = sum(1 << fmt.bits for fmt in codebooks_of(layout))
+    return [f"codebooks = planes[6]  # ({values},) float32"] if values else []
+
+
+def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
     """Lines from the planes of one source to `values`."""
     q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
     variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
     factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
     lines = [_read_elements(source)]
     if source.amax_from == "tensor":
-        scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale)
+        scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale, codebooks)
         return (*lines, f"scale = {scale}", f"values = element * ({factor})")
     at, sizes = ("at", *_TILE, "EVEN"), blocks_of(source)
     unit_m, unit_k = source.units.sizes if source.units else (block.m, block.k)
     sizes |= {"UNIT": str(source.units.sizes)} if source.units else {}
-    lines += _loaded("scale", source, at, sizes)
+    lines += _loaded("scale", source, at, sizes, codebooks)
     lines += [
         f"factor = {factor}",
         f"blocks = {call('lt.to_blocks', 'element', str(unit_m or 'TILE_M'), str(unit_k or 'TILE_K'))}",
     ]
     values = "blocks * factor[:, None, :, None]"
     if source.source.zero is not None and q.zero is not None:
-        lines += _loaded("zero", source, at, sizes)
+        lines += _loaded("zero", source, at, sizes, codebooks)
         shift = f"decode_{q.zeros_as}{suffix}(zero, HARDWARE)[:, None, :, None]"
         match q.definition.zero_is:
             case "value":
@@ -89,14 +98,16 @@ def _dequantize_source(source: SourceKernel) -> Lines:
     return tuple(lines)
 
 
-def _loaded(kind: Literal["scale", "zero"], source: SourceKernel, at: Lines, sizes: dict[str, str]) -> Lines:
+def _loaded(
+    kind: Literal["scale", "zero"], source: SourceKernel, at: Lines, sizes: dict[str, str], codebooks: Codebooks
+) -> Lines:
     """Lines that load the scales, or zero points, of a tile, and what super-blocks share, for each block."""
     q, level = source.source.quantization, source.source.quantization.levels.get(kind)
     own, *shared = source.source.stored_for(kind)
     stored = q.zero if kind == "zero" and q.zero is not None else q.scale
     if level is None:
-        return (f"{kind} = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored)}",)
-    lines = [f"codes = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored)}"]
+        return (f"{kind} = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored, codebooks)}",)
+    lines = [f"codes = {_as_codes(call('lt.load_blocks', own.name, *at, **sizes), stored, codebooks)}"]
     block = q.block
     unit = source.units.sizes if source.units else (block.m or 0, block.k or 0)
     covers = {"BLOCK": f"({level.covers.m or 0}, {level.covers.k or 0})", "UNIT": str(unit)}
@@ -104,15 +115,17 @@ def _loaded(kind: Literal["scale", "zero"], source: SourceKernel, at: Lines, siz
     for plane in shared:
         fmt = level.quantization.scale if plane.kind != "offset" else None
         loaded = call("lt.load_blocks", plane.name, *at, **covers)
-        lines.append(f"{plane.kind} = {_as_codes(loaded, fmt) if fmt else loaded}")
+        lines.append(f"{plane.kind} = {_as_codes(loaded, fmt, codebooks) if fmt else loaded}")
         names.append(plane.kind)
     return (*lines, f"{kind} = ({', '.join(names)})")
 
 
-def _as_codes(loaded: str, fmt: Format) -> str:
+def _as_codes(loaded: str, fmt: Format, codebooks: Codebooks) -> str:
     """Entries of a plane as functions of kernels take them: fp32 values, or int32 codes."""
     if fmt.is_f32:
         return loaded
+    if (book := codebooks.get(fmt)) is not None:
+        return call("lt.looked_up", "codebooks", f"{loaded}.to(tl.int32)", FIRST=book.first, COUNT=1 << fmt.bits)
     return f"lt.bits_of_half({loaded})" if fmt.is_wide else f"{loaded}.to(tl.int32)"
 
 

@@ -10,7 +10,9 @@ from layoutc.emit.arithmetic_text import ConstantText, constants_of
 from layoutc.emit.code import Lines, wrapped
 from layoutc.emit.kernel_bodies import TileFunction, tile_functions
 from layoutc.emit.kernel_codecs import Function
+from layoutc.emit.rule_text import prefix_of
 from layoutc.layout.layout import is_swizzled
+from layoutc.plan.codebooks import codebooks_of
 from layoutc.plan.kernels import Kernels, NoKernels, QuantizeKernel, arithmetics_of
 from layoutc.plan.tiles import Tile
 
@@ -84,6 +86,9 @@ def _facts(kernels: Kernels) -> Lines:
         lines += _quantize_facts(quantize)
     reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
     lines.append(f"dequantize_sizes={reading},")
+    if books := codebooks_of(kernels.layout).values():
+        names = [f"reference.{prefix_of(one.suffix)}{one.what}_VALUES" for one in books]
+        lines.append(f"codebooks={' + '.join(names)},")
     if isinstance(lay_out, NoKernels):
         lines.append(f"by_reference=reference.lay_out,  # {lay_out.reason}")
     elif lay_out is not None:

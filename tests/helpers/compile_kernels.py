@@ -94,7 +94,8 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     if moves or name.startswith("quantize_buffers"):
         made = {f"b{index}": buffer for index, buffer in enumerate(filter(None, kernels._made))}
         types |= {key: POINTERS[buffers[one].dtype] for key, one in made.items()}
-    none = {f"{kind}{index}" for kind in "pb" for index in range(6)} - set(types)
+    types |= {"codebooks": "*fp32"} if kernels.codebooks else {}
+    none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
     none |= MATRIX if name.startswith("quantize_batch") else {"m", "k", "cover_k"} if name == "lay_out_batch" else set()
     none |= set() if "batch" in name else {"table"}
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}

@@ -353,6 +353,19 @@ def test_a_bound_launch_gets_tensors_alone(launches: Any) -> None:
         bound(*tensors_of(args), SPACE)
 
 
+def test_a_bound_launch_keeps_a_tensor(launches: Any) -> None:
+    """Its address is the same in each launch, and it is as no argument of calls."""
+    kernel, calls, ordinary = launches
+    args, constants = bound_and_args()
+    kept = tensors_of(args)[-1]
+    bound = direct.Bound(kernel, (4,), args, 8, None, constants, kept=kept)
+    for _ in range(3):
+        bound(*tensors_of(args)[:-1])
+    assert len(ordinary) == 1
+    expected = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert [list(one[9:]) for _, one in calls[1:]] == [[*expected, *constants]] * 2
+
+
 def test_a_bound_launch_at_another_alignment_compiles_anew(launches: Any) -> None:
     kernel, calls, ordinary = launches
     args, constants = bound_and_args()

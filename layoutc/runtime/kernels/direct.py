@@ -77,7 +77,7 @@ class Bound:
     """A launch whose sizes, options and constants are bound: it is called with tensors alone.
 
     args, and the others: as for `run`, with example tensors. Calls take as many tensors, in the same order, of the same
-    dtypes, on the same device.
+    dtypes, on the same device. kept: the tensor among them that is bound as well.
     """
 
     __slots__ = ("_args", "_at", "_launches", "_options", "_state", "_values")
@@ -90,11 +90,12 @@ class Bound:
         num_warps: int,
         maxnreg: int | None,
         constants: Constants,
+        kept: Tensor | None = None,
     ) -> None:
-        self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor))
-        self._args = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg is not kept)
+        self._args = [None if index in self._at else arg for index, arg in enumerate(args)]
         self._options = kernel, grid, num_warps, maxnreg, constants
-        self._values = [*self._args, *constants]
+        self._values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in (*self._args, *constants)]
         self._launches: dict[int, tuple[Any, int, Any]] = {}  # by a bit for each tensor that is not aligned
         self._state: tuple[Any, ...] = ()
 

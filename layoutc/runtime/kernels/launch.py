@@ -23,6 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 __all__ = [
     "Launches",
     "checked_planes",
+    "codebooks",
     "hardware",
     "in_rows",
     "in_runs",
@@ -32,6 +33,7 @@ __all__ = [
     "programs",
     "readable",
     "registers",
+    "six",
     "usable",
     "writable",
 ]
@@ -210,3 +212,14 @@ class Launches(dict[Hashable, Launch]):
 def programs(m: int, k: int, tile_m: int, tile_k: int) -> tuple[int]:
     """The grid: one program for each tile."""
     return (cdiv(m, tile_m) * cdiv(k, tile_k),)
+
+
+def six(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of planes or buffers, filled up with empty names to the six that kernels take."""
+    return (*names, *("",) * (6 - len(names)))
+
+
+@lru_cache(maxsize=64)
+def codebooks(values: tuple[float, ...], device: torch.device) -> Tensor | None:
+    """The values of codebooks in a device's memory, fp32; None if there are none."""
+    return torch.tensor(values, dtype=torch.float32, device=device) if values else None

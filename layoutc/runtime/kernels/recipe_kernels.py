@@ -42,6 +42,7 @@ class Kernels:
     buffer_sizes: Tiles | None = None  # None: quantizing into buffers takes two launches
     covers: Covers = field(default_factory=dict)  # what holds whole blocks, of tiles that do not consist of them
     dequantize_sizes: Mapping[str, tuple[int, int, int]]  # by orientation: rows, columns, warps
+    codebooks: tuple[float, ...] = ()  # values that dequantizing looks up in memory
     by_reference: Callable[..., dict[str, Tensor]] | None = None  # what lays out in the place of kernels
     lay_out_size: tuple[int, int, int] = (0, 0, 0)  # rows, columns, warps
     moved: tuple[str, ...] = ()  # the planes that lay_out_tile reads
@@ -238,18 +239,18 @@ class Kernels:
     @cached_property
     def _planes(self) -> tuple[str, ...]:
         """The same, filled up to the six that kernels take."""
-        return _six(self._written)
+        return launch.six(self._written)
 
     @cached_property
     def _made(self) -> tuple[str, ...]:
         """The buffers that are made from planes, in order, filled up to the six that kernels take."""
         facts = self.layout.buffers(self.layout.multiple_m, self.layout.multiple_k)
-        return _six(tuple(name for name in facts if name not in self.layout.as_stored))
+        return launch.six(tuple(name for name in facts if name not in self.layout.as_stored))
 
     @cached_property
     def _moved(self) -> tuple[str, ...]:
         """The planes that lay_out_tile reads, filled up to the six that kernels take."""
-        return _six(self.moved)
+        return launch.six(self.moved)
 
     @cached_property
     def _masks(self) -> tuple[int, int, int]:
@@ -280,8 +281,9 @@ class Kernels:
             serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
             kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
             constants = Constants((self.dequantize_tile, *serves, tile_m, tile_k, *kind))
-            args = (out, m, k, read.get("amax"), *map(read.get, self._planes))
-            bound = Bound(dequantize_kernel, launch.programs(m, k, tile_m, tile_k), args, warps, None, constants)
+            books, grid = launch.codebooks(self.codebooks, out.device), launch.programs(m, k, tile_m, tile_k)
+            args = (out, m, k, read.get("amax"), *map(read.get, self._planes), books)
+            bound = Bound(dequantize_kernel, grid, args, warps, None, constants, kept=books)
             self._reading[key] = bound
         return bound
 
@@ -388,11 +390,6 @@ class Kernels:
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
-
-
-def _six(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of planes or buffers, filled up with empty names."""
-    return (*names, *("",) * (6 - len(names)))
 
 
 def _ordered(tensors: Planes, names: Sequence[str]) -> dict[str, Tensor]:

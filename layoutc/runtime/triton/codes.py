@@ -306,11 +306,32 @@ def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr):
-    """Codes -> fp32 values: VALUES[code]."""
+    """Codes -> fp32 values: VALUES[code]. codes: also what `looked_up` gives, which are values already."""
+    if codes.dtype == tl.float32:
+        return codes
+    # Not for small tables: a comparison costs less than a lane of shared memory.
+    if COUNT >= 8 and codes.numel > COUNT:
+        held = select_values(tl.arange(0, COUNT), VALUES, COUNT)
+        return tl.reshape(tl.gather(held, tl.reshape(codes, (codes.numel,)), 0), codes.shape)
+    return select_values(codes, VALUES, COUNT)
+
+
+@triton.jit
+def select_values(codes, VALUES: tl.constexpr, COUNT: tl.constexpr):
+    """VALUES[code], by a comparison for each value."""
     values = tl.full(codes.shape, VALUES[0], tl.float32)
     for i in tl.static_range(1, COUNT):
         values = tl.where(codes == i, VALUES[i], values)
     return values
+
+
+@triton.jit
+def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The fp32 values of codes in the codebook that begins at FIRST, in memory, and has COUNT values, a power of two.
+
+    Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
+    """
+    return tl.load(codebooks + (FIRST + (codes & (COUNT - 1))))
 
 
 @triton.jit

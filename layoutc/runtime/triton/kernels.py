@@ -96,13 +96,14 @@ def dequantize_kernel(
     out, m, k,  # (m, k) values to write
     amax,  # (1,) fp32, of the whole weight, if decoding reads it
     p0, p1, p2, p3, p4, p5,
+    codebooks,  # fp32 values of all codebooks that are looked up in memory
     DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes: each program reads one tile of codes and its scales, and writes their values."""
     row, column = tile_of(m, k, TILE_M, TILE_K)
-    planes = (p0, p1, p2, p3, p4, p5)
+    planes = (p0, p1, p2, p3, p4, p5, codebooks)
     at = (row, column, m, k)
     values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)
     store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
