@@ -24,7 +24,7 @@ from layoutc.conformance import ranks
 
 gc.disable()  # until tests are collected: what is imported lives on, and each collection would look at all of it
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
-NOT_REWRITTEN = {"anyio", "hypothesis"}
+NOT_REWRITTEN = {"anyio", "hypothesis", "layoutc"}
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where kernels are defined

@@ -162,11 +162,15 @@ class Codes:
     def _nearest_listed(self, x: float) -> int:
         """Of neighbours, the one on x's side of their midpoint, as fp32; a tie goes down, or to the even code."""
         pairs = self.candidates(False)
-        for (low, code), (high, above) in pairwise(pairs):
-            middle = float(rounded((low + high) / 2))
+        for middle, ((_, code), (_, above)) in zip(self._middles, pairwise(pairs), strict=True):
             if x < middle or (x == middle and not (self.format.ties == "even" and above % 2 == 0)):
                 return code
         return pairs[-1][1]
+
+    @cached_property
+    def _middles(self) -> list[float]:
+        """Midpoints of listed neighbours, as fp32."""
+        return [float(rounded((low + high) / 2)) for (low, _), (high, _) in pairwise(self.candidates(False))]
 
     def is_odd(self, code: Any) -> Any:
         """Whether ties go to the neighbour of a code: it is odd, or stands for an odd number of steps."""
@@ -181,9 +185,14 @@ class Codes:
 
     def neighbours(self, negative: bool) -> list[tuple[Fraction, int]]:
         """The (magnitude, code) pairs of a sign, ascending from zero: what random bits round to."""
+        return self._neighbours[negative]
+
+    @cached_property
+    def _neighbours(self) -> tuple[list[tuple[Fraction, int]], list[tuple[Fraction, int]]]:
         if self.has_sign_bit:
-            return self.candidates(negative)
-        return sorted((abs(v), c) for c, v in self.finite.items() if (v <= 0 if negative else v >= 0))
+            return self._candidates
+        up = sorted((v, c) for c, v in self.finite.items() if v >= 0)
+        return up, sorted((-v, c) for c, v in self.finite.items() if v <= 0)
 
     def search_by_chance(self, x: float, bits: int) -> int:
         """fp32 and 32 random bits -> code, by the plain definition, in exact fractions."""
@@ -222,7 +231,7 @@ class Codes:
         negative = np.signbit(x)
         if self.format.values:
             pairs = self.candidates(False)
-            middles = np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(pairs)], F32)
+            middles = np.array(self._middles, F32)
             even = np.array([self.format.ties == "even" and code % 2 == 0 for _, code in pairs[1:]])
             with np.errstate(invalid="ignore"):
                 above = (x[..., None] > middles) | ((x[..., None] == middles) & even)
