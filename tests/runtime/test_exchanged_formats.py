@@ -209,7 +209,11 @@ def test_kernels_equal_the_reference(name: str) -> None:
 
 
 # Instructions that spill registers: a division of fp32 holds more of them than a product.
-SPILLS = {("fp8_divided128", "quantize_buffers all bf16"): 2, ("fp8_fnuz", "quantize_buffers all bf16"): 4}
+SPILLS = {
+    ("fp8_divided128", "quantize_buffers all bf16"): 2,
+    ("fp8_fnuz", "quantize_buffers all bf16"): 4,
+    ("q4_1", "quantize rowwise+columnwise bf16"): 2,  # with Triton 3.6, none with 3.7
+}
 
 
 @pytest.mark.slow
