@@ -231,7 +231,7 @@ class Codes:
         negative = np.signbit(x)
         if self.format.values:
             pairs = self.candidates(False)
-            middles = np.array(self._middles, F32)
+            middles = self._bounds
             even = np.array([self.format.ties == "even" and code % 2 == 0 for _, code in pairs[1:]])
             with np.errstate(invalid="ignore"):
                 above = (x[..., None] > middles) | ((x[..., None] == middles) & even)
@@ -243,6 +243,11 @@ class Codes:
             codes[here] = self._encode(size[here], sign, rounding)
         codes[np.isnan(x)] = self.nan_code
         return codes
+
+    @cached_property
+    def _bounds(self) -> Array:
+        """Between listed values; found apart from `_middles`, so that a fault in either shows."""
+        return np.array([rounded((low + high) / 2) for (low, _), (high, _) in pairwise(self.candidates(False))], F32)
 
     def _encode(self, size: Array, negative: bool, rounding: str) -> Array:
         values, codes = self._sorted[negative]
