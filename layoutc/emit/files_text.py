@@ -17,6 +17,7 @@ def files_lines(layout: Layout) -> list[str]:
 def _binding(binding: Binding) -> list[str]:
     shape = "None" if binding.shape is None else f"({', '.join(map(json.dumps, binding.shape))})"
     groups = "None" if binding.groups is None else f"({', '.join(map(json.dumps, binding.groups))})"
+    codebook, text = binding.codebook, binding.text
     parts = [f"({json.dumps(whole)}, {_strings(parts)})," for whole, parts in binding.parts]
     return [
         f'"{binding.name}": Binding(',
@@ -27,6 +28,8 @@ def _binding(binding: Binding) -> list[str]:
         "    },",
         f"    shape={shape},",
         *([f"    groups={groups},"] if binding.groups else []),
+        *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {codebook[2]}),"] if codebook else []),
+        *([f"    text=({json.dumps(text[0])}, {text[1]!r}, {_strings(text[2])}),"] if text else []),
         f"    ignored={_strings(binding.ignored)},",
         *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
         f"    config={json.loads(binding.config)!r},",
@@ -63,4 +66,4 @@ def _strings(values: tuple[str, ...]) -> str:
 
 
 def _tuple(values: list[str]) -> str:
-    return f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"
+    return "()" if not values else f"({values[0]},)" if len(values) == 1 else f"({', '.join(values)})"

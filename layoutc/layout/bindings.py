@@ -49,6 +49,8 @@ class Binding:
     planes: tuple[BoundPlane, ...]
     shape: tuple[str, str] | None  # a tensor with the weight's two sizes: its name and dtype
     groups: tuple[str, str, int] | None  # one with the group of each column: its name and dtype, columns of a group
+    codebook: tuple[str, str, tuple[float, ...]] | None  # one with the value of each code: its name, dtype and these
+    text: tuple[str, str, tuple[str, ...]] | None  # one with JSON: its name, the JSON, keys of any value
     ignored: tuple[str, ...]
     parts: tuple[tuple[str, tuple[str, ...]], ...]
     config: str  # JSON
@@ -65,9 +67,16 @@ class Stored(NamedTuple):
 
 
 def bindings(
-    files: dict[str, FileBinding], planes: Mapping[PlaneKey, Stored], low_first: bool, columns: int | None
+    files: dict[str, FileBinding],
+    planes: Mapping[PlaneKey, Stored],
+    low_first: bool,
+    columns: int | None,
+    values: tuple[float, ...],
 ) -> tuple[Binding, ...]:
-    """The bindings of a checked spec, for these planes. low_first: how their codes fill bytes. columns: of a block."""
+    """The bindings of a checked spec, for these planes.
+
+    low_first: how their codes fill bytes. columns: of a block. values: of the elements' codes, if they have a codebook.
+    """
     return tuple(
         Binding(
             name=name,
@@ -75,6 +84,8 @@ def bindings(
             planes=tuple(bound(planes[kind], stated.tensors[kind], low_first) for kind in planes),
             shape=(stated.tensors["shape"].name, stated.tensors["shape"].dtype) if "shape" in stated.tensors else None,
             groups=_groups(stated.tensors.get("groups"), columns),
+            codebook=_codebook(stated.tensors.get("codebook"), values),
+            text=_text(stated.tensors.get("text")),
             ignored=stated.ignore,
             parts=tuple(stated.parts.items()),
             config=json.dumps(stated.config),
@@ -87,6 +98,14 @@ def bindings(
 
 def _groups(stated: FileTensor | None, columns: int | None) -> tuple[str, str, int] | None:
     return None if stated is None or columns is None else (stated.name, stated.dtype, columns)
+
+
+def _codebook(stated: FileTensor | None, values: tuple[float, ...]) -> tuple[str, str, tuple[float, ...]] | None:
+    return None if stated is None else (stated.name, stated.dtype, values)
+
+
+def _text(stated: FileTensor | None) -> tuple[str, str, tuple[str, ...]] | None:
+    return None if stated is None else (stated.name, json.dumps(stated.value), stated.any)
 
 
 def bound(plane: Stored, stated: FileTensor, low_first: bool) -> BoundPlane:

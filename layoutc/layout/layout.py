@@ -267,6 +267,7 @@ def resolve(spec: schema.Spec) -> Layout:
             _held_by_files(sources[0], spec.tensor),
             sources[0].quantization.low_first,
             sources[0].quantization.block.k,
+            sources[0].quantization.element.values,
         ),
         records=tuple(records),
     )

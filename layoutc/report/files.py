@@ -24,6 +24,12 @@ def _tables(layout: Layout, binding: Binding) -> list[Table]:
     if binding.groups:
         name, dtype, columns = binding.groups
         rows.append(("the block of each column", name, dtype, f"k: column // {columns}", ""))
+    if binding.codebook:
+        name, dtype, values = binding.codebook
+        rows.append(("the value of each code", name, dtype, f"{len(values)}", ""))
+    if binding.text:
+        name, text, free = binding.text
+        rows.append(("JSON", name, "U8", text, f"any {', '.join(free)}" if free else ""))
     rest = [
         ("config.json has", _dotted(binding)),
         ("modules left plain under", binding.plain),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PlaneKey = Literal["data", "scale", "zero", "amax", "shape", "groups"]
+PlaneKey = Literal["data", "scale", "zero", "amax", "shape", "groups", "codebook", "text"]
 FileDtype = Literal[
     "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"
 ]
@@ -35,6 +35,10 @@ class FileTensor(_Model):
     form: Annotated[str, Field(max_length=60)] | None = Field(
         default=None, description="what the file has in place of a value x of fp32: `2688 / x`, `x / 2688`"
     )
+    value: dict[str, Any] | None = Field(
+        default=None, description="what a `text` says, as JSON; `rows` and `columns` stand for the weight's sizes"
+    )
+    any: tuple[str, ...] = Field(default=(), description="keys of `value` that files may have other values of")
 
     @model_validator(mode="before")
     @classmethod
@@ -52,7 +56,8 @@ class FileBinding(_Model):
     summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)
     tensors: dict[PlaneKey, FileTensor] = Field(
         description="plane -> the tensor that holds it; `shape` for one with the weight's two sizes, `groups` for one "
-        "with the number of each column's block"
+        "with the number of each column's block, `codebook` for one with the value of each code, `text` for one "
+        "with JSON"
     )
     ignore: tuple[Pattern, ...] = Field(
         default=(), description="names of tensors beside a weight that are left alone, such as scales of activations"

@@ -33,7 +33,11 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[{extra}]'")
-    for name, extra in (("transformers", "integrations"), ("compressed_tensors", "formats"))
+    for name, extra in (
+        ("transformers", "integrations"),
+        ("compressed_tensors", "formats"),
+        ("bitsandbytes", "formats"),
+    )
 ]
 Tensors = dict[str, Tensor]
 
@@ -54,6 +58,7 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "int4_zeros": (None, "compressed_tensors"),
     "awq": (None, "awq"),
     "gptq": (None, "gptq"),
+    "bitsandbytes": (None, "bitsandbytes"),
 }
 F16 = ("awq", "gptq")
 BY_HAND = ("modelopt", "awq", "gptq")  # whose packages need a card: by their published definition
@@ -299,6 +304,30 @@ def gptq_values(tensors: Tensors, name: str) -> Tensor:
     return (tensors[f"{module}.scales"][of] * (codes - zero[of])).t()
 
 
+def bitsandbytes(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """What Linear4bit puts into a state dict, for all linear layers but lm_head, as transformers quantizes."""
+    from bitsandbytes.functional import quantize_4bit
+
+    tensors: Tensors = {}
+    for name, value in state.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        tensors[name], kept = quantize_4bit(value, blocksize=64, quant_type="nf4", compress_statistics=False)
+        tensors |= {f"{name}.{key}": one for key, one in kept.as_dict(packed=True).items()}
+    return tensors, nf4_config()
+
+
+def nf4_config() -> dict[str, Any]:
+    """The config that transformers writes."""
+    from transformers import BitsAndBytesConfig
+
+    of_bf16: Any = torch.bfloat16
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=of_bf16)
+    config: dict[str, Any] = how.to_dict()
+    return config
+
+
 WRITERS = {
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
@@ -315,6 +344,7 @@ WRITERS = {
     "int4_zeros": compressed("W4A16_ASYM", "pack-quantized"),
     "awq": awq,
     "gptq": gptq,
+    "bitsandbytes": bitsandbytes,
 }
 
 
@@ -350,6 +380,8 @@ def as_others_read(folder: str, path: Path, dtype: torch.dtype) -> Any:
         for name, param in model.named_parameters():
             param.data = (tensors[name] if name not in names_of_weights(model) else values(tensors, name)).to(dtype)
         return model
+    if folder == "bitsandbytes":
+        return AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=dtype).dequantize()
     how: Any = {"gpt_oss": Mxfp4Config, "deepseek": FineGrainedFP8Config}.get(folder, CompressedTensorsConfig)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=how(dequantize=True), dtype=dtype)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
 Read = Callable[[Stored, tuple[slice, ...]], Tensor]
+LONGEST_TEXT = 1 << 16  # bytes
 SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
 
 
@@ -74,28 +76,54 @@ class BoundSource(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block."""
+    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block; or from the
+    recipe alone, the values of codes; or from both, JSON."""
 
     name: str
     facts: Facts
     sizes: tuple[int, int]  # rows and columns; or columns of the weight and of a block
+    values: tuple[float, ...] = ()
+    text: Mapping[str, Any] | None = None
+    free: tuple[str, ...] = ()  # keys of the text that may have any value
 
     def made(self) -> Tensor:
         """The tensor."""
+        if self.values:
+            return torch.tensor(self.values, dtype=self.facts.dtype)
+        if self.text is not None:
+            return torch.frombuffer(bytearray(json.dumps(self.text).encode()), dtype=torch.uint8)
         if self.facts.shape == (2,):
             return torch.tensor(self.sizes, dtype=self.facts.dtype)
         return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
 
     def check(self, stored: Stored, fetch: Read) -> None:
         """Raises LayoutError if the files hold something else."""
+        if self.text is not None:
+            self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
+            return
         if torch.equal(fetch(stored, ()), self.made()):
             return
+        if self.values:
+            raise LayoutError(f"{self.name} in the files holds other values of codes than the recipe has")
         if self.facts.shape == (2,):
             raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
         raise LayoutError(
             f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
             "in the order of their activations (desc_act), which the recipe can't hold; quantize without it"
         )
+
+    def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
+        """Raises LayoutError unless the files say the same, but for keys that may have any value."""
+        try:
+            found = json.loads(stored)
+        except (ValueError, RecursionError) as error:
+            raise LayoutError(f"{self.name} in the files is not JSON") from error
+        if not isinstance(found, dict):
+            raise LayoutError(f"{self.name} in the files is JSON without keys")
+        for key in sorted((stated.keys() | found.keys()) - {*self.free}):
+            if found.get(key) != stated.get(key):
+                there, here = (repr(one[key])[:80] if key in one else "nothing" for one in (found, stated))
+                raise LayoutError(f"{self.name} in the files has {there} as {key}, but a weight here has {here}")
 
 
 class Held(NamedTuple):
@@ -150,7 +178,25 @@ def _stated(bound: Bound, parameter: str, rows: int, columns: int) -> list[State
     if binding.groups:
         name, dtype, each = binding.groups
         found.append(Stated(tensor_name(name, parameter), Facts((columns,), OF_OTHERS[dtype]), (columns, each)))
+    if binding.codebook:
+        name, dtype, values = binding.codebook
+        facts = Facts((len(values),), OF_OTHERS[dtype])
+        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
+    if binding.text:
+        name, text, free = binding.text
+        said = with_sizes(json.loads(text), {"rows": rows, "columns": columns})
+        facts = Facts((len(json.dumps(said).encode()),), torch.uint8)
+        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free))
     return found
+
+
+def with_sizes(value: Any, sizes: Mapping[str, int]) -> Any:
+    """A value of JSON with numbers in place of the names of sizes."""
+    if isinstance(value, dict):
+        return {key: with_sizes(one, sizes) for key, one in value.items()}
+    if isinstance(value, list):
+        return [with_sizes(one, sizes) for one in value]
+    return sizes.get(value, value) if isinstance(value, str) else value
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -228,7 +274,7 @@ def find(
     stated = [one for parameter in parameters for one in _stated(bound, parameter, each, shape[-1])]
     for one in stated:
         if (stored := tensors.get(one.name)) is not None:
-            _check(about, stored, NAMES[one.facts.dtype], one.facts.shape)
+            _check_stated(about, stored, one)
     names |= {one.name for one in stated}
     there = tuple((one, tensors[one.name]) for one in stated if one.name in tensors)
     unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
@@ -255,6 +301,14 @@ def weights_in(bound: Bound, tensors: Mapping[str, Stored]) -> dict[str, Found]:
             raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
         found[name] = weight
     return found
+
+
+def _check_stated(about: str, stored: Stored, one: Stated) -> None:
+    """Raises LayoutError for a tensor that can't hold what follows from the weight. Texts may be of other lengths."""
+    shape = one.facts.shape
+    if one.text is not None and len(stored.shape) == 1 and stored.shape[0] <= LONGEST_TEXT:
+        shape = stored.shape
+    _check(about, stored, NAMES[one.facts.dtype], shape)
 
 
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:

@@ -40,7 +40,9 @@ class Binding(NamedTuple):
     """How the files of one program hold the planes of a recipe's first source.
 
     shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: those of a tensor with
-    the number of each column's block, and the columns of a block. ignored: names of tensors beside
+    the number of each column's block, and the columns of a block. codebook: those of a tensor with the value of each
+    code, and these. text: the name of a tensor with JSON; the JSON, in which "rows" and "columns" stand for the weight's
+    sizes; and its keys that may have any value. ignored: names of tensors beside
     a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
     these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
     tell these files from others; plain: its key for the modules that are not quantized, or "".
@@ -56,3 +58,5 @@ class Binding(NamedTuple):
     recognized: Sequence[str]
     plain: str
     groups: tuple[str, str, int] | None = None
+    codebook: tuple[str, str, tuple[float, ...]] | None = None
+    text: tuple[str, str, tuple[str, ...]] | None = None

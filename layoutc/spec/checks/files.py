@@ -18,7 +18,7 @@ from layoutc.spec.source import Path, Source
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-STATED = {"shape", "groups"}  # tensors that follow from a weight's shape
+STATED = {"shape", "groups", "codebook", "text"}  # tensors that follow from the recipe and a weight's shape
 INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
 
 
@@ -141,7 +141,13 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     planes = _planes(spec)
     for where, kind, tensor in _tensors(spec):
         if kind in STATED or kind not in planes:
-            if kind in STATED and tensor.dtype not in ("I64", "I32"):
+            if kind in ("codebook", "text"):
+                usual = "F32" if kind == "codebook" else "U8"
+                if tensor.dtype != usual:
+                    what = "the values of codes are" if kind == "codebook" else "a text is bytes,"
+                    label, help = source.value((*where, "dtype")), f"write `dtype: {usual}`"
+                    yield source.find("LC364", f"{what} {usual}", label, help=help)
+            elif kind in STATED and tensor.dtype not in ("I64", "I32"):
                 what = "the sizes of a weight" if kind == "shape" else "the numbers of blocks"
                 label, help = source.value((*where, "dtype")), "write `dtype: I64`"
                 yield source.find("LC364", f"{what} are I64 or I32", label, help=help)
@@ -151,6 +157,27 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
             help = f"write `dtype: {_usual(fmt)}`"
             yield source.find("LC364", f"{tensor.dtype} can't hold the {kind} of this recipe", label, help=help)
+
+
+def texts_are_stated(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A codebook needs elements that have one, and a text what it says; nothing else says something."""
+    planes = _planes(spec)
+    for where, kind, tensor in _tensors(spec):
+        if kind == "codebook" and "data" in planes and not planes["data"].values:
+            message = f"{planes['data'].name} has no codebook"
+            yield source.find("LC361", message, source.key(where), help="delete `codebook`")
+        if kind == "text" and tensor.value is None:
+            help = "add `value: {shape: [rows, columns]}`, the JSON that files have"
+            yield source.find("LC361", "a text that says nothing", source.key(where), help=help)
+        for key in ("value", "any") if kind != "text" else ():
+            if getattr(tensor, key):
+                message = f"`{key}` is for `text`, the tensor of JSON"
+                yield source.find("LC361", message, source.key((*where, key)), help=f"delete `{key}`")
+        unknown = [key for key in tensor.any if key not in (tensor.value or {})] if kind == "text" else []
+        for key in unknown:
+            message, keys = f"`{key}` is no key of the text", listed(sorted(tensor.value or {}))
+            label = source.value((*where, "any", tensor.any.index(key)))
+            yield source.find("LC361", message, label, help=f"delete it, or write one of {keys}")
 
 
 def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -192,6 +219,7 @@ CHECKS = (
     names_are_patterns,
     layouts_of_files_are_readable,
     dtypes_hold_values,
+    texts_are_stated,
     forms_can_be_undone,
     configs_are_recognized,
 )
