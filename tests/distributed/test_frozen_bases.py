@@ -35,6 +35,7 @@ BINDINGS = {
     "awq": "awq",
     "gptq": "gptq",
     "nvfp4_modelopt": "modelopt",
+    "nf4_bitsandbytes": "bitsandbytes",
 }
 FROZEN = (*BINDINGS, "nf4_frozen")  # the last one by layoutc alone
 WIDTH, INNER, STEPS = 128, 136, 10  # rows of 68 on two ranks, where words hold 8

@@ -61,6 +61,7 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "bitsandbytes": (None, "bitsandbytes"),
 }
 F16 = ("awq", "gptq")
+NF4_STATE = "quant_state.bitsandbytes__nf4"
 BY_HAND = ("modelopt", "awq", "gptq")  # whose packages need a card: by their published definition
 
 
@@ -481,6 +482,51 @@ def test_sizes_that_files_state_are_those_of_the_weight(written: Callable[[str],
     quantize_as_stored(model, path)
     with pytest.raises(LayoutError, match=r"weight_shape in the files does not say \[384, 256\]"):
         load_safetensors(model, path)
+
+
+def of_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [320, 192]}
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("quant_map", torch.linspace(-1, 1, 16), "holds other values of codes than the recipe has"),
+        ("quant_map", torch.zeros(17), r"is F32 of \[17\], but a weight of this shape has F32 of \[16\]"),
+        (NF4_STATE, of_text(json.dumps(STATE | {"blocksize": 128})), "has 128 as blocksize, but a weight here has 64"),
+        (NF4_STATE, of_text(json.dumps(STATE | {"shape": [192, 320]})), r"has \[192, 320\] as shape"),
+        (NF4_STATE, of_text(json.dumps(STATE | {"nested": 1})), "has 1 as nested, but a weight here has nothing"),
+        (NF4_STATE, of_text("[64]"), "is JSON without keys"),
+        (NF4_STATE, of_text("{" * 9), "is not JSON"),
+        (NF4_STATE, torch.zeros(1 << 17, dtype=torch.uint8), r"is U8 of \[131072\]"),
+    ],
+    ids=range(8),
+)
+def test_what_files_state_beside_codes_is_that_of_the_recipe(
+    key: str, tensor: Tensor, message: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And nothing is written before it is compared."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = changed(written("bitsandbytes"), tmp_path / "in", f"{name}.{key}", tensor)
+    model = model_of("bitsandbytes")
+    layoutc.quantize_(model, "nf4_bitsandbytes", param_filter=["*_proj.weight"], keep_values=False)
+    with pytest.raises(LayoutError, match=message) as caught:
+        load_safetensors(model, path)
+    assert f"{name}.{key}" in str(caught.value)
+
+
+def test_what_files_may_state_otherwise_is_taken(written: Callable[[str], Path], tmp_path: Path) -> None:
+    """A dtype that weights are dequantized to, which exports write as the spec has it."""
+    name = f"model.layers.0.mlp.up_proj.weight.{NF4_STATE}"
+    path = changed(written("bitsandbytes"), tmp_path / "in", name, of_text(json.dumps(STATE)))
+    model = model_of("bitsandbytes")
+    quantize_as_stored(model, path)
+    load_safetensors(model, path)
+    export_safetensors(model, tmp_path / "out", files="bitsandbytes")
+    assert same_files(tmp_path / "out", written("bitsandbytes"))
 
 
 def test_a_level_that_no_amax_gives_is_refused_by_a_recipe_of_amaxes_alone(
