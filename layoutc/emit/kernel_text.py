@@ -43,7 +43,7 @@ def kernels_text(kernels: Kernels, header: str) -> KernelsText:
         header=header,
         name=kernels.layout.name,
         summary=kernels.layout.summary.rstrip("."),
-        gemm_scale=_has_swizzled_plane(kernels),
+        gemm_scale=_orders_by_torch(kernels),
         from_reference=any("reference." in line for line in (*_constants(kernels, words), *_facts(kernels))),
         constants=_constants(kernels, words),
         functions=functions,
@@ -71,10 +71,10 @@ def _constant(constant: ConstantText) -> str:
     return f"{constant.name} = tl.constexpr({constant.value})" + (f"  # {constant.doc}" if constant.doc else "")
 
 
-def _has_swizzled_plane(kernels: Kernels) -> bool:
-    """True if a buffer is a plane as it is, except that a GEMM reads it in another order."""
-    layout = kernels.layout
-    return any(is_swizzled(layout, buffer) and buffer.is_plane for buffer in layout.buffers)
+def _orders_by_torch(kernels: Kernels) -> bool:
+    """True if no kernel orders a buffer that a GEMM reads in another order: it is a plane, or torch lays out all."""
+    layout, by_torch = kernels.layout, isinstance(kernels.lay_out, NoKernels)
+    return any(is_swizzled(layout, buffer) and (by_torch or buffer.is_plane) for buffer in layout.buffers)
 
 
 def _facts(kernels: Kernels) -> Lines:
@@ -99,7 +99,7 @@ def _facts(kernels: Kernels) -> Lines:
         lines += [f"padding={lay_out.padding},"] if any(lay_out.padding) else []
     if isinstance(quantize, QuantizeKernel):
         lines += _inputs_of_quantizing(kernels, quantize)
-    return (*lines, *(["gemm_scale=gemm_scale,"] if _has_swizzled_plane(kernels) else []))
+    return (*lines, *(["gemm_scale=gemm_scale,"] if _orders_by_torch(kernels) else []))
 
 
 def _inputs_of_quantizing(kernels: Kernels, quantize: QuantizeKernel) -> Lines:

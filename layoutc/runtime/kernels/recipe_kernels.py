@@ -87,7 +87,7 @@ class Kernels:
         swizzled: bool = False,
         seed: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations.
+        """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations. Raises ValueError as `quantize`.
 
         Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
         amax: as for `quantize`; that of the whole matrix may be in x's dtype.
@@ -106,6 +106,7 @@ class Kernels:
         key = "quantize", m, k, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
+        launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
         made = buffers.new(self.layout, m, k, orientations, x.device)
         planes = buffers.planes_as_buffers(self.layout, m, k, orientations, x.device)
         choice = self._choice(self.buffer_sizes, orientations, x.dtype)
@@ -294,7 +295,8 @@ class Kernels:
         """Planes -> buffers of the orientations, in one launch or none. Raises ValueError for planes not of (m, k)."""
         launch.check_planes(self.layout, planes, m, k)
         if self.by_reference is not None:
-            return self.by_reference(planes, m, k, orientations)
+            made = self.by_reference(planes, m, k, orientations)
+            return made | {n: self._in_order(n, made[n]) for n in self.layout.swizzled if swizzled and n in made}
         planes = launch.readable(planes)
         if self.lay_out_tile is None or not m or not k:
             return self._buffers(planes, {}, orientations, swizzled)
@@ -319,11 +321,9 @@ class Kernels:
         orientations: tuple[str, ...],
         swizzled: bool = False,
     ) -> list[dict[str, Tensor]]:
-        """As `lay_out` for each of several weights, whose (m, k) are in `shapes`, in as few launches as possible.
-
-        Raises ValueError if the weights are on several devices."""
+        """As `lay_out` for each of several weights, in few launches. Raises ValueError if these are on two devices."""
         if self.by_reference is not None:
-            return [self.lay_out(one, *shape, orientations) for one, shape in zip(weights, shapes, strict=True)]
+            return [self.lay_out(one, *at, orientations, swizzled) for one, at in zip(weights, shapes, strict=True)]
         for planes, shape in zip(weights, shapes, strict=True):
             launch.check_planes(self.layout, planes, *shape)
         weights = [launch.readable(planes) for planes in weights]
@@ -386,7 +386,7 @@ class Kernels:
         )
 
     def _in_order(self, name: str, scale: Tensor) -> Tensor:
-        """A scale, or zero point, that is a plane, in the GEMM's order: 1-D."""
+        """A scale, or zero point, that no kernel orders, in the GEMM's order: 1-D."""
         assert self.gemm_scale is not None
         orientation, _, kind = name.rpartition("_")
         return self.gemm_scale({name: scale}, orientation, *(() if kind == "scale" else (kind,)))
