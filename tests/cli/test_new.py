@@ -43,6 +43,49 @@ def test_the_starter_is_sound_short_and_says_what_each_key_is(tmp_path: Path) ->
         assert lines[number - 1].startswith("#"), key
 
 
+ADDED = {
+    "record": (
+        "    data: {layout: m k}\n    scale: {layout: m k/32}  ",
+        "    record: {size: 32, fields: [scale, data]}\n",
+    ),
+    "super": (
+        "scale: {format: e8m0, rule: power-of-two, round: up}\n",
+        "scale: {format: int8, rule: scale-first, super: {format: f32, rule: scale-first, block: {m: 1, k: 256}}}\n",
+    ),
+    "values": ("element: {format: e4m3}\n", "formats: {mine: {values: [-1, 0, 0.5, 1]}}\nelement: {format: mine}\n"),
+    "order": (
+        "    data: {layout: k m}\n",
+        "    data: {layout: k m, swizzle: k (g a b) -> k (g b a), a: 4, b: 2, words: 32}\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ADDED)
+def test_lines_that_the_starter_offers_make_a_sound_spec(key: str, tmp_path: Path) -> None:
+    """Each is in the starter's comments, and is typed where they say."""
+    run("new", "my_format", "--specs", tmp_path)
+    text = (tmp_path / "my_format.yaml").read_text(encoding="utf-8")
+    offered = {
+        "record": "record: {size: 32, fields: [scale, data]}",
+        "super": "{format: int8, rule: scale-first, super: {format: f32, rule: scale-first, block: {m: 1, k: 256}}}",
+        "values": "formats: {mine: {values: [-1, 0, 0.5, 1]}}",
+        "order": "swizzle: k (g a b) -> k (g b a), a: 4, b: 2",
+    }[key]
+    assert offered in " ".join(line.lstrip("# ") for line in text.splitlines())
+    rowwise = text.partition("  columnwise:")[0]
+    before, after = ADDED[key]
+    if key == "record":
+        rowwise += after
+    elif key == "order":
+        rowwise = rowwise.replace("    data: {layout: m k} ", after.rstrip())
+    else:
+        assert before in rowwise
+        rowwise = rowwise.replace(before, after)
+    assert after.strip() in rowwise
+    spec, found = read_spec(rowwise, "my_format.yaml")
+    assert (spec is not None, found) == (True, [])
+
+
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_a_copy_is_the_recipe_under_another_name(path: Path, tmp_path: Path) -> None:
     """Comments included, nothing else changed."""

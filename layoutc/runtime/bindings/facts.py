@@ -41,8 +41,8 @@ class Binding(NamedTuple):
 
     shape: the name and dtype of a tensor with the weight's two sizes, if there is one. groups: those of a tensor with
     the number of each column's block, and the columns of a block. codebook: those of a tensor with the value of each
-    code, and these. text: the name of a tensor with JSON; the JSON, in which "rows" and "columns" stand for the weight's
-    sizes; and its keys that may have any value. ignored: names of tensors beside
+    code, and these. text: the name of a tensor with JSON; the JSON, in which "rows" and "columns" stand for the
+    weight's sizes; and its keys that may have any value. ignored: names of tensors beside
     a weight that are left alone. parts: (pattern of a parameter, patterns of those that its rows are cut into); in
     these, {expert} counts the matrices. config: the `quantization_config` of config.json; recognized: paths in it that
     tell these files from others; plain: its key for the modules that are not quantized, or "".
