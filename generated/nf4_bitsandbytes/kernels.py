@@ -84,5 +84,5 @@ KERNELS = Kernels(
         (2, True): (4, 1024, 1, 4, None),  # blocks lie along rows: long rows
         (4, True): (4, 1024, 1, 4, None),
     },
-    dequantize_sizes={"rowwise": (4, 1024, 2)},
+    dequantize_sizes={"rowwise": (1, 1024, 1)},
 )
