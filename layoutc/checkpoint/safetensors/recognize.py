@@ -45,9 +45,13 @@ def quantization_config(folder: Path) -> Mapping[str, Any]:
 
 
 def bindings_of(classes: Iterable[type[QuantizedTensor]]) -> list[Bound]:
-    """All bindings of classes, each layout once."""
-    by_layout = {cls.LAYOUT.layout_id: cls for cls in classes}
-    return [Bound(cls, binding) for cls in by_layout.values() for binding in cls.LAYOUT.files.values()]
+    """All bindings of classes; of equal ones of one layout, the last. Another recipe may have a layout and no files."""
+    found = list[Bound]()
+    for cls in classes:
+        for binding in cls.LAYOUT.files.values():
+            found = [one for one in found if one.cls.LAYOUT.layout_id != cls.LAYOUT.layout_id or one.binding != binding]
+            found.append(Bound(cls, binding))
+    return found
 
 
 def installed() -> list[Bound]:
