@@ -37,7 +37,7 @@ def encode_of_scales(x, HARDWARE: tl.constexpr):
 @triton.jit
 def decode_of_scales(codes, HARDWARE: tl.constexpr):
     """dynamic8 codes -> fp32, exact."""
-    return lt.from_codebook(codes, VALUES=OF_SCALES_ELEMENT_VALUES, COUNT=256)
+    return lt.from_codebook(codes, VALUES=OF_SCALES_ELEMENT_VALUES, COUNT=256, HELD=False)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def encode(x, HARDWARE: tl.constexpr):
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """nf4 codes -> fp32, exact."""
-    return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16)
+    return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16, HELD=True)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def encode(x, HARDWARE: tl.constexpr):
 @triton.jit
 def decode(codes, HARDWARE: tl.constexpr):
     """nf4 codes -> fp32, exact."""
-    return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16)
+    return lt.from_codebook(codes, VALUES=ELEMENT_VALUES, COUNT=16, HELD=True)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Literal
 from layoutc.emit import rule_text
 from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.size_text import Sizes
-from layoutc.layout.layout import Layout, Plane, Transform
+from layoutc.layout.layout import Plane, Transform
 from layoutc.plan.codebooks import Codebook, codebooks_of
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
@@ -51,17 +51,13 @@ def dequantize_body(kernels: Kernels) -> Lines:
     if kernels.layout.tensor_amax:
         levels = kernels.layout.sources[0].quantization.definition.tensor
         lines.append(f"{'tensor_level' if levels else 'tensor_amax'} = tl.load(amax)  # (1,) float32")
-    lines += _codebook_lines(kernels.layout)
+    codebooks = codebooks_of(kernels.layout)
+    if codebooks:  # kernels get them as the last of their planes
+        lines.append(f"codebooks = planes[6]  # ({sum(1 << fmt.bits for fmt in codebooks)},) float32")
     for source in kernels.sources:
-        read = _dequantize_source(source, codebooks_of(kernels.layout))
+        read = _dequantize_source(source, codebooks)
         lines += [f"if {source.flag}:", *indented(read)] if len(kernels.sources) > 1 else read
     return (*lines, "return values")
-
-
-def _codebook_lines(layout: Layout) -> list[str]:
-    """The line that names the values of codebooks, which kernels get beside their planes."""
-    values = sum(1 << fmt.bits for fmt in codebooks_of(layout))
-    return [f"codebooks = planes[6]  # ({values},) float32"] if values else []
 
 
 def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:

@@ -87,7 +87,7 @@ def _facts(kernels: Kernels) -> Lines:
     reading = {name: (tile.rows, tile.columns, tile.warps) for name, tile in kernels.dequantize_tiles}
     lines.append(f"dequantize_sizes={reading},")
     if books := codebooks_of(kernels.layout).values():
-        names = [f"reference.{prefix_of(one.suffix)}{one.what}_VALUES" for one in books]
+        names = [f"reference.{prefix_of(one.suffix)}{one.kind.upper()}_VALUES" for one in books]
         lines.append(f"codebooks={' + '.join(names)},")
     if isinstance(lay_out, NoKernels):
         lines.append(f"by_reference=reference.lay_out,  # {lay_out.reason}")

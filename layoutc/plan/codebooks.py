@@ -10,31 +10,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layoutc.layout.layout import Layout
-from layoutc.plan.kernels import arithmetics_of
+from layoutc.plan.kernels import level_suffix, suffixes_of
 from layoutc.spec.formats import Format
+
+Kind = Literal["element", "scale", "zero"]
 
 
 @dataclass(frozen=True)
 class Codebook:
     """The values of a format, one for each code, among those of all codebooks of a recipe."""
 
-    suffix: str  # of the arithmetic whose codec has them
-    what: Literal["ELEMENT", "SCALE", "ZERO"]
+    suffix: str  # of the arithmetic that has the format
+    kind: Kind  # what it is there
     first: int  # the place of the first value
 
 
 def codebooks_of(layout: Layout) -> dict[Format, Codebook]:
     """The codebooks of a recipe that are looked up in memory, in the order that they lie in there."""
-    owned = {id(level.quantization) for source in layout.sources for level in source.quantization.own_levels.values()}
-    found: dict[Format, Codebook] = {}
-    first = 0
-    for suffix, q in arithmetics_of(layout).items():
-        formats: list[tuple[Literal["ELEMENT", "SCALE", "ZERO"], Format]] = []
-        formats += [("ELEMENT", q.element)] if id(q) in owned else []
-        formats += [("SCALE", q.scale)] if not q.scales else []
-        formats += [("ZERO", q.zero)] if q.zero is not None and q.zeros is None else []
-        for what, fmt in formats:
-            if fmt.values and fmt not in found:
-                found[fmt] = Codebook(suffix, what, first)
-                first += 1 << fmt.bits
+    used = list[tuple[str, Kind, Format]]()
+    for source in layout.sources:
+        q, suffix = source.quantization, suffixes_of(layout)[source.name]
+        for stored, level in q.own_levels.items():
+            of = level_suffix(stored, suffix)
+            used += [(of, "element", level.quantization.element), (of, "scale", level.quantization.scale)]
+        used += [] if q.scales else [(suffix, "scale", q.scale)]
+        used += [] if q.zero is None or q.zeros is not None else [(suffix, "zero", q.zero)]
+    found, first = dict[Format, Codebook](), 0
+    for suffix, kind, fmt in used:
+        if fmt.values and fmt not in found:
+            found[fmt] = Codebook(suffix, kind, first)
+            first += 1 << fmt.bits
     return found

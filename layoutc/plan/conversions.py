@@ -68,7 +68,8 @@ _INSTRUCTIONS = {
     (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
-LARGEST_CODEBOOK = 16  # of elements: each value takes a comparison of its own
+LARGEST_CODEBOOK = 16  # of elements: quantizing takes a comparison for each value
+SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
 
 
 def encoding(fmt: Format, rounding: str) -> Codec:
@@ -122,10 +123,15 @@ def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
     return Conversion("to_codes_by_chance", form, takes_bits=True)
 
 
+def is_held(fmt: Format) -> bool:
+    """True for a codebook that programs hold in shared memory to dequantize elements."""
+    return bool(fmt.values) and SMALL_CODEBOOK < 1 << fmt.bits <= LARGEST_CODEBOOK
+
+
 def decoding(fmt: Format) -> Codec | None:
     """How codes of a format become fp32 values, exactly; None for formats that no function decodes."""
     if fmt.values:
-        tables: dict[str, Constant] = {"VALUES": Table("VALUES"), "COUNT": 1 << fmt.bits}
+        tables: dict[str, Constant] = {"VALUES": Table("VALUES"), "COUNT": 1 << fmt.bits, "HELD": is_held(fmt)}
         return Codec(Conversion("from_codebook", tables))
     if fmt.integer:
         constants: dict[str, Constant] = {"BITS": fmt.integer, "FRACTION": fmt.fraction, **_offset(fmt)}

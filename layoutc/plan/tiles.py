@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layoutc.layout.layout import Source
+from layoutc.plan.conversions import is_held
 from layoutc.plan.moves import CodeMove, Move, widest
 from layoutc.plan.units import covered, sizes_of, steps, unit, units_of
 
@@ -115,7 +116,7 @@ def dequantize_tile(source: Source) -> Tile:
         rows, columns, warps = (4, 1024, 2) if source.data.bits <= 4 else (4, 512, 2)
         if block_k > columns:
             return Tile(1, block_k, 1, max(4, block_k // 2048), None, "one block")
-        if source.quantization.element.values:
+        if is_held(source.quantization.element):
             return Tile(1, columns, 1, 1, None, "a codebook in shared memory: one warp, which waits for no other")
         return Tile(rows, columns, 1, warps, None, "blocks lie along rows: long rows")
     if block_m >= 64 or block_k >= 64:

@@ -10,7 +10,7 @@ from layoutc.plan.codebooks import Codebook, codebooks_of
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
-    [("nf4", {"dynamic8": Codebook("_of_scales", "ELEMENT", 0)}), ("mxfp8", {}), ("int4_packed128_zeros", {})],
+    [("nf4", {"dynamic8": Codebook("_of_scales", "element", 0)}), ("mxfp8", {}), ("int4_packed128_zeros", {})],
 )
 def test_codebooks_of_scales_are_looked_up(recipe: str, expected: dict[str, Codebook]) -> None:
     """Those of elements are not: a program holds them."""

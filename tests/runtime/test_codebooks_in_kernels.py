@@ -19,7 +19,7 @@ VALUES = tuple(float(3 * index - 20) for index in range(16))
 @triton.jit
 def held(codes, out, VALUES: tl.constexpr, M: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, M)[:, None] * K + tl.arange(0, K)[None, :]
-    tl.store(out + at, lt.from_codebook(tl.load(codes + at), VALUES, 16))
+    tl.store(out + at, lt.from_codebook(tl.load(codes + at), VALUES, 16, True))
 
 
 @triton.jit

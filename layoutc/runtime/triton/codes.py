@@ -305,12 +305,14 @@ def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr
 
 
 @triton.jit
-def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr):
-    """Codes -> fp32 values: VALUES[code]. codes: also what `looked_up` gives, which are values already."""
+def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.constexpr):
+    """Codes -> fp32 values: VALUES[code]. codes: also what `looked_up` gives, which are values already.
+
+    HELD: the program holds the values in shared memory, unless it has fewer codes.
+    """
     if codes.dtype == tl.float32:
         return codes
-    # Not for small tables: a comparison costs less than a lane of shared memory.
-    if COUNT >= 8 and codes.numel > COUNT:
+    if HELD and codes.numel > COUNT:
         held = select_values(tl.arange(0, COUNT), VALUES, COUNT)
         return tl.reshape(tl.gather(held, tl.reshape(codes, (codes.numel,)), 0), codes.shape)
     return select_values(codes, VALUES, COUNT)
