@@ -41,7 +41,7 @@ FILES = {
         ),
         text=(
             "{name}.quant_state.bitsandbytes__nf4",
-            '{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]}',
+            {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
             ("dtype",),
         ),
         ignored=(),

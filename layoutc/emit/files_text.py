@@ -29,7 +29,7 @@ def _binding(binding: Binding) -> list[str]:
         f"    shape={shape},",
         *([f"    groups={groups},"] if binding.groups else []),
         *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {codebook[2]}),"] if codebook else []),
-        *([f"    text=({json.dumps(text[0])}, {text[1]!r}, {_strings(text[2])}),"] if text else []),
+        *([f"    text=({json.dumps(text[0])}, {json.loads(text[1])!r}, {_strings(text[2])}),"] if text else []),
         f"    ignored={_strings(binding.ignored)},",
         *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
         f"    config={json.loads(binding.config)!r},",

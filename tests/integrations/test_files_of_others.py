@@ -499,7 +499,7 @@ STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [320
         (NF4_STATE, of_text(json.dumps(STATE | {"blocksize": 128})), "has 128 as blocksize, but a weight here has 64"),
         (NF4_STATE, of_text(json.dumps(STATE | {"shape": [192, 320]})), r"has \[192, 320\] as shape"),
         (NF4_STATE, of_text(json.dumps(STATE | {"nested": 1})), "has 1 as nested, but a weight here has nothing"),
-        (NF4_STATE, of_text("[64]"), "is JSON without keys"),
+        (NF4_STATE, of_text("[64]"), "is JSON of a list, not of a mapping"),
         (NF4_STATE, of_text("{" * 9), "is not JSON"),
         (NF4_STATE, torch.zeros(1 << 17, dtype=torch.uint8), r"is U8 of \[131072\]"),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor
 from layoutc.checkpoint.safetensors import places
 from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
+from layoutc.checkpoint.untrusted.files import json_of
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -113,13 +114,9 @@ class Stated(NamedTuple):
         )
 
     def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
-        """Raises LayoutError unless the files say the same, but for keys that may have any value."""
-        try:
-            found = json.loads(stored)
-        except (ValueError, RecursionError) as error:
-            raise LayoutError(f"{self.name} in the files is not JSON") from error
-        if not isinstance(found, dict):
-            raise LayoutError(f"{self.name} in the files is JSON without keys")
+        """Raises LayoutError unless the files say the same, but for keys that may have any value; DamagedError, which
+        is one, for what is no mapping in JSON."""
+        found = json_of(stored, f"{self.name} in the files")
         for key in sorted((stated.keys() | found.keys()) - {*self.free}):
             if found.get(key) != stated.get(key):
                 there, here = (repr(one[key])[:80] if key in one else "nothing" for one in (found, stated))
@@ -184,18 +181,18 @@ def _stated(bound: Bound, parameter: str, rows: int, columns: int) -> list[State
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
     if binding.text:
         name, text, free = binding.text
-        said = with_sizes(json.loads(text), {"rows": rows, "columns": columns})
+        said = _with_sizes(text, {"rows": rows, "columns": columns})
         facts = Facts((len(json.dumps(said).encode()),), torch.uint8)
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free))
     return found
 
 
-def with_sizes(value: Any, sizes: Mapping[str, int]) -> Any:
+def _with_sizes(value: Any, sizes: Mapping[str, int]) -> Any:
     """A value of JSON with numbers in place of the names of sizes."""
     if isinstance(value, dict):
-        return {key: with_sizes(one, sizes) for key, one in value.items()}
+        return {key: _with_sizes(one, sizes) for key, one in value.items()}
     if isinstance(value, list):
-        return [with_sizes(one, sizes) for one in value]
+        return [_with_sizes(one, sizes) for one in value]
     return sizes.get(value, value) if isinstance(value, str) else value
 
 

@@ -59,4 +59,4 @@ class Binding(NamedTuple):
     plain: str
     groups: tuple[str, str, int] | None = None
     codebook: tuple[str, str, tuple[float, ...]] | None = None
-    text: tuple[str, str, tuple[str, ...]] | None = None
+    text: tuple[str, Mapping[str, Any], tuple[str, ...]] | None = None

@@ -18,7 +18,13 @@ from layoutc.spec.source import Path, Source
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-STATED = {"shape", "groups", "codebook", "text"}  # tensors that follow from the recipe and a weight's shape
+# Tensors that follow from the recipe and a weight's shape: the dtypes that they may have, and what they are.
+STATED = {
+    "shape": (("I64", "I32"), "the sizes of a weight are I64 or I32"),
+    "groups": (("I64", "I32"), "the numbers of blocks are I64 or I32"),
+    "codebook": (("F32",), "the values of codes are F32"),
+    "text": (("U8",), "a text is bytes, U8"),
+}
 INTEGERS = {f"{sign}{bits}": bits for sign in "UI" for bits in (8, 16, 32, 64)}
 
 
@@ -58,7 +64,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = f'write `{kind}: {{name: "{{name}}{suffix}", dtype: {_usual(planes[kind])}}}`'
             label = source.key(where, f"has {listed(sorted(binding.tensors))}")
             yield source.find("LC361", f"files `{name}` have no tensor for the {kind} of a weight", label, help=help)
-        for kind in binding.tensors.keys() - planes.keys() - STATED:
+        for kind in binding.tensors.keys() - planes.keys() - STATED.keys():
             why = f"the rowwise planes of this recipe are {listed(list(planes))}"
             label = source.key((*where, kind))
             yield source.find("LC361", f"the recipe has no {kind}", label, why=why, help=f"delete `{kind}`")
@@ -141,16 +147,9 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     planes = _planes(spec)
     for where, kind, tensor in _tensors(spec):
         if kind in STATED or kind not in planes:
-            if kind in ("codebook", "text"):
-                usual = "F32" if kind == "codebook" else "U8"
-                if tensor.dtype != usual:
-                    what = "the values of codes are" if kind == "codebook" else "a text is bytes,"
-                    label, help = source.value((*where, "dtype")), f"write `dtype: {usual}`"
-                    yield source.find("LC364", f"{what} {usual}", label, help=help)
-            elif kind in STATED and tensor.dtype not in ("I64", "I32"):
-                what = "the sizes of a weight" if kind == "shape" else "the numbers of blocks"
-                label, help = source.value((*where, "dtype")), "write `dtype: I64`"
-                yield source.find("LC364", f"{what} are I64 or I32", label, help=help)
+            dtypes, message = STATED.get(kind, ((), ""))
+            if dtypes and tensor.dtype not in dtypes:
+                yield source.find("LC364", message, source.value((*where, "dtype")), help=f"write `dtype: {dtypes[0]}`")
             continue
         fmt = planes[kind]
         if not _holds(tensor.dtype, fmt):
