@@ -102,7 +102,7 @@ class Gradients:
                 entry.master.grad = grad
             elif _is_cut_as_master(grad, entry):
                 narrow.append(entry)
-                values.append(local_of(grad))
+                values.append(_shard_of(grad))
             else:
                 entry.master.grad = grad.to(torch.float32)
         if not narrow:
@@ -155,8 +155,13 @@ def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
         if grad._spec.placements != ours.placements or grad._spec.mesh != ours.mesh:
             return False
         entry.spec = grad._spec
-    local = local_of(grad)
-    return type(local) is Tensor and local.is_contiguous() and local.shape == local_of(master).shape
+    local = _shard_of(grad)
+    return type(local) is Tensor and local.is_contiguous() and local.shape == _shard_of(master).shape
+
+
+def _shard_of(tensor: Tensor) -> Tensor:
+    """As `local_of`, of a tensor whose history nobody asks for: itself, where it is whole."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _as_of(master: Any, local: Tensor) -> Tensor:
