@@ -41,18 +41,6 @@ class Ranks(ranks.Ranks):
         STARTED.append(self)
 
 
-def preload(*modules: str) -> None:
-    """Has that process import these too, where they are installed: each rank would take a second or two for them.
-
-    Not where there is a card: some of them ask it for its kind, and a copy of a process that has asked can't ask again.
-    """
-    import torch
-
-    global PRELOADED
-    if not torch.cuda.is_available():
-        PRELOADED += modules
-
-
 def prepare() -> None:
     """Starts the process that all ranks are copied from: it imports once what the first group to start asks for."""
     if "forkserver" in get_all_start_methods():

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, mesh_of, preload
+from harness import Ranks, mesh_of
 from places import ROOT
 from storages import gathered, live_bytes, look_at_what_comes
 from torch import Tensor
@@ -43,7 +43,6 @@ from layoutc.runtime.sharding import registry
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
 )
-preload(*(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mixtral")))
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 # Rows that two and four ranks share unequally, or cut inside blocks of some recipes.
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,6 @@ from harness import Ranks
 
 # Imported once for all ranks, where they are installed.
 harness.PRELOADED += ("torchtitan.trainer", "torchtitan.models.llama3", "torchtitan.models.qwen3")
-harness.preload("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "lightning.fabric")
 
 
 @pytest.fixture(scope="session")
