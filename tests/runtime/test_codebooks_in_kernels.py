@@ -28,6 +28,12 @@ def from_memory(codes, books, out, FIRST: tl.constexpr, COUNT: tl.constexpr, K: 
     tl.store(out + at, lt.looked_up(books, tl.load(codes + at).to(tl.int32), FIRST, COUNT))
 
 
+@triton.jit
+def encoded(x, out, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, lt.to_codebook(tl.load(x + at), STEPS, CODES, COUNT, 255))
+
+
 @pytest.fixture(autouse=True)
 def interpreted() -> None:
     if not triton.knobs.runtime.interpret:
@@ -50,3 +56,21 @@ def test_a_codebook_in_memory_is_never_left() -> None:
     kernel: Any = from_memory
     kernel[(1,)](codes, books, out, 32, 16, 256)
     assert torch.equal(out, torch.tensor(VALUES).repeat(16))
+
+
+@pytest.mark.parametrize("count", [2, 15, 16, 17, 200, 255, 256])
+def test_a_value_takes_the_code_of_the_last_step_it_reaches(count: int) -> None:
+    """Compared one by one, or searched by halves: at each step, on both sides of it, and beyond all of them."""
+    drawn = torch.Generator().manual_seed(count)
+    steps = torch.randn(count - 1, generator=drawn).unique().sort().values
+    steps = torch.cat([steps, steps.max() + 1 + torch.arange(count - 1 - len(steps))])
+    codes = torch.randperm(256, generator=drawn)[:count].tolist()
+    infinity = torch.tensor(float("inf"))
+    beside = [torch.nextafter(steps, -infinity), steps, torch.nextafter(steps, infinity)]
+    extremes = torch.tensor([-float("inf"), float("inf"), -0.0, 0.0, 3e38, -3e38])
+    x = torch.cat([*beside, extremes, torch.full((1024 - 3 * len(steps) - 6,), float("nan"))])
+    out = torch.empty(1024, dtype=torch.int32)
+    kernel: Any = encoded
+    kernel[(1,)](x, out, tuple(steps.tolist()), tuple(codes), count, 1024)
+    expected = [255 if value != value else codes[sum(step <= value for step in steps.tolist())] for value in x.tolist()]
+    assert out.tolist() == expected

@@ -12,6 +12,19 @@ import triton.language as tl
 
 F32_MAX = tl.constexpr(3.4028234663852886e38)
 TWOS_COMPLEMENT = tl.constexpr(-(1 << 16))  # in place of an offset
+COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by one; longer ones are searched by halves
+
+
+@triton.constexpr_function
+def bits_to_hold(count):
+    """The bits that number `count` things from 0 on."""
+    return (count - 1).bit_length()
+
+
+@triton.constexpr_function
+def in_order(codes):
+    """Whether each code is its own place."""
+    return all(code == place for place, code in enumerate(codes))
 
 
 # ------------------------------------------------------------------------------------------------------ fp32 arithmetic
@@ -298,6 +311,10 @@ def from_integer_codes(codes, BITS: tl.constexpr, FRACTION: tl.constexpr, OFFSET
 @triton.jit
 def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr, NAN: tl.constexpr):
     """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1."""
+    if COUNT > COMPARED:
+        reached = steps_reached(x, STEPS, COUNT)
+        codes = reached if in_order(CODES) else held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
+        return tl.where(isnan(x), NAN, codes)
     codes = tl.full(x.shape, CODES[0], tl.int32)
     for i in tl.static_range(COUNT - 1):
         codes = tl.where(x >= STEPS[i], CODES[i + 1], codes)
@@ -313,18 +330,39 @@ def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.con
     if codes.dtype == tl.float32:
         return codes
     if HELD and codes.numel > COUNT:
-        held = select_values(tl.arange(0, COUNT), VALUES, COUNT)
-        return tl.reshape(tl.gather(held, tl.reshape(codes, (codes.numel,)), 0), codes.shape)
-    return select_values(codes, VALUES, COUNT)
-
-
-@triton.jit
-def select_values(codes, VALUES: tl.constexpr, COUNT: tl.constexpr):
-    """VALUES[code], by a comparison for each value."""
+        return held_at(codes, held(VALUES, COUNT, COUNT, 0, tl.float32))
     values = tl.full(codes.shape, VALUES[0], tl.float32)
     for i in tl.static_range(1, COUNT):
         values = tl.where(codes == i, VALUES[i], values)
     return values
+
+
+@triton.jit
+def steps_reached(x, STEPS: tl.constexpr, COUNT: tl.constexpr):
+    """How many of COUNT - 1 ascending STEPS are at most x, by halves: int32. A NaN reaches none."""
+    BITS: tl.constexpr = bits_to_hold(COUNT)
+    steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32)  # no x reaches those that fill the table up
+    reached = tl.zeros(x.shape, tl.int32)
+    for bit in tl.static_range(BITS - 1, -1, -1):
+        reached += tl.where(x >= held_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
+    return reached
+
+
+@triton.jit
+def held(VALUES: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
+    """A table that the program holds: the first COUNT of VALUES, then FILL, up to the power of two from ROOM on."""
+    SIZE: tl.constexpr = 1 << bits_to_hold(ROOM)
+    places = tl.arange(0, SIZE)
+    table = tl.full((SIZE,), FILL, DTYPE)
+    for i in tl.static_range(COUNT):
+        table = tl.where(places == i, VALUES[i], table)
+    return table
+
+
+@triton.jit
+def held_at(places, table):
+    """table[place] for each place, by way of shared memory."""
+    return tl.reshape(tl.gather(table, tl.reshape(places, (places.numel,)), 0), places.shape)
 
 
 @triton.jit
