@@ -5,8 +5,7 @@ kernels, `amaxes` (of batches and of whole rows; in `all`), and `checks`: what c
 arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
-(RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. That
-takes as long as compiling. A process of its own, since the interpreter that other tests start can't be turned off
+(RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
 again; `--serve` answers lists of these arguments, a line each, and ends each answer with an empty line
 (tests/helpers/kernel_compiler.py).
 """
@@ -19,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -199,39 +199,61 @@ def compiled_check(convert: Any, expect: Any, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 
 
-def figures(kernel: Any, tile: Tile, count: bool) -> dict[str, Any]:
-    """What the code for the card shows; the machine's own where it spills or is to be counted, and can be read."""
+def figures(kernel: Any) -> dict[str, Any]:
+    """What the code for the card shows before the machine's own is read."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _read("-res-usage", file.name)
-        stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
-        reads = (count or stack > 0) and kernel.metadata.target.arch not in UNREADABLE
-        code = _read("-sass", file.name) if reads else ""
+        usage = _said("cuobjdump", "-res-usage", file.name)
     accesses = re.findall(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
-    found = {
+    return {
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
-        "stack": stack,
+        "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
         "accesses": sorted({f"{way} {int(many or 1) * int(bits)}" for way, many, bits in accesses}),
         "asked": sorted(set(re.findall(r"cvt\.r\w\.satfinite\.(\w+)\.f32", kernel.asm["ptx"]))),
         # As Triton 3.6 and 3.7 exchange bytes that lie in a thread in another order, which comes out mixed up.
         # Behind a plus is an address.
         "mixes_bytes": bool(re.search(rf"(?<!\+)\b({0x3120}|{0x7564})\b", kernel.asm["ptx"])),
     }
-    if not code:
-        return found
+
+
+def counts(code: str, tile: Tile) -> dict[str, Any]:
+    """What the machine's own code shows."""
     operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", code)
     real = [one for one in operations if not one.startswith("NOP")]
-    return found | {
+    return {
         "spills": sum(one.startswith(("LDL", "STL")) for one in real),
         "per_element": round(len(real) * tile[3] * 32 / (tile[0] * tile[1]), 2),
         "converts": sorted({one for one in real if one.startswith("F2FP")}),
     }
 
 
-def _read(option: str, name: str) -> str:
-    command = [TOOLS / "cuobjdump", option, name]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def machine_codes(cubins: list[bytes], capability: int) -> list[str]:
+    """The machine's code of kernels, a line for each instruction, by one process: to start it takes a third of a second."""
+    texts = [_text(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(texts))
+        file.flush()
+        listed = _said("nvdisasm", "--binary", f"SM{capability}a", file.name)
+    lines = iter(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/.*$", listed, re.MULTILINE))
+    codes = ["\n".join(itertools.islice(lines, len(text) // 16)) for text in texts]  # 16 bytes an instruction
+    assert not list(lines)
+    return codes
+
+
+def _text(cubin: bytes) -> bytes:
+    """The instructions of the one function in an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * index) for index in range(count)]
+    start = sections[names][4]
+    found = [cubin[one[4] : one[4] + one[5]] for one in sections if cubin.startswith(b".text.", start + one[0])]
+    assert len(found) == 1
+    return found[0]
+
+
+def _said(tool: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
@@ -256,9 +278,14 @@ def answer(arguments: list[str]) -> None:
     for recipe, _, pattern in (name.partition("/") for name in options.names):
         asked.setdefault(recipe, []).append(pattern or "*")
 
+    found: list[dict[str, Any]] = []
+    to_count: list[tuple[dict[str, Any], bytes]] = []
+
     def tell(recipe: str, name: str, kernel: Any, tile: Tile) -> None:
-        found = figures(kernel, tile, bool({f"{recipe}/{name}", "all"} & counted))
-        print(json.dumps({"recipe": recipe, "kernel": name, "tile": tile, **found}), flush=True)
+        found.append({"recipe": recipe, "kernel": name, "tile": tile, **figures(kernel)})
+        asked_for = bool({f"{recipe}/{name}", "all"} & counted)
+        if (asked_for or found[-1]["stack"]) and capability not in UNREADABLE:
+            to_count.append((found[-1], kernel.asm["cubin"]))
 
     for name, kernel, constants, tile, dtype in amax_variants() if {"all", "amaxes"} & asked.keys() else ():
         tell("", name, compiled(kernel, constants, tile, dtype, capability), tile)
@@ -276,6 +303,11 @@ def answer(arguments: list[str]) -> None:
             if any(fnmatchcase(name, pattern) for pattern in asked[recipe]):
                 fixed, given = constants_of(name, kernels, written), parameters(name, kernels, layout)
                 tell(recipe, name, compiled(kernel, fixed, tile, dtype, capability, given), tile)
+    codes = machine_codes([cubin for _, cubin in to_count], capability) if to_count else []
+    for (one, _), code in zip(to_count, codes, strict=True):
+        one |= counts(code, one["tile"])
+    for one in found:
+        print(json.dumps(one), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from layoutc.conformance.material import as_planes, expect_same, expect_same_all, generator, input_max
-from layoutc.conformance.model.codes import F32, Array, codes_of, pack, rounded
+from layoutc.conformance.model.codes import F32, Array, codes_of, pack
 from layoutc.conformance.model.rules import FLT_MAX, from_stored
 from layoutc.conformance.model.weights import Planes, planes_of
 from layoutc.conformance.registry import TALLY, Failure, check
@@ -22,16 +20,19 @@ from layoutc.spec.formats import Format
 MOST = 400_000  # elements of one weight
 
 
-def around(fmt: Format) -> list[float]:
+@cache
+def around(fmt: Format) -> tuple[float, ...]:
     """Every finite value of a format, every midpoint of neighbours, and the fp32 numbers beside them."""
-    values = sorted(set(codes_of(fmt).finite.values()))
+    values = np.array(sorted(set(map(float, codes_of(fmt).finite.values()))))
     if len(values) > 1000:  # of a format of 16 bits: the ends, both sides of 0, and a few in between
         middle = len(values) // 2
-        values = [*values[:20], *values[middle - 40 : middle + 40], *values[middle + 41 :: 997], *values[-20:]]
-    points = [*values, *((low + high) / 2 for low, high in pairwise(values)), 2 * values[-1], 2 * values[0]]
-    near = [rounded(Fraction(p)) for p in points]
-    beside = [F32(v) for p in near for v in (np.nextafter(p, F32(-np.inf)), p, np.nextafter(p, F32(np.inf)))]
-    return [float(v) for v in beside] + [0.0, -0.0, 1e-45, -1e-45, float(FLT_MAX), -float(FLT_MAX)]
+        parts = values[:20], values[middle - 40 : middle + 40], values[middle + 41 :: 997], values[-20:]
+        values = np.concatenate(parts)
+    points = np.concatenate([values, (values[:-1] + values[1:]) / 2, 2 * values[[-1, 0]]])
+    near = np.clip(points, -float(FLT_MAX), float(FLT_MAX)).astype(F32)
+    with np.errstate(over="ignore"):
+        beside = np.stack([np.nextafter(near, F32(-np.inf)), near, np.nextafter(near, F32(np.inf))], axis=1)
+    return (*beside.reshape(-1).tolist(), 0.0, -0.0, 1e-45, -1e-45, float(FLT_MAX), -float(FLT_MAX))
 
 
 @cache
