@@ -5,8 +5,9 @@ kernels, `amaxes` (of batches and of whole rows; in `all`), and `checks`: what c
 arithmetic.
 Each line has the kernel's registers, bytes of stack, bits of its global accesses, the conversions it asks for, and
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
-(RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A process of its own, since the interpreter that other tests start can't be turned off
-again; `--serve` answers lists of these arguments, a line each, and ends each answer with an empty line
+(RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A
+process of its own, since the interpreter that other tests start can't be turned off again; `--serve` answers lists of
+these arguments, a line each, and ends each answer with an empty line
 (tests/helpers/kernel_compiler.py).
 """
 
@@ -229,7 +230,7 @@ def counts(code: str, tile: Tile) -> dict[str, Any]:
 
 
 def machine_codes(cubins: list[bytes], capability: int) -> list[str]:
-    """The machine's code of kernels, a line for each instruction, by one process: to start it takes a third of a second."""
+    """The code of kernels, a line for each instruction, by one process, which takes a third of a second to start."""
     texts = [_text(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(texts))
