@@ -2,11 +2,12 @@
 
     python tests/programs/fsdp2_of_torch.py PYTORCH/test/distributed/_composable/fsdp/test_fully_shard_frozen.py ...
 
-The files are those of a checkout of PyTorch of the installed version (needs expecttest); they are read where they are.
+The files are PyTorch's (needs expecttest), of the installed version or of an older one: they are read where they are,
+and where they name cuda, the CPU is meant. Debian's source package has those of 2.6.0: `apt-get source pytorch`.
 Each is run plain, and with the linear layers that it builds quantized or cast on gather, in fp8_block and in a recipe
 of 4x4 blocks. The table has a line for each test. A test that fails plain needs a card, or what gloo lacks: it is
-counted and not looked at. Exits with 1 if a test that passes plain fails quantized, unless its message is one of ours:
-those are listed as refused.
+listed and not looked at. A test is refused where what each rank that failed raised, or the cause that it names, is an
+error of layoutc's: those are listed with its words. Exits with 1 if a test that passes plain fails quantized otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import linecache
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +44,16 @@ orientations:
     scale: {layout: k/4 m/4}
 """
 MODES = ("plain", *(f"{recipe} {use}" for recipe in ("fp8_block", "fp8_square4") for use in ("quantized", "cast")))
-OURS = ("layoutc.runtime.errors.", "LayoutError", "UnsupportedOperator", "ShardAlignmentError")  # of refusals
+OURS = "layoutc."  # how the names of errors of refusals begin in tracebacks
+RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::|$)")  # the last part of a traceback
+CAUSE = "The above exception was the direct cause of the following exception:"
+ON_CPU = (
+    ("not TEST_CUDA", "False"),
+    ("torch.cuda.", "torch.cpu."),
+    (".cuda()", ".cpu()"),
+    ('"cuda"', '"cpu"'),
+    ('"cuda:0"', '"cpu"'),
+)  # what tests of before 2.9 name
 
 
 # ------------------------------------------------------------------------------------------------ one file, in one mode
@@ -54,6 +66,8 @@ def on_cpu() -> None:
     torch.set_num_threads(1)
     torch.accelerator.device_count = torch.cpu.device_count = lambda: RANKS  # type: ignore[assignment]
     common_fsdp.DEVICE_COUNT = RANKS
+    if not hasattr(common_fsdp, "test_compiled_fsdp"):  # older files import it; they are run eagerly alone
+        common_fsdp.test_compiled_fsdp = lambda **_: lambda test: test  # type: ignore[attr-defined]
 
     def skips(least: int, **_: Any) -> Callable[[Any], Any]:
         return unittest.skipIf(least > RANKS, f"needs {least} ranks")
@@ -137,7 +151,11 @@ def run(file: Path, mode: str, out: Path, only: str) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    source = file.read_text(encoding="utf-8")
+    for card, cpu in ON_CPU:
+        source = source.replace(card, cpu)
+    linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
+    exec(compile(source, str(file), "exec"), module.__dict__)
     with out.open("a", encoding="utf-8") as lines:
         result = Lines(lines)
         for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
@@ -169,16 +187,40 @@ def outcomes(file: Path, mode: str, only: str, seconds: float) -> dict[str, tupl
     return found or {"(the file)": ("fail", errors)}
 
 
+def raised(said: str) -> list[tuple[str, str]]:
+    """Of each rank that failed, or of the one process: the name of the error that it raised, and its message.
+
+    Of a chain of causes, the first error.
+    """
+    parts = re.split(r"(?:Process|Thread) \d+ exited with [^\n]*exception:?\n", said)
+    found = []
+    for part in parts[1:] or parts:
+        part = part.partition("\n\nTo execute this test")[0]
+        lines = part.partition(CAUSE)[0].splitlines()
+        last = [at for at, line in enumerate(lines) if RAISED.match(line) and not line.startswith("Traceback")]
+        after = [at for at in last if any(line.startswith("  ") for line in lines[:at])] or last
+        told = lines[first_of_message(lines, after) :] if after else lines[-1:]
+        name, _, words = " ".join(line.strip() for line in told).strip().partition(": ")
+        found.append((name, words))
+    return found
+
+
+def first_of_message(lines: list[str], candidates: list[int]) -> int:
+    """Where the last error's message begins: the first candidate after the last line of a stack."""
+    stack = max((at for at, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    return next((at for at in candidates if at > stack), candidates[-1])
+
+
+def is_refused(said: str) -> bool:
+    """True where all ranks that raised something by themselves raised one of our errors."""
+    own = [name for name, words in raised(said) if "onnection closed by peer" not in words]
+    return bool(own) and all(name.startswith(OURS) for name in own)
+
+
 def reason(said: str) -> str:
-    """The line that says what was wrong: the last one of an exception."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    names = (line.partition(":")[0] for line in lines)
-    errors = [
-        line for line, name in zip(lines, names, strict=True) if "Error" in name or any(one in name for one in OURS)
-    ]
-    errors = [line for line in errors if "exited with e" not in line and not line.startswith(("File", "raise"))]
-    ours = [line for line in errors if any(name in line for name in OURS)]
-    return (ours or errors or lines or [""])[-1]
+    """The error of the first rank that failed, and its words."""
+    name, words = min(raised(said), key=lambda one: not one[0].startswith(OURS))
+    return f"{name.rpartition('.')[2]}: {words}"[:600]
 
 
 def main() -> int:
@@ -196,6 +238,7 @@ def main() -> int:
         return 0
     modes = ["plain", *(mode for mode in asked.modes.split(",") if mode != "plain")]
     wrong, refused, left_out = [], [], []
+    passes = dict.fromkeys(modes, 0)
     for file in asked.files:
         found = {mode: outcomes(file.resolve(), mode, asked.only, asked.seconds) for mode in modes}
         print(f"\n{file.name}: {', '.join(modes)}")
@@ -205,11 +248,13 @@ def main() -> int:
             if outcome != "pass":
                 left_out.append(f"{name}: {reason(said)}")
                 continue
+            for mode, cell in zip(modes, row, strict=True):
+                passes[mode] += cell == "pass"
             for mode in modes[1:]:
                 cell, why = found[mode].get(name, ("none", "did not end"))
                 if cell != "pass":
-                    ours = any(one in why for one in OURS)
-                    (refused if ours else wrong).append(f"{name}, {mode}: {reason(why)}")
+                    (refused if is_refused(why) else wrong).append(f"{name}, {mode}: {reason(why)}")
+    print(f"\nOf {passes['plain']} that pass plain:", *(f"{passes[mode]} {mode}," for mode in modes[1:]))
     for title, lines in (("Not run plain on CPUs", left_out), ("Refused", refused), ("Wrong", wrong)):
         print(f"\n{title}: {len(lines)}", *lines, sep="\n  ")
     return 1 if wrong else 0
