@@ -33,7 +33,7 @@ AmaxFrom = Literal["block", "columns", "rows", "tensor"]
 ITEMSIZES = (2, 4)  # bytes of a value of x
 _LARGEST_BLOCK = 16384  # the most elements of a block that one program can hold
 _LARGEST_TILE = 65536  # the most elements of a tile that holds blocks of two sources
-_MOST_PLANES = 6  # of a launch
+_MOST_PLANES = 6  # of a launch, and buffers
 _WIDEST_MOVE = 256  # the most rows or columns of a tile that is laid out
 
 
@@ -187,9 +187,12 @@ def missing(layout: Layout) -> tuple[tuple[str, str], ...]:
 
 def no_laying_out(layout: Layout) -> str | None:
     """Why the reference lays out on every device; None if a kernel does, or if there is nothing to do."""
-    if not layout.records:
-        return None
-    return f"values of {layout.records[0].name} lie in records, whose bits are joined by torch"
+    if layout.records:
+        return f"values of {layout.records[0].name} lie in records, whose bits are joined by torch"
+    made = {move.buffer.name for move in moves_of(layout)}
+    if len(made) > _MOST_PLANES:
+        return f"a launch makes up to {_MOST_PLANES} buffers, and the recipe has {len(made)} that are no planes"
+    return None
 
 
 def no_quantizing(layout: Layout) -> str | None:

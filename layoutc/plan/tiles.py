@@ -146,7 +146,8 @@ def _buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves
     reason = "codes are transposed: whole sectors of a column"
     if min(source.data.bits for source in sources) == 4:
         rows, columns, warps = (64, 64, itemsize // 2) if len(sources) == 1 else (32, 128, 2)
-        return Tile(max(rows, span), max(columns, width), 1, warps, None, reason)
+        tallest = max(source.quantization.block.m or 1 for source in sources)
+        return Tile(max(rows, span, tallest), max(columns, width), 1, warps, None, reason)
     rows, columns = max(128, least.rows, span), max(128, width)
     if len(sources) > 1 or sources[0].quantization.block.m is None:
         return Tile(rows, columns, 1, 8, None, reason)

@@ -11,7 +11,7 @@ from places import SPECS, UNSHIPPED
 
 from layoutc.layout.layout import Block, Layout
 from layoutc.plan.conversions import decoding, encoding
-from layoutc.plan.kernels import Kernels, NoKernels, plan_kernels
+from layoutc.plan.kernels import Kernels, NoKernels, QuantizeKernel, plan_kernels
 from layoutc.plan.moves import CodeMove, ScaleMove
 from layoutc.plan.units import Units, covered, sizes_of, steps, units_of
 
@@ -204,3 +204,50 @@ def test_ranges_of_whole_rows_come_from_a_pass_before_the_launch() -> None:
 def test_a_reason_stands_in_place_of_kernels() -> None:
     made = plan_kernels(with_blocks("fp8_block", 160, 80))
     assert made == NoKernels("a program holds up to 16384 elements, and rowwise has 160 x 80 in 256 x 128 lanes")
+
+
+TALL = """
+layoutc: 1
+name: tall
+summary: columnwise blocks of 128 rows, whose scales are stored for every two
+element: {format: e2m1, pack: low-first}
+scale: {format: e8m0, rule: power-of-two, round: nearest}
+orientations:
+  rowwise: {block: {m: 4, k: 8}, data: {layout: m k}, scale: {layout: k/4 m, pad: [7, 16]}}
+  columnwise: {block: {m: 128, k: 16}, data: {layout: k m}, scale: {layout: k m/2, pad: [7, 7]}}
+shape: {m: 128, k: 128}
+"""
+
+
+def test_a_tile_of_transposed_codes_of_four_bits_holds_tall_blocks() -> None:
+    """They had tiles of 64 rows, and of 32."""
+    kernels = plan_kernels(layout_of(TALL, "tall"))
+    assert isinstance(kernels, Kernels)
+    assert isinstance(kernels.quantize, QuantizeKernel)
+    tall = [tile for _, (_, columnwise), tile in kernels.quantize.buffer_tiles if columnwise]
+    assert tall
+    assert all(tile.rows % 128 == 0 for tile in tall)
+
+
+EIGHT_BUFFERS = """
+layoutc: 1
+name: eight
+summary: a scale and an offset for scales, in both orientations, none in the weight's order
+element: {format: e4m3}
+scale:
+  format: dynamic8
+  rule: scale-first
+  unrounded: true
+  super: {format: f32, rule: scale-first, offset: mean, block: {m: 20, k: 1}}
+orientations:
+  rowwise: {block: {m: 5, k: 1}, data: {layout: k m}, scale: {layout: m/5 k, pad: [1, 16]}}
+  columnwise: {block: {m: 5, k: 1}, data: {layout: k m, pad: [5, 16]}, scale: {layout: m/5 k, pad: [1, 16]}}
+"""
+
+
+def test_more_buffers_than_a_launch_takes_are_laid_out_by_the_reference() -> None:
+    """The launch had two arguments too many."""
+    kernels = plan_kernels(layout_of(EIGHT_BUFFERS, "eight"))
+    assert isinstance(kernels, Kernels)
+    assert isinstance(kernels.lay_out, NoKernels)
+    assert kernels.lay_out.reason == "a launch makes up to 6 buffers, and the recipe has 8 that are no planes"
