@@ -110,7 +110,7 @@ def trains(recipe: str, use: str, schedule: str, replicas: int) -> None:
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "LoopedBFS")
-# They take a stage's backward in two parts. Under FSDP2 torch 2.13 loses gradients so, of plain weights as well.
+# They take a stage's backward in two parts. Under FSDP2 plain weights differ from one process so, too.
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 USES = [("nvfp4", "quantized"), ("mxfp8", "quantized"), ("fp8_block", "cast")]
 
