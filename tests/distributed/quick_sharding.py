@@ -1,7 +1,8 @@
 """DTensor's propagation of shardings, without working out again for each shape what does not depend on shapes.
 
-An optimizer's step makes ten decisions for each shape of a master, of a tenth of a second together, that all come to
-the same: operands of one sharding give a result of that sharding. Here the first is torch's own for each operator, mesh
+An optimizer's step makes ten decisions for each shape of a master, of a tenth of a second together, and each parameter
+and each value of a state dict is detached or copied. They all come to the same: operands of one sharding give a result
+of that sharding. Here the first is torch's own for each operator, mesh
 and placement, and is repeated for operands of other shapes where it was that. Values pass through torch's own code.
 LAYOUTC_PLAIN_SHARDING=1 leaves it as it is.
 """
@@ -25,6 +26,7 @@ def quicken() -> None:
     aten = torch.ops.aten
     elementwise = {aten.zeros_like.default, aten.sqrt.default, aten.div.Tensor, aten.mul_.Tensor, aten.add_.Tensor}
     elementwise |= {aten.addcdiv_.default, aten.addcmul_.default, aten.lerp_.Scalar}
+    elementwise |= {aten.detach.default, aten.copy_.default}
     known: dict[Any, Any] = {}
 
     @wraps(original)

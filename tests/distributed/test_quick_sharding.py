@@ -20,6 +20,8 @@ OPERATORS = {
     "add_": lambda a, b: a.clone().add_(b, alpha=2.0),
     "addcdiv_": lambda a, b: a.clone().addcdiv_(a, b, value=-0.1),
     "addcmul_": lambda a, b: a.clone().addcmul_(a, b, value=0.5),
+    "detach": lambda a, b: a.detach(),
+    "copy_": lambda a, b: a.clone().copy_(b),
     "lerp_": lambda a, b: a.clone().lerp_(b, 0.25),
 }
 SHAPES = ((8, 6), (3, 6), (1, 5), (16, 2), (7,), (2, 3, 4))

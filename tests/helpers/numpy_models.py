@@ -82,11 +82,11 @@ def write(codes: Array, chain: Chain) -> Array:
     """The bytes of a buffer: each value of the start array written, bit by bit, at the chain's positions."""
     order: Any = "little" if chain.low_first else "big"
     bits = np.zeros(chain.nbytes * 8, np.uint8)
-    for index in itertools.product(*map(range, chain.start)):
-        code = np.array([codes[index]], codes.dtype)
-        value = np.unpackbits(code.view(np.uint8), bitorder="little")[: chain.bits]
-        if not chain.low_first and chain.bits < 8:
-            value = value[::-1]
+    flat = np.ascontiguousarray(codes).reshape(-1, 1)
+    values = np.unpackbits(flat.view(np.uint8), axis=1, bitorder="little")[:, : chain.bits]
+    if not chain.low_first and chain.bits < 8:
+        values = values[:, ::-1]
+    for index, value in zip(itertools.product(*map(range, chain.start)), values, strict=True):
         for byte, bit in chain.positions(index):
             bits[byte * 8 + bit :][: chain.bits] = value
     return np.packbits(bits, bitorder=order if chain.bits < 8 else "little")
