@@ -27,9 +27,11 @@ def share() -> None:
     class SharedGloo(plain, metaclass=AnyGloo):  # type: ignore[misc, valid-type]
         """A gloo group as torch makes it, but for the device."""
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
             options = plain._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
+            for name, value in more.items():  # torch 2.14 also says whether a group may be set up again
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedGloo
