@@ -28,13 +28,25 @@ def recipe_module(recipe: str) -> Any:
     return import_module(f"layoutc.recipes.{recipe}")
 
 
+class Layer(nn.Linear):
+    """A linear layer whose forward is a user's own.
+
+    torch compiles the hooks of fully_shard together with a layer of torch.nn that is compiled by itself: 2.14 then has
+    no whole graph of it, nor has 2.13 of a plain one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return F.linear(input, self.weight, self.bias)
+
+
 class Model(nn.Module):
     """Two layers and a head."""
 
     def __init__(self, width: int, inner: int | None = None, device: str | None = None) -> None:
         super().__init__()
         inner = inner or width
-        self.layers = nn.ModuleList([nn.Linear(width, inner, device=device), nn.Linear(inner, width, device=device)])
+        self.layers = nn.ModuleList([Layer(width, inner, device=device), Layer(inner, width, device=device)])
         self.head = nn.Linear(width, width, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:

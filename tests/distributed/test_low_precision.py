@@ -10,7 +10,7 @@ import torch.distributed as dist
 from exact_products import exact
 from exact_products import product as whole_numbers
 from harness import Ranks, mesh_of
-from models import RECIPES, adam, recipe_module, train_step, width_for
+from models import RECIPES, Layer, adam, recipe_module, train_step, width_for
 from test_training import trains_as_one_process
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -46,7 +46,7 @@ def trains_cast_on_gather(recipe: str, compiled: bool) -> None:
 
     def build() -> nn.Sequential:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
+        model = nn.Sequential(Layer(width, width), nn.ReLU(), Layer(width, width, bias=False))
         layoutc.cast_on_gather_(model, recipe)
         return model
 
@@ -82,7 +82,7 @@ def draws_as_one_process(compiled: bool) -> None:
 
     def build() -> nn.Sequential:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width, bias=False))
+        model = nn.Sequential(Layer(width, width), nn.ReLU(), Layer(width, width, bias=False))
         layoutc.quantize_(model, "nvfp4")
         return model
 
