@@ -46,7 +46,8 @@ def test_this_machine_is_fine() -> None:
     found = {line["about"]: line for line in data["findings"]}
     import torch
 
-    assert found["torch"]["found"] == torch.__version__
+    plain = torch.__version__.partition("+")[0]  # wheels of some releases don't name what they were built for
+    assert found["torch"]["found"].partition("+")[0] == plain
     assert found["what is read of FSDP2"]["verdict"] == "fine"
     kinds = {one["recipe"]: one for one in data["recipes"]}
     where = "kernels" if torch.cuda.is_available() else "reference: there is no card"
