@@ -27,7 +27,7 @@ mxfp8: E4M3 weights in 1x32 blocks (32x1 columnwise), E8M0 scales rounded up.
 mxfp8_2d: E4M3 weights in 32x32 blocks, E8M0 scales repeated into the 1x32 and 32x1 shapes.
 mxfp8_frozen: E4M3 weights in 1x32 blocks, E8M0 scales rounded up; without columnwise codes, to be frozen.
 mxint8: 8-bit integers in steps of 1/64, in 1x32 blocks (32x1 columnwise), E8M0 shared exponents.
-nf4: NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
+nf4: NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
 nf4_bitsandbytes: NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization.
 nvfp4: E2M1 weights in 16x16 blocks, E4M3 block scales under one FP32 amax.
 nvfp4_1d: E2M1 weights in 1x16 blocks (16x1 columnwise), E4M3 block scales under one FP32 amax.

@@ -42,7 +42,7 @@ def decode_scale(codes: Tensor) -> Tensor:
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """amax -> (scale as stored, divisor of the elements); fp32 operations in this order.
 
-    The amax over half the range of the elements, in the scale's format; elements are divided by what is stored.
+    The amax over half the range of the elements, or over the largest, in the scale's format; then elements by that.
     """
     scale = encode_scale(num.divide(amax, ELEMENT_HALF_RANGE).clamp(max=num.F32_MAX))
     scale = encode_scale(torch.where(decode_scale(scale) == 0, OF_ZEROS, decode_scale(scale)))

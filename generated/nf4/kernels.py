@@ -2,7 +2,7 @@
 # Layout id 667326d395c6: changes when stored bytes or arithmetic change, and only then.
 """Kernels of nf4: the arithmetic of reference.py, byte for byte, and what a program does with one tile.
 
-NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
+NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
 """
 
 import triton

@@ -2,7 +2,7 @@
 # Layout id 667326d395c6: changes when stored bytes or arithmetic change, and only then.
 """Layout facts of nf4.
 
-NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
+NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
 
 A weight has m rows (its leading dims, flattened) and k columns. m must be a multiple of 1, and k of 64.
 
@@ -42,8 +42,8 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 
 LAYOUT = Layout(
     name="nf4",
-    summary="NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32",
-    spec_sha256="d79bf205d131372bc80405dc73bc405766202c77065bb11e134a539d7d490e87",
+    summary="NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32",
+    spec_sha256="805dee00e695ee756b75e3ad6ff3a2112c2853ad100d425eac9fe87487e4c5f0",
     layout_id="667326d395c6",
     language=1,
     shard_rows=1,

@@ -2,7 +2,7 @@
 # Layout id 667326d395c6: changes when stored bytes or arithmetic change, and only then.
 """The reference of nf4: its arithmetic in plain torch, on any device. Kernels match it byte for byte.
 
-NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
+NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def decode_of_scales(codes: Tensor) -> Tensor:
 def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """amax -> (scale as stored, multiplier of the elements); fp32 operations in this order.
 
-    The amax over half the range of the elements, in the scale's format; elements are divided by what is stored.
+    The amax over half the range of the elements, or over the largest, in the scale's format; then elements by that.
     """
     scale = num.divide(amax, OF_SCALES_ELEMENT_MAX).clamp(max=num.F32_MAX)
     multiplier = torch.where(scale == 0, 1.0, num.divide(1.0, scale).clamp(max=num.F32_MAX))
@@ -140,7 +140,7 @@ def decode_scale(stored: tuple[Tensor, ...]) -> Tensor:
 def scales(amax: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """amax -> (scale as stored, multiplier of the elements); fp32 operations in this order.
 
-    The amax over half the range of the elements, in the scale's format; elements are divided by what is stored.
+    The amax over half the range of the elements, or over the largest, in the scale's format; then elements by that.
     """
     whole = num.divide(amax, ELEMENT_HALF_RANGE).clamp(max=num.F32_MAX)
     scale = encode_scale(whole)

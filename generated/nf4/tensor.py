@@ -22,7 +22,7 @@ from .layout import LAYOUT
 
 @register
 class NF4Tensor(QuantizedTensor):
-    """NF4 weights of bitsandbytes with double quantization, 8-bit scales of 64 elements under FP32.
+    """NF4 weights with bitsandbytes' double quantization, along rows; 8-bit scales of 64 under FP32.
 
     It behaves as a tensor of the weight's shape, in the dtype that it dequantizes to.
     """

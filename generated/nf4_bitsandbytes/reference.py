@@ -40,7 +40,7 @@ def decode(codes: Tensor) -> Tensor:
 def scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """amax -> (scale as stored, multiplier of the elements); fp32 operations in this order.
 
-    The amax over half the range of the elements, in the scale's format; elements are divided by what is stored.
+    The amax over half the range of the elements, or over the largest, in the scale's format; then elements by that.
     """
     scale = num.divide(amax, ELEMENT_HALF_RANGE).clamp(max=num.F32_MAX)
     multiplier = torch.where(scale == 0, 1.0, num.divide(1.0, scale).clamp(max=num.F32_MAX))

@@ -56,7 +56,7 @@ def decode_scale_of_scales(codes: Tensor) -> Tensor:
 def scales_of_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """amax -> (scale as stored, divisor of the elements); fp32 operations in this order.
 
-    The amax over half the range of the elements, in the scale's format; elements are divided by what is stored.
+    The amax over half the range of the elements, or over the largest, in the scale's format; then elements by that.
     """
     scale = encode_scale_of_scales(num.divide(amax, OF_SCALES_ELEMENT_MAX).clamp(max=num.F32_MAX))
     divisor = torch.where(decode_scale_of_scales(scale) == 0, 1.0, decode_scale_of_scales(scale))

@@ -68,7 +68,7 @@ _INSTRUCTIONS = {
     (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
-LARGEST_CODEBOOK = 16  # of elements: quantizing takes a comparison for each value
+LARGEST_CODEBOOK = 16  # of elements: they are compared with each value; the search in longer ones was timed for scales
 SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
 
 

@@ -2,9 +2,8 @@
 
 An optimizer's step makes ten decisions for each shape of a master, of a tenth of a second together, and each parameter
 and each value of a state dict is detached or copied. They all come to the same: operands of one sharding give a result
-of that sharding. Here the first is torch's own for each operator, mesh
-and placement, and is repeated for operands of other shapes where it was that. Values pass through torch's own code.
-LAYOUTC_PLAIN_SHARDING=1 leaves it as it is.
+of that sharding. Here the first is torch's own for each operator, mesh and placement, and is repeated for operands of
+other shapes where it was that. Values pass through torch's own code. LAYOUTC_PLAIN_SHARDING=1 leaves it as it is.
 """
 
 from __future__ import annotations

@@ -140,15 +140,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
 
-def planned(recipe: str, model: nn.Module) -> int:
-    """Bytes that this rank keeps between steps, by the plan."""
-    spec = (EXCHANGED if recipe not in BINDINGS else ROOT / "specs") / f"{recipe}.yaml"
+def planned(recipe: str, model: nn.Module, only: str = "*.base.weight") -> int:
+    """Bytes that this rank keeps between steps, by the plan. only: the names of what is in the recipe."""
+    spec = (ROOT / "specs" if recipe in BINDINGS else EXCHANGED) / f"{recipe}.yaml"
     weights = [
         Weight(name, tuple(param.shape), "norm" if "norm" in name else "linear", trains=param.requires_grad)
         for name, param in model.named_parameters()
     ]
     mesh, dtypes = Mesh(dist.get_world_size()), Dtypes(4, 4, 4)
-    picks = Picks(only=("*.base.weight",))
+    picks = Picks(only=(only,))
     groups = groups_of(in_layers("model", "", weights), Use(recipe, plan_of(spec)), picks, mesh, dtypes)
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:

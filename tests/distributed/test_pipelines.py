@@ -22,11 +22,12 @@ DIM, ROWS, MICROBATCHES, STEPS = 32, 8, 4, 3
 
 
 def built(recipe: str, use: str, stages: int) -> nn.Sequential:
-    """A layer for each stage, the same on every rank."""
+    """A layer for each stage, the same on every rank. use: quantized, cast, or plain."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(stages)])
     make_uneven(model)
-    (layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_)(model, recipe)
+    if use != "plain":
+        (layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_)(model, recipe)
     return model
 
 
@@ -110,7 +111,7 @@ def trains(recipe: str, use: str, schedule: str, replicas: int) -> None:
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "LoopedBFS")
-# They take a stage's backward in two parts. Under FSDP2 plain weights differ from one process so, too.
+# They take a stage's backward in two parts.
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 USES = [("nvfp4", "quantized"), ("mxfp8", "quantized"), ("fp8_block", "cast")]
 
@@ -125,3 +126,12 @@ def test_stages_train_as_one_process(two: Ranks, recipe: str, use: str, schedule
 @pytest.mark.parametrize(("recipe", "use"), USES)
 def test_sharded_stages_train_as_one_process(four: Ranks, recipe: str, use: str, schedule: str) -> None:
     four.run(trains, recipe, use, schedule, 2)
+
+
+UNEQUAL = pytest.mark.xfail(strict=True, reason="torch's zero bubble under FSDP2; see docs/pages/works-with.md")
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(one, marks=UNEQUAL) for one in ZERO_BUBBLE)])
+def test_sharded_stages_of_plain_weights(four: Ranks, schedule: str) -> None:
+    """What torch does by itself: where plain weights don't train as one process, quantized ones are not asked to."""
+    four.run(trains, "", "plain", schedule, 2)

@@ -7,8 +7,7 @@ Each line has the kernel's registers, bytes of stack, bits of its global accesse
 whether threads exchange bytes in the way that Triton gets wrong; of kernels that use a stack or that `--count` names
 (RECIPE/KERNEL, or `all`), the machine code is read as well: spills, conversions, instructions for each element. A
 process of its own, since the interpreter that other tests start can't be turned off again; `--serve` answers lists of
-these arguments, a line each, and ends each answer with an empty line
-(tests/helpers/kernel_compiler.py).
+these arguments, a line each, and ends each answer with an empty line (tests/helpers/kernel_compiler.py).
 """
 
 from __future__ import annotations

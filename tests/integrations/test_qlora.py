@@ -8,33 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_peft
 import torch
 import torch.distributed as dist
 from harness import Ranks, mesh_of
-from models import my_share
-from places import ROOT
 from storages import live_bytes, look_at_what_comes
+from test_frozen_bases import planned
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import layoutc
-from layoutc.budget.choice import Picks
-from layoutc.budget.groups import groups_of
-from layoutc.budget.mesh import Mesh
-from layoutc.budget.shards import Dtypes, Resident, indices, resident
 from layoutc.checkpoint import load_safetensors, quantize_as_stored
-from layoutc.cli.reading import plan_of
-from layoutc.estimate.work import Use
-from layoutc.models.weights import Weight, in_layers
-from layoutc.runtime.weight.tensor import QuantizedTensor
 
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}: pip install 'layoutc[integrations,formats]'")
     for name in ("transformers", "peft", "bitsandbytes")
 ]
 
-STEPS, RANK = 10, 4
 NF4 = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
 
 
@@ -90,47 +81,18 @@ def adapted(whose: str, folder: str) -> Any:
 
     model = BASES[whose](folder)
     torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     return model.train()  # in eval mode, as transformers gives it, bitsandbytes packs weights anew on CPUs
 
 
 def steps(model: nn.Module) -> list[float]:
     """Losses of some steps of AdamW on the adapters."""
-    losses, optimizer = [], torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    for step in range(STEPS):
-        ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(step % 2))
-        loss = model(input_ids=ids, labels=ids).loss
-        (loss * (my_share() if isinstance(model, FSDPModule) else 1.0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return test_peft.steps(model, torch.optim.AdamW([param for _, param in test_peft.trains(model)], lr=1e-2))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What this rank has of them."""
-    total = 0
-    for one in tensors:
-        local = one._local_tensor if isinstance(one, DTensor) else one
-        planes = local.planes().values() if isinstance(local, QuantizedTensor) else [local]
-        total += sum(plane.nbytes for plane in planes)
-    return total
-
-
-def planned(model: nn.Module) -> int:
-    """Bytes of the quantized base that this rank keeps between steps, by the plan."""
-    weights = [
-        Weight(name, tuple(param.shape), "linear", trains=False)
-        for name, param in model.named_parameters()
-        if name.endswith("_proj.weight")
-    ]
-    mesh, dtypes = Mesh(dist.get_world_size()), Dtypes(4, 4, 4)
-    use = Use("nf4_bitsandbytes", plan_of(ROOT / "specs" / "nf4_bitsandbytes.yaml"))
-    groups = groups_of(in_layers("model", "", weights), use, Picks(), mesh, dtypes)
-    here = Resident(left=indices(groups.pieces))
-    for piece in groups.pieces:
-        here += resident(piece, dist.get_rank(), dtypes)
-    return here.kept
+    """What this rank has of plain tensors."""
+    return sum((one._local_tensor if isinstance(one, DTensor) else one).nbytes for one in tensors)
 
 
 def sharded(model: Any) -> Any:
@@ -142,9 +104,9 @@ def sharded(model: Any) -> Any:
 
 
 def trains(folder: str) -> tuple[list[float], int, int]:
-    """(losses, which are those of one process; bytes of the quantized base that this rank holds, and planned ones)."""
+    """(losses, which are those of one process; bytes of the base that this rank holds, and planned ones)."""
     expected = steps(adapted("layoutc", folder))
-    kept = planned(of_layoutc(folder))
+    kept = planned("nf4_bitsandbytes", of_layoutc(folder), only="*_proj.weight")
     mesh_of(dist.get_world_size())  # which has tensors of its own
     look_at_what_comes()
     before = live_bytes()
@@ -154,14 +116,8 @@ def trains(folder: str) -> tuple[list[float], int, int]:
     assert losses == expected
     assert losses[-1] < losses[1]
     assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
-    others = [param for param in model.parameters() if not isinstance(local_of(param), QuantizedTensor)]
-    rest = before + bytes_of([*others, *model.buffers()])
+    rest = before + bytes_of([*(param for _, param in test_peft.trains(model)), *model.buffers()])
     return losses, live_bytes(rest + kept) - rest, kept
-
-
-def local_of(param: Tensor) -> Tensor:
-    """This rank's shard."""
-    return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def test_adapters_train_as_in_one_process_and_ranks_share_the_base(two: Ranks, tmp_path: Path) -> None:
