@@ -92,7 +92,7 @@ def _body(codec: Codec, value: str, prefix: str) -> Lines:
 
 def _over_scale(quantization: Quantization, suffix: str) -> list[Function]:
     """1 / a decoded scale, for a rule that needs it and a scale that has only an exponent: no division."""
-    program = quantization.definition.program(dict(quantization.parameters))
+    program = quantization.definition.program(quantization.conditions)
     if (
         quantization.scales
         or not quantization.scale.is_exponent
@@ -161,7 +161,7 @@ def _scale_steps(quantization: Quantization, suffix: str) -> list[str]:
 
     Without divisions whose result is a power of two: a division costs a thread more than all other steps of a rule.
     """
-    remaining = list(quantization.definition.active_steps(dict(quantization.parameters)))
+    remaining = list(quantization.definition.active_steps(quantization.conditions))
     powers: set[str] = set()
     lines: list[str] = []
     while remaining:

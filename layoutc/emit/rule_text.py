@@ -111,7 +111,7 @@ def shifted(values: str, quantization: Quantization, shift: str, *, dialect: Dia
 
 def steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
     """The rule's active steps as assignments, in order. Default dialect: torch."""
-    active = quantization.definition.active_steps(dict(quantization.parameters))
+    active = quantization.definition.active_steps(quantization.conditions)
     code = dialect or TORCH
     return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
 
@@ -126,7 +126,7 @@ def level_steps(quantization: Quantization, suffix: str) -> list[str]:
 
 def error_steps(quantization: Quantization, suffix: str, dialect: Dialect | None = None) -> list[str]:
     """The steps that compute an element's error, as assignments, in order. Default dialect: torch."""
-    active = quantization.definition.active_error(dict(quantization.parameters))
+    active = quantization.definition.active_error(quantization.conditions)
     code = dialect or TORCH
     return [f"{step.name} = {expression(step.expression, quantization, {}, suffix, code)}" for step in active]
 
@@ -156,7 +156,7 @@ def transform_arguments(transform: Transform) -> str:
 
 def uses(quantization: Quantization) -> frozenset[str]:
     """Names that the active steps and the decoding use. Names of constants are those of generated code, unprefixed."""
-    program = quantization.definition.program(dict(quantization.parameters))
+    program = quantization.definition.program(quantization.conditions)
     used = frozenset().union(*(names(expression) for _, expression in program))
     spelled = constant_names(quantization, "")
     return frozenset(spelled.get(name, name) for name in used)

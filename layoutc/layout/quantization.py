@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutc.spec.formats import Format, f32
+from layoutc.spec.formats import F32_MAX, Format, f32
 from layoutc.spec.notation import Axis
-from layoutc.spec.rules import RULES, Rule
+from layoutc.spec.rules import INVERSE_OVERFLOWS, RULES, Parameters, Rule
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,23 @@ class Quantization:
         return "stochastic" if self.stochastic else "nearest"
 
     @property
+    def conditions(self) -> Parameters:
+        """What steps of the rule are left out by: its parameters, and what follows from the formats of scales."""
+        return {**dict(self.parameters), INVERSE_OVERFLOWS: self._smallest_scale < 1 / F32_MAX}
+
+    @property
+    def _smallest_scale(self) -> float:
+        """The smallest number above 0 that elements may be scaled by; 0 where scales may become 0."""
+        if self.scales is None:
+            return self.scale.smallest
+        above = self.scales.quantization.scale
+        is_zero = self.scales.centered or above.is_f32 or above.has_zero
+        return 0.0 if is_zero else self.scale.smallest * above.smallest
+
+    @property
     def divides(self) -> bool:
         """True if elements are values that are divided by their block's divisor, not multiplied."""
-        return self.definition.element_step(dict(self.parameters)).name == "divisor"
+        return self.definition.element_step(self.conditions).name == "divisor"
 
     @property
     def levels(self) -> dict[str, Level]:

@@ -242,9 +242,9 @@ def level_suffix(kind: str, suffix: str) -> str:
 
 def inputs_of(quantization: Quantization) -> RuleInputs:
     """What the active steps of a quantization's rule read, decoding included."""
-    parameters = dict(quantization.parameters)
-    read = frozenset().union(*(names(expression) for _, expression in quantization.definition.program(parameters)))
-    input_max = "input_max" in read or ("overflow" in read and parameters.get("overflow") == "input-max")
+    conditions = quantization.conditions
+    read = frozenset().union(*(names(expression) for _, expression in quantization.definition.program(conditions)))
+    input_max = "input_max" in read or ("overflow" in read and conditions.get("overflow") == "input-max")
     return RuleInputs("lowest" in read, "tensor_amax" in read, input_max)
 
 
@@ -362,6 +362,6 @@ def _is_bounded(quantization: Quantization) -> bool:
 
     That holds if the scale is amax / element_max, rounded up to a power of two.
     """
-    steps = quantization.definition.active_steps(dict(quantization.parameters))
+    steps = quantization.definition.active_steps(quantization.conditions)
     divides = [step.expression for step in steps] == ["to_scale(amax * inverse_element_max)", "1 / from_scale(scale)"]
     return divides and quantization.scale.is_exponent and quantization.rounding == "up"

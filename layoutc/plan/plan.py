@@ -333,7 +333,7 @@ def _record_facts(record: Record) -> list[object]:
 
 
 def _program(quantization: Quantization) -> list[list[str]]:
-    return [list(step) for step in quantization.definition.program(dict(quantization.parameters))]
+    return [list(step) for step in quantization.definition.program(quantization.conditions)]
 
 
 def _quantization_facts(quantization: Quantization) -> dict[str, object]:

@@ -174,7 +174,7 @@ def facts(layout: Layout) -> dict[str, str]:
 
 def _program(quantization: Quantization) -> Iterator[tuple[str, str]]:
     """The scale rule's operations, which its name only labels."""
-    *steps, (_, decode) = quantization.definition.program(dict(quantization.parameters))
+    *steps, (_, decode) = quantization.definition.program(quantization.conditions)
     for number, (name, expression) in enumerate(steps):
         yield f"rule.{number}", f"{name} = {expression}"
     yield "rule.decode", decode

@@ -117,6 +117,13 @@ class Format:
         return self.magnitudes[-1]
 
     @property
+    def smallest(self) -> float:
+        """The smallest value above 0."""
+        if self.is_wide:
+            return math.ldexp(1, 1 - self.bias - self.mantissa)
+        return next(value for value in self.magnitudes if value > 0)
+
+    @property
     def last(self) -> int:
         """The code of the largest finite value, without a sign bit."""
         if self.is_wide:

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from layoutc.spec import shipped
 
 Parameters = dict[str, float | int | bool | str]
+INVERSE_OVERFLOWS = "inverse-overflows"  # of the smallest scale, in fp32: follows from formats, beside the parameters
 ZeroIs = Literal["element", "value", "minimum"]  # of 0; of element 0; the latter without its sign, for it is below 0
 
 
@@ -89,9 +90,7 @@ class Rule:
 
 def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]:
     return tuple(
-        step
-        for step in steps
-        if all(parameters[name] for name in step.when) and not any(parameters[name] for name in step.unless)
+        step for step in steps if all(map(parameters.get, step.when)) and not any(map(parameters.get, step.unless))
     )
 
 

@@ -177,6 +177,37 @@ orientations:
 """
 
 
+TINY_SCALES = {
+    "under none": ("e8m0_b130, rule: power-of-two", "e8m0_b130: {exponent: 8, bias: 130, nan: [254, 255]}"),
+    "under scales": (
+        "micro, rule: shared-exponent, super: {format: e8m0, rule: shared-exponent, block: {m: 2, k: 4}}",
+        "micro: {exponent: 1, bias: 1}",
+    ),
+    "under scales that may be 0": (
+        "e8m0, rule: power-of-two, super: {format: f32, rule: scale-first, of-max: true, block: {m: 2, k: 4}}",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("scales", TINY_SCALES)
+def test_zeros_stay_zeros_where_the_inverse_of_a_scale_overflows(scales: str) -> None:
+    """The smallest scale is below 2^-127; the multiplier is then the largest fp32 number, and not infinite."""
+    scale, own = TINY_SCALES[scales]
+    text = NAN_SCALES.replace("f32, rule: scale-first", scale).replace("{m: 1, k: 1}", "{m: 2, k: 2}")
+    text = text.replace("{m: 8, k: 8}", "{m: 8, k: 16}").replace("{m: 2, k: 1}", "{m: 2, k: 2}")
+    text = text.replace("scale: {layout: m k}", "scale: {layout: m/2 k/2}")
+    if own is not None:
+        text += f"formats:\n  {own.replace('{', '{sign: 0, mantissa: 0, subnormals: false, ')}\n"
+    spec, found = read_spec(text, "made_up.yaml")
+    assert spec is not None, found
+    reference, _ = load(spec)
+    x = torch.zeros(8, 16)
+    x[4, 4] = 1.75
+    values = reference.dequantize_reference(reference.quantize_reference(x), 8, 16, "rowwise")
+    assert torch.equal(values, x)
+
+
 @example(read_spec(NAN_SCALES, "made_up.yaml")[0], 0, np.nan)
 @given(specs(), st.integers(0, 2**16), st.sampled_from([None, None, 0.0, np.nan, np.inf, 2.0**-149, 1e30]))
 @settings(max_examples=100, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))

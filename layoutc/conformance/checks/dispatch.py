@@ -237,9 +237,10 @@ def new_tensors(subject: Subject) -> None:
 
 
 def _zeros(subject: Subject, zeros: Any) -> Tensor:
-    """Its values, where a transform's signs make some zeros negative: those as they are without a sign."""
+    """Its values; without the sign of zeros, where signs of a transform, or zero points, make some negative."""
     values: Tensor = zeros.dequantize()
-    return values + 0.0 if subject.layout.transforms else values
+    signed = subject.layout.transforms or any(source.quantization.zero for source in subject.layout.sources)
+    return values + 0.0 if signed else values
 
 
 @check("storage", "pinning, record_stream, moving and sharing reach every plane, scales included")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from importlib.resources import files
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,12 +240,24 @@ def from_level(level: Level, stored: Stored) -> Array:
 
 def steps_of(q: Quantization, part: str) -> list[tuple[str, str]]:
     """The steps of a part of a rule's program that the parameters leave in."""
-    parameters, active = dict(q.parameters), []
+    parameters, active = {**dict(q.parameters), "inverse-overflows": _inverse_overflows(q)}, []
     for entry in programs()[q.rule][part]:
         on, off = (np.atleast_1d(entry.get(key) or []).tolist() for key in ("when", "unless"))
         if all(parameters[one] for one in on) and not any(parameters[one] for one in off):
             active += [(key, str(text)) for key, text in entry.items() if key not in ("when", "unless")]
     return active
+
+
+def _inverse_overflows(q: Quantization) -> bool:
+    """True if 1 over the smallest scale, under the smallest scale of scales, is no fp32 number."""
+    if q.scale.is_f32 or (q.scales is not None and (q.scales.centered or q.scales.quantization.scale.is_f32)):
+        return True
+    formats = [q.scale] if q.scales is None else [q.scale, q.scales.quantization.scale]
+    finite = [[abs(value) for value in codes_of(fmt).finite.values()] for fmt in formats]
+    if len(formats) == 2 and 0 in finite[1]:
+        return True
+    least = prod(min(value for value in values if value) for values in finite)
+    return 1 / least > Fraction(float(FLT_MAX))
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
