@@ -58,9 +58,9 @@ def matrices(name: str, dtype: torch.dtype, count: int, special: bool = True) ->
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bytes, NaN of fp32 as one."""
+    """Equal bytes, all NaN as one."""
     if a.is_floating_point():
-        a, b = (t.masked_fill(t.isnan(), float("nan")).view(torch.int32) for t in (a, b))
+        a, b = (t.masked_fill(t.isnan(), float("nan")).contiguous().view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
 

@@ -78,6 +78,14 @@ def check_compiled(name: str, backend: Any, dynamic: bool | None) -> None:
         assert all(same(made[0].buffers()[n], buffer) for n, buffer in expected[0].buffers().items())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_quantize_is_left_for_inductor_to_divide(name: str) -> None:
+    """Its division on a card is not IEEE's. Levels that a weight stores in place of its amax are quotients."""
+    quantize = recipe(name).quantize
+    graph = make_fx(lambda x: list(quantize(x).planes().values()))(weight(name, 2, 2))
+    assert not [node for node in graph.graph.nodes if "div" in str(node.target) or "reciprocal" in str(node.target)]
+
+
 # Formulas of sizes with each kind of call; fixed sizes, each compiled for anew, with one recipe of each kind of block.
 @pytest.mark.parametrize(
     ("name", "dynamic"),

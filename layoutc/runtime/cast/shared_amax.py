@@ -95,7 +95,7 @@ class Agreed:
         """
         layout = tensor.LAYOUT
         if not layout.history:
-            plane = layout.stored_amax(current) if "amax" in layout.stored else None
+            plane = operators.stored_amax(layout, current) if "amax" in layout.stored else None
             self.amax, self.plane, self.of = current, plane, self.count(tensor)
             return
         if capturing(current.device):

@@ -92,8 +92,10 @@ def with_history(
     history), latest first; None if there is none yet. With a history the scale follows from earlier amaxes, and the
     current one is stored in front of them. While the history is empty, the scale follows from the current one.
     """
-    if current is None or not layout.history:
-        return current, {"amax": layout.stored_amax(current)} if current is not None and "amax" in layout.stored else {}
+    if current is None:
+        return None, {}
+    if not layout.history:
+        return current, {"amax": operators.stored_amax(layout, current)} if "amax" in layout.stored else {}
     if before is None:
         before = current.new_zeros(layout.history)
     return _pick(layout, current, before), {"amax": torch.cat([current, before[..., :-1]], -1)}
@@ -105,7 +107,7 @@ def with_histories(
     """with_history for each of several tensors, in as many launches as for one. restart: ignore what they store."""
     if not layout.history:
         stores = "amax" in layout.stored
-        kept = [layout.stored_amax(one) if stores and one is not None else None for one in currents]
+        kept = [operators.stored_amax(layout, one) if stores and one is not None else None for one in currents]
         return list(currents), [{} if one is None else {"amax": one} for one in kept]
     befores = [None if restart else out._planes.get("amax") for out in outs]
     current, before = ([one for one in some if one is not None] for some in (currents, befores))

@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from layoutc.runtime.weight.tensor import QuantizedTensor
 
 _recipes: dict[str, type[QuantizedTensor]] = {}
+_levels: dict[str, Callable[[Tensor], Tensor]] = {}  # by layout id
 
 
 def register(cls: type[QuantizedTensor]) -> str:
     """Registers a recipe's class; returns the key under which operators find it. The last class of a key wins."""
     key = f"{cls.__module__}.{cls.__qualname__} {cls.LAYOUT.layout_id}"
     _recipes[key] = cls
+    if cls.LAYOUT.level is not None:
+        _levels[cls.LAYOUT.layout_id] = cls.LAYOUT.level
     return key
 
 
@@ -128,7 +131,7 @@ def quantize_buffers(
     buffers: dict[str, Tensor] = {}
     for name, facts in layout.buffers(m, k).items():
         if name == "amax":
-            buffers[name] = outputs[-1] if known is None else layout.stored_amax(known)
+            buffers[name] = outputs[-1] if known is None else stored_amax(layout, known)
         elif name in made:
             buffers[name] = made[name]
         elif name.split("_")[0] in chosen:
@@ -144,6 +147,12 @@ def _known(amax: Tensor | None) -> Tensor | None:
 def shared_amax(cls: type[QuantizedTensor], x: Tensor) -> Tensor:
     """(m, k) values -> the amax that shards must agree on before they quantize: fp32, of `LAYOUT.amax_shape(k)`."""
     return _shared_amax(x, cls.KEY) if traced(x) else cls._shared_amax(x)
+
+
+def stored_amax(layout: Layout, amax: Tensor) -> Tensor:
+    """What the `amax` plane holds of an amax, as `LAYOUT.stored_amax`: the level that the rule makes of it divides."""
+    traces = layout.level is not None and traced(amax)
+    return _stored_amax(amax, layout.layout_id) if traces else layout.stored_amax(amax)
 
 
 def dequantize(
@@ -237,6 +246,10 @@ def _typed(layout: Layout, name: str, buffer: Tensor) -> Tensor:
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:
     return own(recipe_of(recipe)._shared_amax(x), x)
+
+
+def _run_stored_amax(amax: Tensor, layout: str) -> Tensor:
+    return own(_levels[layout](amax), amax)
 
 
 def _run_dequantize(planes: list[Tensor], m: int, k: int, recipe: str, orientation: str, dtype: torch.dtype) -> Tensor:
@@ -350,6 +363,7 @@ define(
     (torch.Tag.nondeterministic_seeded,),
 )
 define("shared_amax(Tensor x, str recipe) -> Tensor", _run_shared_amax, _fake_shared_amax)
+define("stored_amax(Tensor amax, str layout) -> Tensor", _run_stored_amax, lambda amax, _: torch.empty_like(amax))
 define(
     "dequantize(Tensor[] planes, SymInt m, SymInt k, str recipe, str orientation, ScalarType dtype) -> Tensor",
     _run_dequantize,
@@ -364,5 +378,6 @@ _quantize: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize.default
 _quantize_buffers: Callable[..., list[Tensor]] = torch.ops.layoutc.quantize_buffers.default
 _draw_seed: Callable[..., Tensor] = torch.ops.layoutc.draw_seed.default
 _shared_amax: Callable[..., Tensor] = torch.ops.layoutc.shared_amax.default
+_stored_amax: Callable[..., Tensor] = torch.ops.layoutc.stored_amax.default
 _dequantize: Callable[..., Tensor] = torch.ops.layoutc.dequantize.default
 _lay_out: Callable[..., list[Tensor]] = torch.ops.layoutc.lay_out.default
