@@ -248,6 +248,7 @@ def steps_of(q: Quantization, part: str) -> list[tuple[str, str]]:
     return active
 
 
+@cache
 def _inverse_overflows(q: Quantization) -> bool:
     """True if 1 over the smallest scale, under the smallest scale of scales, is no fp32 number."""
     if q.scale.is_f32 or (q.scales is not None and (q.scales.centered or q.scales.quantization.scale.is_f32)):
