@@ -1,11 +1,12 @@
 """What a gather costs under FSDP2: in bf16, with planes as they are, and with each weight as one interleaved payload.
 
-    torchrun --nproc-per-node 4 tests/bench/gather.py [--nccl-memory] [--json FILE]
+    torchrun --nproc-per-node 4 tests/bench/gather.py [--nccl-memory | --copies] [--json FILE]
 
 A transformer block's seven weights (4096 wide, 14336 in the feed-forward layer) are sharded as one group; timed are
 unshard, wait and reshard, forward's planes, on the card (median of runs, all ranks in step) and on the host alone.
 --nccl-memory lets NCCL allocate what it sends from and receives into (FSDP2's
-set_allocate_memory_from_process_group_for_comm). The
+set_allocate_memory_from_process_group_for_comm). With --copies each rank copies the others' parts out of symmetric
+memory in place of NCCL's all-gather (FSDP2's set_custom_all_gather), which the card's copy engines do. The
 interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
 group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
 """
@@ -18,14 +19,17 @@ import os
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 import layoutc
 from layoutc.runtime.sharding import registry
@@ -44,6 +48,49 @@ def block(recipe: str | None, device: torch.device) -> nn.Module:
         layoutc.quantize_(layers, recipe)
     fully_shard(layers)
     return layers
+
+
+class Copies(AllGather):
+    """An all-gather by copies out of the other ranks' memory, for ranks of one host that reach each other's.
+
+    Two buffers of each size take turns: one may still be read when the next gather begins.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, deque[tuple[Tensor, Any]]] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One of the two buffers for so many bytes."""
+        nbytes = prod(size) * dtype.itemsize
+        if nbytes not in self.buffers:
+            made = [symmetric.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            assert dist.group.WORLD is not None
+            self.buffers[nbytes] = deque((one, symmetric.rendezvous(one, dist.group.WORLD)) for one in made)
+        self.buffers[nbytes].rotate()
+        return self.buffers[nbytes][0][0].view(dtype).view(*size)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Copies each rank's part to where it belongs, between two barriers on the card."""
+        whole, handle = self.buffers[output_tensor.nbytes][0]
+        part = input_tensor.nbytes
+        handle.barrier(channel=0)
+        for step in range(1, handle.world_size):
+            peer = (handle.rank + step) % handle.world_size
+            theirs = handle.get_buffer(peer, (part,), torch.uint8, storage_offset=peer * part)
+            whole.narrow(0, peer * part, part).copy_(theirs)
+        handle.barrier(channel=1)
+
+
+COPIES = Copies()
+
+
+def configured(module: Any) -> Any:
+    """The module, with the memory and the all-gather that were asked for."""
+    if "--copies" in sys.argv:
+        module.set_custom_all_gather(COPIES)
+    else:
+        module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
+    return module
 
 
 def interleaved(cls: Any) -> Callable[[], None]:
@@ -117,8 +164,7 @@ def main() -> None:
             line = f"{recipe:<12} {form:<12} {nbytes:7.4f} B/element {figures['card_us']:9.1f} us"
             print(f"{line} {figures['host_us']:9.1f} us host", flush=True)
 
-    module: Any = block(None, device)
-    module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
+    module: Any = configured(block(None, device))
     note("bf16", "plain", timed(module), 2.0)
     del module
     elements = sum(prod(size) for size in SIZES)
@@ -133,8 +179,7 @@ def main() -> None:
         sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in SIZES) / elements
         for form in ("planes", "interleaved"):
             undo = interleaved(cls) if form == "interleaved" else lambda: None
-            module = block(recipe, device)
-            module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
+            module = configured(block(recipe, device))
             correct(module, whole)
             note(recipe, form, timed(module), sent)
             undo()
