@@ -54,7 +54,8 @@ def quantize(subject: Subject) -> None:
         expect_same_all(subject, made.planes(), expected, (m, k), **details)
         reference = subject.reference.quantize_reference(x.reshape(m, k), **subject.seeded)
         expect_same_all(subject, {n: expected[n] for n in reference}, reference, (m, k), **details)
-        expect_same_all(subject, made.buffers(), buffers(subject.layout, expected, m, k), (m, k), **details)
+        planes = {name: array(plane) for name, plane in made.planes().items()}  # no rule says which NaN
+        expect_same_all(subject, made.buffers(), buffers(subject.layout, planes, m, k), (m, k), **details)
     for source in subject.layout.sources:
         if source.quantization.definition.candidates:
             m, k = subject.whole(2, 2)
