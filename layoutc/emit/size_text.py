@@ -47,7 +47,7 @@ class Sizes:
         if not dims:
             return "(1,)"
         if buffer.swizzle:
-            dims = _swizzled(buffer.swizzle, dims, buffer.bits if packs(buffer) else 1, buffer.words or 8)
+            dims = _swizzled(buffer.swizzle, dims, buffer.bits if packs(buffer) else 0, buffer.words or 8)
         elif packs(buffer):
             dims[-1] = in_units(dims[-1], buffer.bits, buffer.words or 8)
         return f"({', '.join(dims)}{',' if len(dims) == 1 else ''})"
@@ -59,7 +59,7 @@ def packs(buffer: Buffer) -> bool:
 
 
 def _swizzled(swizzle: Swizzle, dims: list[str], bits: int, unit: int) -> list[str]:
-    """The dims of a swizzled buffer, from its padded ones; the last in units of so many bits, if `bits` is not 1."""
+    """The dims of a swizzled buffer, from its padded ones; the last in units of so many bits, if `bits` is not 0."""
     sizes, rests = dict(swizzle.sizes), dict[str, str]()
     for dim, (group, size) in enumerate(zip(swizzle.groups, dims, strict=True)):
         rest = next(name for name in group if name not in sizes)
@@ -68,7 +68,7 @@ def _swizzled(swizzle: Swizzle, dims: list[str], bits: int, unit: int) -> list[s
     for place, names in enumerate(swizzle.dims):
         known = prod(sizes[name] for name in names if name in sizes)
         variables = [rests[name] for name in names if name in rests]
-        last = bits != 1 and place == len(swizzle.dims) - 1
+        last = bits > 0 and place == len(swizzle.dims) - 1
         whole = last and known * bits % unit == 0
         known = known * bits // unit if whole else known
         text = " * ".join([variables[0], *(f"({one})" for one in variables[1:])]) if variables else str(known)

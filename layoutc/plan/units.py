@@ -42,10 +42,12 @@ def lanes(size: int) -> int:
 
 
 def steps(sources: Sequence[Source]) -> tuple[int, int]:
-    """The fewest rows and columns that are whole blocks of all sources, and whole words of codes if there are units."""
-    blocks = [source.quantization.block for source in sources]
-    m, k = lcm(*(block.m or 1 for block in blocks)), lcm(*(block.k or 1 for block in blocks))
-    if not any(map(units_of, blocks)):
+    """The fewest rows and columns that are whole blocks of all sources, and whole words of codes if there are units.
+
+    Super-blocks are whole as well.
+    """
+    m, k = (lcm(*(getattr(source.whole, axis) or 1 for source in sources)) for axis in ("m", "k"))
+    if not any(units_of(source.quantization.block) for source in sources):
         return m, k
     return m, lcm(k, *(8 if source.data.bits == 4 else codes_per_group(source.data.bits) for source in sources))
 

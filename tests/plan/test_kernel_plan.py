@@ -196,6 +196,30 @@ def test_a_tile_holds_whole_words_where_any_source_has_units() -> None:
     assert steps(sources[:1]) == (1, 2)
 
 
+SUPER_ROWS = """
+layoutc: 1
+name: super_rows
+summary: super-blocks of eight rows beside blocks of five
+element: {format: e4m3}
+scale: {format: e4m3, rule: scale-first, super: {format: bf16, rule: scale-first, block: {m: 8, k: 2}}}
+orientations:
+  rowwise: {block: {m: 4, k: 2}, data: {layout: m k}, scale: {layout: m/4 k/2}}
+  columnwise:
+    block: {m: 5, k: 1}
+    data: {layout: k m}
+    scale: {layout: k m/5}
+    quantize: {scale: {format: f32, rule: amax-over-max, nan-scale: true}}
+shape: {m: 40, k: 8}
+"""
+
+
+def test_a_tile_holds_whole_super_blocks_where_any_source_has_units() -> None:
+    """Tiles of 60 rows cut every other super-block in two."""
+    sources = layout_of(SUPER_ROWS, "super_rows").sources
+    assert steps(sources) == (40, 2)
+    assert steps(sources[1:]) == (5, 1)
+
+
 def test_ranges_of_whole_rows_come_from_a_pass_before_the_launch() -> None:
     source = unshipped("int4_rows").sources[0]
     assert (source.amax_from, source.inputs.block_range) == ("rows", True)
