@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
 from resharding import Sizes, awkward, build, load, save, shard, step
-from weight_recipes import WEIGHTS
+from weight_recipes import CUT_APART
 
-EVERY = WEIGHTS
+EVERY = CUT_APART
 
 
 def files(folder: Path) -> dict[str, bytes]:

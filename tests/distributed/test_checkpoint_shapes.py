@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ from resharding import (
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
+from weight_recipes import ALL_PAIRS
 
 TOGETHER = (("fp8_delayed", "nvfp4"), ("fp8_block",), ("mxfp8", "int4_group32", "mxfp6_e3m2"))  # of one size of block
 TRAINED, MORE = 1, 2
-ALL = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))
 
 
 def columns(param: Tensor) -> Shard | None:
@@ -96,7 +95,7 @@ def is_rearranged(recipes: tuple[str, ...], names: tuple[str, ...], folder: str,
 @pytest.mark.parametrize("recipes", TOGETHER, ids="-".join)
 def test_copies_and_offloaded_shards_load_as_one_another(four: Ranks, recipes: tuple[str, ...], tmp_path: Path) -> None:
     """Sharded over four ranks, over two in two copies, over four in one copy, and offloaded."""
-    turn = None if ALL else TOGETHER.index(recipes)
+    turn = None if ALL_PAIRS else TOGETHER.index(recipes)
     four.run(is_rearranged, recipes, ("flat", "2x2", "1x4", "offload"), str(tmp_path), turn)
 
 
@@ -105,7 +104,7 @@ def test_columns_and_rows_of_experts_load_as_rows_and_back(
     four: Ranks, recipes: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Shard(1): columns of matrices, and rows of each expert, which lie apart in the shards of whole experts."""
-    turn = None if ALL else TOGETHER.index(recipes)
+    turn = None if ALL_PAIRS else TOGETHER.index(recipes)
     four.run(is_rearranged, recipes, ("flat", "columns", "columns_offload"), str(tmp_path), turn)
 
 
@@ -185,5 +184,5 @@ def test_columns_and_cuts_in_two_dims_load_as_one_another(
     Each pairing of ways is loaded by a set of recipes, 0 by both; with LAYOUTC_ALL_PAIRS=1 all by both. Shards of every
     recipe's columns are compared in test_cut_weights.py.
     """
-    shifts = tuple(range(5)) if ALL else ((0, 2, 4), (0, 1, 3))[CUT_TWICE.index(recipes)]
+    shifts = tuple(range(5)) if ALL_PAIRS else ((0, 2, 4), (0, 1, 3))[CUT_TWICE.index(recipes)]
     four.run(is_cut_in_two_dims, tuple(recipes), str(tmp_path / "checkpoint"), shifts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from harness import Ranks, mesh_of
 from models import adam, local, recipe_module
 from resharding import WIDTH, Sizes, assert_holds, awkward, build, kept, load, save, shard, step, trained
-from weight_recipes import WEIGHTS
+from weight_recipes import ALL_PAIRS, CUT_APART
 
-EVERY = WEIGHTS
+EVERY = CUT_APART
 TRAINED, MORE = 1, 2
 
 
@@ -72,7 +71,7 @@ def test_any_ranks_load_what_any_ranks_saved(four: Ranks, recipes: tuple[str, ..
     Each set of recipes loads a fifth of the pairs of numbers of ranks, every number of ranks once among those that save
     and once among those that load; the five sets load all pairs. All sets load all with LAYOUTC_ALL_PAIRS=1.
     """
-    turn = None if os.environ.get("LAYOUTC_ALL_PAIRS") else EVERY.index(recipes[0]) // 4
+    turn = None if ALL_PAIRS else EVERY.index(recipes[0]) // 4
     four.run(resumes, tuple(recipes), awkward, str(tmp_path), turn)
 
 

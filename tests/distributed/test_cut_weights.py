@@ -5,7 +5,6 @@ The oracle is the whole weight, quantized in one process.
 
 from __future__ import annotations
 
-import os
 from inspect import getsource
 from math import lcm
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from weight_recipes import WEIGHTS
+from weight_recipes import ALL_PAIRS, CUT_APART
 
 import layoutc
 from layoutc.checkpoint import export_safetensors
@@ -32,7 +31,6 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Shape = tuple[int, ...]
-EVERY_PAIR = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))
 FULL = StateDictOptions(full_state_dict=True)
 ODD = ("fp8_rowwise", "mxfp6_e2m3", "fp8_block_1d")  # scales of whole rows, elements across bytes, blocks of a row
 
@@ -128,7 +126,7 @@ def are_whole(recipe: str, world: int, given: list[Shape], placement: Any, mesh:
         for number, (param, source, one) in enumerate(zip(params(other), params(model), expected, strict=True)):
             assert_same_shard(param._local_tensor, source._local_tensor)
             # From the first rank's weight, or from each rank's own: every other shape, and the others in another world.
-            for rank in (0, None) if EVERY_PAIR or len(given) == 1 else ((0, None)[(number + world) % 2],):
+            for rank in (0, None) if ALL_PAIRS or len(given) == 1 else ((0, None)[(number + world) % 2],):
                 given_here = one if dist.get_rank() == 0 or rank is None else one.clone().zero_()
                 made = distribute_tensor(given_here, mesh, param.placements, src_data_rank=rank)
                 assert_same_shard(made._local_tensor, source._local_tensor)
@@ -149,13 +147,13 @@ def at_all_cuts(recipe: str, worlds: tuple[int, ...]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("recipe", WEIGHTS)
+@pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_are_gathered_and_distributed_at_every_cut(four: Ranks, recipe: str) -> None:
     """Of two, three and four ranks two for recipes that differ in their cuts, one for those that have the cuts of one
     of these; all with LAYOUTC_ALL_PAIRS=1."""
-    worlds, number = (2, 3, 4, 2), WEIGHTS.index(recipe)
+    worlds, number = (2, 3, 4, 2), CUT_APART.index(recipe)
     first, count = number % 3, 2 if recipe in (*RECIPES, *ODD) else 1
-    four.run(at_all_cuts, recipe, (2, 3, 4) if EVERY_PAIR else worlds[first : first + count])
+    four.run(at_all_cuts, recipe, (2, 3, 4) if ALL_PAIRS else worlds[first : first + count])
 
 
 def on_other_dims(recipe: str) -> None:
@@ -173,7 +171,7 @@ def on_other_dims(recipe: str) -> None:
         are_whole(recipe, 2, given, Shard(0), copies)
 
 
-@pytest.mark.parametrize("recipe", WEIGHTS)
+@pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_cut_on_other_dims_and_copied_are_whole(four: Ranks, recipe: str) -> None:
     four.run(on_other_dims, recipe)
 
@@ -191,7 +189,7 @@ def exports(recipe: str, where: str) -> None:
         assert_same_tensors({f"{number}.weight.{plane}": held for plane, held in one.planes().items()}, found)
 
 
-@pytest.mark.parametrize("recipe", WEIGHTS)
+@pytest.mark.parametrize("recipe", CUT_APART)
 def test_weights_whose_rows_all_lie_on_the_first_rank_are_exported(four: Ranks, recipe: str, tmp_path: Path) -> None:
     four.run(exports, recipe, str(tmp_path))
 

@@ -12,10 +12,11 @@ import pytest
 import torch.distributed as dist
 from harness import Ranks, mesh_of
 from test_broadcasts import BROADCAST, assert_gathers
-from test_cut_weights import EVERY_PAIR, Weights, are_whole, assert_same, params, recipe_module, whole
+from test_cut_weights import Weights, are_whole, assert_same, params, recipe_module, whole
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from weight_recipes import ALL_PAIRS
 
 ROWS = {"mxfp8": 32, "nvfp4": 32, "fp8_block": 256}  # over four ranks
 SECONDS = 180.0
@@ -49,6 +50,6 @@ def test_parts_of_blocks_on_four_ranks_are_whole(four: Ranks, recipe: str, rows:
     four.run(are_whole_in_and_out, recipe, rows)
 
 
-@pytest.mark.skipif(not EVERY_PAIR, reason="sixteen processes; needs LAYOUTC_ALL_PAIRS=1")
+@pytest.mark.skipif(not ALL_PAIRS, reason="sixteen processes; needs LAYOUTC_ALL_PAIRS=1")
 def test_half_a_block_on_each_of_sixteen_ranks_is_whole(sixteen: Ranks) -> None:
     sixteen.run(are_whole_in_and_out, "fp8_block", 1024, seconds=SECONDS)

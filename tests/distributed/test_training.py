@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from weight_recipes import WEIGHTS
+from weight_recipes import CUT_APART
 
 import layoutc
 from layoutc.ints.sizes import cdiv
@@ -39,7 +39,7 @@ from layoutc.runtime.errors import LayoutError
 
 STEPS, FEW = 20, 3  # of one recipe whose history of amaxes goes on; of all others
 TWO = 2  # with other options: the first sets up, the second is like all that follow, and its bytes are compared, too
-EVERY = WEIGHTS
+EVERY = CUT_APART
 
 
 def planned_bytes(model: Any, world: int, keeps: bool) -> int:

@@ -90,9 +90,9 @@ def test_the_pages_maps_are_the_compilers_and_numpys(path: Path) -> None:
 
 def test_so_are_those_of_random_specs() -> None:
     """Random blocks, stored granularity, orders of axes, padding, packing and swizzles."""
-    layouts = [resolve(spec) for seed in range(300) if (spec := random_spec(seed)) is not None]
-    assert len(layouts) > 60
-    assert sum(layout.swizzle is not None for layout in layouts) > 15
+    layouts = [resolve(spec) for seed in range(150) if (spec := random_spec(seed)) is not None]
+    assert len(layouts) > 30
+    assert sum(layout.swizzle is not None for layout in layouts) > 7
     assert {plane.bits for layout in layouts for plane in layout.planes} >= {4, 6, 8, 16, 32}
     compare([case for layout in layouts for case in cases(layout)])
 

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import os
+from typing import Any
+
+from numpy_models import RECIPES
 
 import layoutc.recipes
 
-WEIGHTS = tuple(
-    name
-    for name in layoutc.recipes.RECIPES
-    if not importlib.import_module(f"layoutc.recipes.{name}.layout").LAYOUT.not_weights
-)
+ALL_PAIRS = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))  # of recipes and cases: an hour in place of minutes
+
+
+def _layout(name: str) -> Any:
+    return importlib.import_module(f"layoutc.recipes.{name}.layout").LAYOUT
+
+
+def _cuts(name: str) -> tuple[object, ...]:
+    """What shards, gathers and checkpoints know of a recipe: planes, the rows of each value, what travels; and whether
+    codes lie across bytes."""
+    layout = _layout(name)
+    planes = tuple(
+        (plane, stored.rows_per_value, (stored.columns_per_value or 1) % 1 > 0)
+        for plane, stored in sorted(layout.stored.items())
+    )
+    return planes, str(layout.sources), str(layout.travels), layout.history, layout.level is not None
+
+
+WEIGHTS = tuple(name for name in layoutc.recipes.RECIPES if not _layout(name).not_weights)
+# One of those that ranks cut, send and store alike, the best known; all with LAYOUTC_ALL_PAIRS=1.
+_BY_FAME = (*(name for name in WEIGHTS if name not in RECIPES), *reversed(RECIPES))
+CUT_APART = WEIGHTS if ALL_PAIRS else tuple({_cuts(name): name for name in _BY_FAME}.values())[::-1]

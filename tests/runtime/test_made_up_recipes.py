@@ -210,7 +210,7 @@ def test_zeros_stay_zeros_where_the_inverse_of_a_scale_overflows(scales: str) ->
 
 @example(read_spec(NAN_SCALES, "made_up.yaml")[0], 0, np.nan)
 @given(specs(), st.integers(0, 2**16), st.sampled_from([None, None, 0.0, np.nan, np.inf, 2.0**-149, 1e30]))
-@settings(max_examples=100, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 def test_a_compiled_reference_does_what_the_spec_says(spec: Spec, seed: int, special: float | None) -> None:
     layout, x = resolve(spec), weight(seed, special)
     reference, facts = load(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 from quantized_cases import make, module, same_tensors, snapshot, weight
 from torch import nn
-from weight_recipes import WEIGHTS
+from weight_recipes import ALL_PAIRS, WEIGHTS
 
 import layoutc
 
-EVERY = bool(os.environ.get("LAYOUTC_ALL_PAIRS"))
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[nn.Module], Any]]] = {
     "to": (torch.bfloat16, lambda model: model.to(torch.bfloat16)),
     "to device": (torch.float16, lambda model: model.to("cpu", torch.float16)),
@@ -31,7 +29,7 @@ WAYS = [
     (recipe, how)
     for number, recipe in enumerate(WEIGHTS)
     for turn, how in enumerate(CONVERSIONS)
-    if EVERY or recipe == "nvfp4" or turn == number % len(CONVERSIONS)
+    if ALL_PAIRS or recipe == "nvfp4" or turn == number % len(CONVERSIONS)
 ]
 
 
