@@ -752,6 +752,71 @@ def deepseek_names(state: Tensors) -> Tensors:
     return tensors
 
 
+def test_a_shape_that_files_state_beside_codes_is_found_without_a_model(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """bitsandbytes' codes are one column of bytes; rows and columns stand in its JSON alone."""
+    path, names = written("bitsandbytes"), names_of_weights(model_of("bitsandbytes"))
+    shapes = {name: tuple(param.shape) for name, param in model_of("bitsandbytes").named_parameters()}
+    found = {entry.name: entry for entry in inspect(path).entries}
+    assert {name for name, entry in found.items() if entry.kind == "nf4_bitsandbytes/bitsandbytes"} == {*names}
+    assert {name: entry.shape for name, entry in found.items()} == shapes
+    convert_safetensors(path, tmp_path / "out", dtype=torch.bfloat16)
+    theirs = as_others_read("bitsandbytes", path, torch.bfloat16)
+    plain = model_of("bitsandbytes")
+    load_safetensors(plain, tmp_path / "out")
+    assert all(torch.equal(one, dict(theirs.named_parameters())[name]) for name, one in plain.named_parameters())
+    convert_safetensors(path, tmp_path / "same", files="nf4_bitsandbytes/bitsandbytes")
+    assert same_files(path, tmp_path / "same")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (of_text(json.dumps(STATE | {"shape": [320, 320]})), r"is U8 of \[30720, 1\], but a weight of this shape has"),
+        (of_text(json.dumps(STATE | {"shape": [2**61, 64]})), "but a weight of this shape has"),
+        (of_text(json.dumps(STATE | {"shape": [640, 96]})), "columns in multiples of 64, not shape"),
+        (of_text(json.dumps(STATE | {"shape": [-320, -192]})), "does not state the two sizes of a weight"),
+        (of_text(json.dumps(STATE | {"shape": [True, 61440]})), "does not state the two sizes of a weight"),
+        (of_text(json.dumps(STATE | {"shape": [61440]})), "does not state the two sizes of a weight"),
+        (of_text(json.dumps(STATE | {"shape": "rows"})), "does not state the two sizes of a weight"),
+        (of_text('{"shape": [320, 192], "shape": [192, 320]}'), "has the key 'shape' twice"),
+        (of_text('{"a":' + "[" * 60000), "is little more than brackets"),
+        (of_text('{"shape": ' + "9" * 5000 + "}"), "is not JSON|does not state the two sizes"),
+        (torch.zeros(0, dtype=torch.uint8), "is not JSON"),
+        (torch.zeros(1 << 17, dtype=torch.uint8), r"is U8 of \[131072\], but should be a text of at most 65536 bytes"),
+        (torch.zeros(9, dtype=torch.float32), r"is F32 of \[9\], but should be a text"),
+    ],
+    ids=range(13),
+)
+def test_a_shape_that_can_not_be_is_refused_before_it_is_believed(
+    tensor: Tensor, message: str, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = changed(written("bitsandbytes"), tmp_path / "in", f"{name}.{NF4_STATE}", tensor)
+    with pytest.raises(LayoutError, match=message) as caught:
+        convert_safetensors(path, tmp_path / "out", dtype=torch.bfloat16)
+    assert name in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    with pytest.warns(UserWarning, match=message):
+        entries = inspect(path).entries
+    assert name in {entry.name for entry in entries}
+
+
+def test_a_weight_without_the_text_that_states_its_shape_is_refused(
+    written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    name = f"model.layers.0.mlp.up_proj.weight.{NF4_STATE}"
+    tensors = tensors_in(written("bitsandbytes"))
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").symlink_to(written("bitsandbytes") / "config.json")
+    with pytest.raises(LayoutError, match=rf"{name}, which states its shape, is not there"):
+        convert_safetensors(tmp_path, tmp_path / "out", dtype=torch.bfloat16)
+
+
 def test_the_same_layout_moves_its_bytes_to_another_binding_and_back(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:

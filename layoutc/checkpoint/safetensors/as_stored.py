@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
+from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -21,8 +22,8 @@ def quantize_as_stored(
     model: nn.Module, folder: str | PathLike[str], *, files: str | None = None, rename: Rename | None = None
 ) -> dict[str, str]:
     """Quantizes just those parameters of a model that a folder of another program's safetensors files holds quantized,
-    in the recipe whose binding they follow; returns parameter -> recipe. Call it before fully_shard; then
-    `load_safetensors` fills them, byte for byte.
+    each in the recipe whose binding it follows, of which a folder may have several; returns parameter -> recipe. Call
+    it before fully_shard; then `load_safetensors` fills them, byte for byte.
 
     The model may be on the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or
     `fp8_block/deepseek`; by default the one that config.json tells of. rename: as for `load_safetensors`.
@@ -39,14 +40,27 @@ def quantize_as_stored(
         for name, value in model.named_parameters()
         if value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
     }
-    fits = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
-    if not fits:
+    groups = choosing.fitting({in_files: shape for in_files, (_, shape) in parameters.items()}, told, contents.tensors)
+    if not groups:
         raise LayoutError(f"{path} holds no parameter of the model quantized, by its name: pass `rename`?")
-    if len(fits) > 1:
-        raise choosing.several([fit.bound for fit in fits], "the files", "files=")
-    one, names = fits[0].bound, [parameters[in_files][0] for in_files in fits[0].names]
-    chosen = frozenset(names)
-    package = importlib.import_module(one.cls.__module__.rpartition(".")[0])
-    quantize_(model, package, param_filter=lambda name, parameter: name in chosen, keep_values=False)
-    recipe = one.cls.LAYOUT.name
-    return dict.fromkeys(names, recipe)
+    for group in groups:
+        if len(group) > 1:
+            raise choosing.several([fit.bound for fit in group], "the files", "files=")
+    recipes = dict[str, str]()
+    for bound, in_files in (group[0] for group in groups):
+        for name, shape in (parameters[one] for one in in_files):
+            _check_shape(bound, name, shape)
+            recipes[name] = bound.cls.LAYOUT.name
+    for bound, in_files in (group[0] for group in groups):
+        chosen = frozenset(parameters[one][0] for one in in_files)
+        package = importlib.import_module(bound.cls.__module__.rpartition(".")[0])
+        quantize_(model, package, param_filter=lambda name, _, chosen=chosen: name in chosen, keep_values=False)
+    return recipes
+
+
+def _check_shape(bound: Bound, name: str, shape: tuple[int, ...]) -> None:
+    """Raises LayoutError for a shape that a recipe does not take."""
+    try:
+        bound.cls.LAYOUT.check_shape(shape, name)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error

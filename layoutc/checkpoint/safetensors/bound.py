@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.safetensors import places
+from layoutc.checkpoint.safetensors import places, recognize
 from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
-from layoutc.checkpoint.untrusted.files import json_of
+from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
 from layoutc.runtime.errors import LayoutError
@@ -21,7 +21,6 @@ from layoutc.runtime.facts import Facts
 
 Read = Callable[[Stored, tuple[slice, ...]], Tensor]
 LONGEST_TEXT = 1 << 16  # bytes
-SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
 
 
 class BoundSource(NamedTuple):
@@ -249,8 +248,9 @@ def find(
         binding = binding._replace(parts=())
         bound = bound._replace(binding=binding)
     named = parts_of(binding, name, prod(shape[:-2]) if len(shape) > 2 else None)
-    scales = [pattern.name for plane, pattern in binding.planes.items() if "data" not in plane]
-    if len(shape) < 2 or not any(tensor_name(pattern, part) in tensors for pattern in scales for part in named):
+    if len(shape) < 2 or not any(
+        tensor_name(scale, part) in tensors for scale in recognize.scales_of(bound) for part in named
+    ):
         return None
     about = f"{name} in files of {bound.label}"
     parameters, each, matrices = _parts(about, name, shape, bound)
@@ -278,26 +278,80 @@ def find(
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
 
 
-def weights_in(bound: Bound, tensors: Mapping[str, Stored]) -> dict[str, Found]:
-    """All weights that the files hold quantized by a binding, by name, in the order of their scales.
+def named_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] = ()) -> dict[str, Stored]:
+    """The weights that files hold quantized by a binding's names, in the order of their scales, with the tensors of
+    their codes; but for those that only another of `told` has the dtypes of."""
+    planes, found = bound.binding.planes, dict[str, Stored]()
+    data, scale = (
+        next(one.name for plane, one in planes.items() if plane.endswith(end)) for end in ("_data", "_scale")
+    )
+    for tensor in tensors:
+        name = parameter_name(scale, tensor)
+        codes = tensors.get(tensor_name(data, name)) if name else None
+        alone = bound._replace(binding=bound.binding._replace(parts=()))
+        if name is not None and codes is not None and not recognize.is_for_another(alone, name, None, tensors, told):
+            found[name] = codes
+    return found
 
-    Raises LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says.
+
+def weights_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] = ()) -> dict[str, Found]:
+    """All weights of `named_in`.
+
+    Where the shape of the codes does not tell that of the weight, it is read from the tensor that states it. Raises
+    LayoutError if tensors of one are missing, or have other shapes or dtypes than the binding says; DamagedError, which
+    is one, if what states a shape can't be what was written.
     """
     layout, planes = bound.cls.LAYOUT, bound.binding.planes
-    data = next(plane for plane in planes if plane.endswith("_data"))
-    scale = next(plane for plane in planes if plane.endswith("_scale"))
-    found = {}
-    for tensor in tensors:
-        name = parameter_name(planes[scale].name, tensor)
-        stored = tensors.get(tensor_name(planes[data].name, name)) if name else None
-        if name is None or stored is None:
-            continue
+    data, found = next(plane for plane in planes if plane.endswith("_data")), dict[str, Found]()
+    for name, stored in named_in(bound, tensors, told).items():
         shape = places.weight_shape(planes[data], stored.shape, layout.stored[data].columns_per_value or 1)
+        shape = shape or _stated_shape(bound, name, tensors)
         weight = find(name, shape, bound, tensors, whole=True) if shape else None
         if weight is None:
             raise LayoutError(f"{stored.name} of {list(stored.shape)} is no weight in files of {bound.label}")
         found[name] = weight
     return found
+
+
+def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tuple[int, int] | None:
+    """Rows and columns of a weight as a text in the files states them; None if the binding has no such text.
+
+    Sizes are bounded before anything is read, and numbers are checked against the bytes of the planes by `find`.
+    """
+    if bound.binding.text is None:
+        return None
+    pattern, template, _ = bound.binding.text
+    tensor = tensor_name(pattern, name)
+    if (stored := tensors.get(tensor)) is None:
+        raise LayoutError(f"{name} in files of {bound.label}: {tensor}, which states its shape, is not there")
+    if stored.dtype != "U8" or len(stored.shape) != 1 or stored.shape[0] > LONGEST_TEXT:
+        raise LayoutError(
+            f"{name} in files of {bound.label}: {tensor} is {stored.dtype} of {list(stored.shape)}, but should be a "
+            f"text of at most {LONGEST_TEXT} bytes, U8"
+        )
+    with open_file(stored.path) as file:
+        text = json_of(read_at(file, stored.begin, stored.end - stored.begin), f"{tensor} in the files")
+    sizes = _sizes_in(template, text)
+    if sizes.keys() != {"rows", "columns"}:
+        raise LayoutError(f"{tensor} in the files does not state the two sizes of a weight: {short(text)}")
+    shape = sizes["rows"], sizes["columns"]
+    try:
+        bound.cls.LAYOUT.check_shape(shape, name)
+    except ValueError as error:
+        raise LayoutError(str(error)) from error
+    return shape
+
+
+def _sizes_in(template: Any, text: Any) -> dict[str, int]:
+    """The numbers in JSON that stand where a template has "rows" and "columns"."""
+    if template in ("rows", "columns"):
+        return {template: text} if type(text) is int and 0 < text < 2**63 else {}
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(template, Mapping) and isinstance(text, Mapping):
+        pairs = [(one, text.get(key)) for key, one in template.items()]
+    elif isinstance(template, list) and isinstance(text, list) and len(template) == len(text):
+        pairs = list(zip(template, text, strict=True))
+    return {key: size for one, there in pairs for key, size in _sizes_in(one, there).items()}
 
 
 def _check_stated(about: str, stored: Stored, one: Stated) -> None:
@@ -311,8 +365,7 @@ def _check_stated(about: str, stored: Stored, one: Stated) -> None:
 def _check(about: str, stored: Stored, dtype: str, shape: tuple[int, ...]) -> None:
     """Raises LayoutError for a tensor of another shape or dtype. One value may have any number of dims."""
     same_shape = stored.shape == shape or (prod(stored.shape) == prod(shape) == 1)
-    same_dtype = stored.dtype == dtype or any({stored.dtype, dtype} <= group for group in SAME_BYTES)
-    if not same_shape or not same_dtype:
+    if not same_shape or not recognize.is_dtype(stored, dtype):
         raise LayoutError(
             f"{about}: {stored.name} is {stored.dtype} of {list(stored.shape)}, but a weight of this shape has "
             f"{dtype} of {list(shape)} there"

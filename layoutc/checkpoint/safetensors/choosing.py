@@ -1,4 +1,4 @@
-"""Which binding a folder is read by: one of those that are told, by name or by config.json, that fits the weights."""
+"""Which bindings a folder is read by: of those that are told, by name or by config.json, one for each weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutc.runtime.errors import LayoutError
 
 
 class Fit(NamedTuple):
-    """A binding that every weight that it finds follows: the names of these."""
+    """A binding, and the names of the weights that it finds, all of which follow it."""
 
     bound: Bound
     names: tuple[str, ...]
@@ -38,30 +38,50 @@ def told(path: Path, files: str | None, every: Sequence[Bound]) -> list[Bound]:
     return found
 
 
-def fitting(shapes: Mapping[str, tuple[int, ...]], told: Iterable[Bound], tensors: Mapping[str, Stored]) -> list[Fit]:
-    """The bindings that fit: all weights that the files hold by their names have the shapes that they say.
+def fitting(
+    shapes: Mapping[str, tuple[int, ...]], told: Sequence[Bound], tensors: Mapping[str, Stored]
+) -> list[list[Fit]]:
+    """The bindings that fit, as `alternatives`: all weights that the files hold by their names have the shapes that
+    they say.
 
-    shapes: of the parameters that may be held so, by their names in the files. Where some of the bindings hold values
-    as files do, those that convert them are left out. Raises LayoutError, with what the first one misses, if weights
-    are found and none fits.
+    shapes: of the parameters that may be held so, by their names in the files. Raises LayoutError, with what the first
+    one misses, if weights are found that no binding fits.
     """
-    fits, refused = list[Fit](), list[LayoutError]()
+    fits, refused = list[Fit](), list[tuple[LayoutError, list[str]]]()
     for one in told:
+        named = [name for name, shape in shapes.items() if recognize.is_for(one, name, shape, tensors, told)]
         try:
-            names = tuple(name for name, shape in shapes.items() if find(name, shape, one, tensors) is not None)
+            names = tuple(name for name in named if find(name, shapes[name], one, tensors) is not None)
         except LayoutError as error:
-            refused.append(error)
+            refused.append((error, named))
             continue
         fits += [Fit(one, names)] if names else []
-    if refused and not fits:
-        raise refused[0]
-    exact = as_files_hold_them([fit.bound for fit in fits])
-    return [fit for fit in fits if fit.bound in exact]
+    check_all_fit(fits, refused)
+    return alternatives(fits)
 
 
-def as_files_hold_them(bound: Sequence[Bound]) -> list[Bound]:
-    """Those that hold values as files do; all, if none does."""
-    return [one for one in bound if not one.converts] or list(bound)
+def check_all_fit(fits: Sequence[Fit], refused: Sequence[tuple[LayoutError, Iterable[str]]]) -> None:
+    """Raises why a binding was refused, if any of the weights that it names follows no other."""
+    held = {name for fit in fits for name in fit.names}
+    for error, names in refused:
+        if not held.issuperset(names):
+            raise error
+
+
+def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
+    """Fits in groups: those of one group hold some of the same weights, so that one of them is to be chosen; different
+    groups hold different weights of a folder, each in a recipe of its own.
+
+    Where some of a group hold values as files do, those that convert them are left out. Those that hold most weights
+    come first.
+    """
+    groups = list[list[Fit]]()
+    for fit in fits:
+        joined = [group for group in groups if any(not {*fit.names}.isdisjoint(one.names) for one in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([*(one for group in joined for one in group), fit])
+    exact = [[fit for fit in group if not fit.bound.converts] or group for group in groups]
+    return [sorted(group, key=lambda fit: -len(fit.names)) for group in exact]
 
 
 def check_alike(bound: Sequence[Bound], what: str, how: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch import Tensor
 from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.beside import names_beside
-from layoutc.checkpoint.safetensors.bound import Found, held, weights_in
+from layoutc.checkpoint.safetensors.bound import Found, held, named_in, weights_in
+from layoutc.checkpoint.safetensors.choosing import Fit
 from layoutc.checkpoint.safetensors.files import OF_OTHERS, Contents, Slices, Stored, library, read_folder
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.checkpoint.safetensors.writing import (
@@ -123,24 +124,29 @@ def _one(bound: Sequence[Bound]) -> Bound:
 def _quantized(
     path: Path, contents: Contents, every: Sequence[Bound], files: str | None, into: Bound | None
 ) -> dict[str, Found]:
-    """The weights that the source holds quantized, by the binding that it has. Raises LayoutError."""
+    """The weights that the source holds quantized, each by the binding that it has. Raises LayoutError."""
     if contents.described:
         raise LayoutError(f"{path} was written by export_safetensors: load it into a model, and export that")
     if not (told := choosing.told(path, files, every)):
         return {}
-    fits, refused = list[dict[str, Found]](), list[LayoutError]()
+    fits, refused, by = list[Fit](), list[tuple[LayoutError, Iterable[str]]](), dict[str, dict[str, Found]]()
     target = into.cls.LAYOUT.layout_id if into is not None else ""
     for one in sorted(told, key=lambda one: one.cls.LAYOUT.layout_id != target):  # first the one whose bytes are kept
         try:
-            if found := weights_in(one, contents.tensors):
-                fits.append(found)
+            found = weights_in(one, contents.tensors, told)
         except LayoutError as error:
-            refused.append(error)
+            refused.append((error, named_in(one, contents.tensors, told)))
+            continue
+        by[one.label] = found
+        fits += [Fit(one, tuple(found))] if found else []
+    choosing.check_all_fit(fits, refused)
     if not fits:
-        raise refused[0] if refused else LayoutError(f"{path} holds no weight in files of {told[0].label}")
-    bound = choosing.as_files_hold_them([next(iter(found.values())).bound for found in fits])
-    choosing.check_alike(bound, str(path), "source_files= (--from)")
-    return next(found for found in fits if next(iter(found.values())).bound == bound[0])
+        raise LayoutError(f"{path} holds no weight in files of {told[0].label}")
+    chosen = dict[str, Found]()
+    for group in choosing.alternatives(fits):
+        choosing.check_alike([fit.bound for fit in group], str(path), "source_files= (--from)")
+        chosen |= by[group[0].bound.label]
+    return chosen
 
 
 def _jobs(

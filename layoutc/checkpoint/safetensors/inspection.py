@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from layoutc.checkpoint.common.entries import EntryFacts, entry_of
 from layoutc.checkpoint.safetensors import recognize
-from layoutc.checkpoint.safetensors.bound import Found, weights_in
+from layoutc.checkpoint.safetensors.bound import Found, named_in, weights_in
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored, read_folder
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight import stored_form
@@ -41,17 +42,21 @@ def entries(folder: Path) -> tuple[EntryFacts, ...]:
 
 
 def _of_others(folder: Path, contents: Contents) -> dict[str, Found]:
-    """The weights that another program's files hold quantized, by the binding that config.json tells of; none if no
-    installed recipe has one that fits."""
+    """The weights that another program's files hold quantized, by the bindings that config.json tells of. Warns of
+    those that are named as a binding says, but follow none."""
     if not (config := recognize.quantization_config(folder)):
         return {}
-    for one in recognize.recognized(config, recognize.installed()):
+    told, found, refused = recognize.recognized(config, recognize.installed()), dict[str, Found](), list[LayoutError]()
+    lacking = list[str]()
+    for one in told:
         try:
-            if found := weights_in(one, contents.tensors):
-                return found
-        except LayoutError:
-            continue
-    return {}
+            found = weights_in(one, contents.tensors, told) | found
+        except LayoutError as error:
+            refused.append(error)
+            lacking += named_in(one, contents.tensors, told)
+    if not found.keys() >= {*lacking}:
+        warnings.warn(f"{folder}: weights are listed as they lie in the files: {refused[0]}", stacklevel=4)
+    return found
 
 
 def _held(name: str, found: Found) -> EntryFacts:

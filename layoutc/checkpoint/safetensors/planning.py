@@ -50,7 +50,7 @@ class Step(NamedTuple):
 def bindings(
     model: nn.Module, folder: Path, contents: Contents, files: str | None, rename: Rename | None
 ) -> list[Bound]:
-    """The bindings by which weights are looked for: of the model's recipes, or one that fits a plain model's weights.
+    """The bindings by which weights are looked for: of the model's recipes, and those that fit its other weights.
     Raises LayoutError."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     classes = {
@@ -62,12 +62,18 @@ def bindings(
     if files is None and not recognize.recognized(recognize.quantization_config(folder), every):
         return []  # plain values, or names that the model does not have
     told = choosing.told(folder, files, every)
-    if mine := [one for one in told if one.label in labels]:
-        return mine
+    mine = [one for one in told if one.label in labels]
     shapes = {file_name(name, rename): tuple(value.shape) for name, value in state.items() if value.is_floating_point()}
-    fits = [fit.bound for fit in choosing.fitting(shapes, told, contents.tensors)]
-    choosing.check_alike(fits, "the files", "files=")
-    return fits[:1]
+    for one in mine:  # what is left may be in recipes that the model does not have
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if not recognize.is_for(one, name, shape, contents.tensors, told)
+        }
+    groups = choosing.fitting(shapes, [one for one in told if one not in mine], contents.tensors)
+    for group in groups:
+        choosing.check_alike([fit.bound for fit in group], "the files", "files=")
+    return mine + [group[0].bound for group in groups]
 
 
 def plan(
@@ -122,6 +128,8 @@ def _bound(name: str, param: Tensor, contents: Contents, theirs: list[Bound]) ->
     local = meshes.local_of(param)
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else None
     for one in sorted(theirs, key=lambda one: one.cls.LAYOUT.layout_id != own):
+        if not recognize.is_for(one, name, tuple(param.shape), contents.tensors, theirs):
+            continue
         if (found := bound.find(name, tuple(param.shape), one, contents.tensors)) is not None:
             sources = one.cls.LAYOUT.sources
             first = next(iter(sources.values()))

@@ -1,21 +1,24 @@
-"""Which binding holds for a folder: told by its config.json, among the recipes of a model or all that are installed."""
+"""Which binding holds for a folder and its weights: told by config.json and by dtypes, among recipes that there are."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layoutc.checkpoint.safetensors.files import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.facts import Binding
-from layoutc.runtime.bindings.names import recognizes
+from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 CONFIG = "config.json"
 LIMIT = 16_000_000  # the most bytes of a config
+SAME_BYTES = ({"U8", "I8", "F8_E8M0"}, {"U16", "I16"}, {"U32", "I32"}, {"U64", "I64"})
 
 
 class Bound(NamedTuple):
@@ -76,3 +79,52 @@ def recognized(config: Mapping[str, Any], bound: Iterable[Bound]) -> list[Bound]
     """The bindings that a config tells of: those that hold values as files do, and that compare most of it, first."""
     found = [one for one in bound if recognizes(one.binding, config)]
     return sorted(found, key=lambda one: (one.converts, -len(one.binding.recognized)))
+
+
+# -------------------------------------------------------------------------------------------------- weights of a folder
+def is_for(
+    bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], told: Iterable[Bound] = ()
+) -> bool:
+    """True if files have scales of this weight by a binding's names, and no other of `told` alone has their dtypes.
+
+    A folder may hold weights in several recipes, whose tensors may have the same names.
+    """
+    if len(shape) < 2:
+        return False
+    matrices = prod(shape[:-2]) if len(shape) > 2 else None
+    if not any(
+        tensor_name(pattern, part) in tensors
+        for part in parts_of(bound.binding, name, matrices)
+        for pattern in scales_of(bound)
+    ):
+        return False
+    return not is_for_another(bound, name, matrices, tensors, told)
+
+
+def scales_of(bound: Bound) -> list[str]:
+    """The names of tensors that tell a quantized weight: all planes but its codes."""
+    return [pattern.name for plane, pattern in bound.binding.planes.items() if "data" not in plane]
+
+
+def is_for_another(
+    bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored], told: Iterable[Bound]
+) -> bool:
+    """True if the tensors of a weight have the dtypes that another of `told` says, and not those of this one.
+
+    matrices: of a weight with leading dims; None without any.
+    """
+    if _has_dtypes(bound, name, matrices, tensors):
+        return False
+    return any(_has_dtypes(other, name, matrices, tensors) for other in told)
+
+
+def _has_dtypes(bound: Bound, name: str, matrices: int | None, tensors: Mapping[str, Stored]) -> bool:
+    """True if the first tensor of each of a weight's planes is there, and has the dtype that the binding says."""
+    first = parts_of(bound.binding, name, matrices)[0]
+    found = [(tensors.get(tensor_name(one.name, first)), one.dtype) for one in bound.binding.planes.values()]
+    return all(stored is not None and is_dtype(stored, dtype) for stored, dtype in found)
+
+
+def is_dtype(stored: Stored, dtype: str) -> bool:
+    """True for a dtype of the same bytes too."""
+    return stored.dtype == dtype or any({stored.dtype, dtype} <= group for group in SAME_BYTES)
