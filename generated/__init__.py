@@ -6,6 +6,7 @@ awq: AWQ's unsigned 4-bit integers and zero points, in words in the order 0 2 4 
 e3m4_block: An 8-bit minifloat of the spec's own, E3M4, in 64x64 blocks.
 fp8_block: E4M3 weights in 128x128 blocks, one power-of-two FP32 scale each.
 fp8_block_1d: E4M3 weights in 1x128 blocks (128x1 columnwise), FP32 scales laid out for the GEMM.
+fp8_block_e8m0: E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up.
 fp8_channel_bf16: E4M3 weights, divided by a BF16 scale of each row; columnwise of each 128 rows of a column.
 fp8_current: E4M3 weights under one FP32 scale, taken from the weight's own amax.
 fp8_delayed: E4M3 weights under one FP32 scale, taken from a history of amaxes.
@@ -48,6 +49,7 @@ RECIPES = (
     "e3m4_block",
     "fp8_block",
     "fp8_block_1d",
+    "fp8_block_e8m0",
     "fp8_channel_bf16",
     "fp8_current",
     "fp8_delayed",

@@ -59,4 +59,31 @@ FILES = {
         recognized=("quant_method", "format"),
         plain="ignore",
     ),
+    "deepseek_v4": Binding(
+        name="deepseek_v4",
+        summary="the experts of DeepSeek-V4, whose other weights are in fp8_block_e8m0",
+        planes={
+            "rowwise_data": BoundPlane("{name}", "I8", 8),
+            "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
+        },
+        shape=None,
+        ignored=(),
+        parts=[
+            (
+                "{module}.experts.gate_up_proj",
+                ("{module}.experts.{expert}.w1.weight", "{module}.experts.{expert}.w3.weight"),
+            ),
+            ("{module}.experts.down_proj", ("{module}.experts.{expert}.w2.weight",)),
+        ],
+        config={
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "expert_dtype": "fp4",
+        },
+        recognized=("quant_method", "scale_fmt", "weight_block_size"),
+        plain="modules_to_not_convert",
+    ),
 }

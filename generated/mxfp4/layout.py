@@ -51,7 +51,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="mxfp4",
     summary="E2M1 weights in 1x32 blocks (32x1 columnwise), two to a byte, E8M0 scales rounded up",
-    spec_sha256="0d9a553faae89f49688b05097bd3d7e6f6319a08779deca1763a450673681f62",
+    spec_sha256="403cb1951db4ff5387d858d6de1968929997ba1aa03e8e3351c8530b501f0706",
     layout_id="7cebb33b721f",
     language=1,
     shard_rows=32,

@@ -83,7 +83,7 @@ def _render(template: str, recipe: RecipeText) -> str:
 
 def _without_unused_imports(text: str) -> str:
     """The text with those imports of facts, and of torch, that its code uses."""
-    code = re.sub(r'"""[\s\S]*?"""|#.*', "", text.replace(_IMPORTS, ""))
+    code = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#.*', "", text.replace(_IMPORTS, ""))
     words = set(_NAMES.findall(code))
     facts = [name for name in _FACTS if name in words]
     text = text.replace(f"{_IMPORTS}\n", f"from layoutc.runtime.facts import {', '.join(facts)}\n" if facts else "")

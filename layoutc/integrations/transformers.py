@@ -1,4 +1,5 @@
-"""transformers: a callback for Trainer, after which `save_pretrained` writes plain values that anything can load.
+"""transformers: a callback for Trainer, after which `save_pretrained` writes plain values that anything can load; and
+the names that weights have in a release.
 
 model = AutoModelForCausalLM.from_pretrained(name)
 layoutc.quantize_(model, "nvfp4", param_filter=["model.layers.*.weight"])
@@ -11,14 +12,16 @@ trainer = Trainer(
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import layoutc
+from layoutc.checkpoint.inspection import LayoutError, inspect
 from layoutc.integrations.packages import needs
 from layoutc.integrations.plain_values import plain
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -76,3 +79,33 @@ def _save_plain(model: PreTrainedModel, folder: Any, *, state_dict: Any = None, 
         options.setdefault("is_main_process", dist.get_rank() == 0)
     whole = plain(model.state_dict() if state_dict is None else state_dict)
     type(model).save_pretrained(model, folder, state_dict=whole, **options)
+
+
+def names_in_files(model: PreTrainedModel, folder: str | PathLike[str]) -> Callable[[str], str]:
+    """A `rename` for `quantize_as_stored`, `load_safetensors` and `export_safetensors`: a name of the model's state
+    dict -> the name in the folder's files, where these are not transformers' own, as those of DeepSeek-V4.
+
+    Experts that files hold one by one keep the last part of the model's name: `parts` of a binding has theirs. Only
+    headers are read. Raises LayoutError without files and DamagedError for damaged ones; what it returns raises
+    LayoutError for a name that transformers would read as another weight's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+
+    # As save_pretrained does, but for the prefix of the base model: where a release leaves it out, no rule has it.
+    mapping = [one for one in get_model_conversion_mapping(model, add_legacy=False) if isinstance(one, WeightRenaming)]
+    forward: Any = [one for one in mapping if not isinstance(one, PrefixChange)]
+    back: Any = [one.reverse_transform() for one in reversed(forward)]
+    prefix = f"{model.base_model_prefix}."
+    is_bare = not any(entry.name.startswith(prefix) for entry in inspect(folder).entries)
+
+    def rename(name: str) -> str:
+        inner = name.removeprefix(prefix) if is_bare else name
+        there: str = apply_renamings(inner, back)
+        if (again := apply_renamings(there, forward)) != inner:
+            raise LayoutError(
+                f"{name} would be {there} in the files, which transformers reads as {again}: pass `rename`"
+            )
+        return there
+
+    return rename

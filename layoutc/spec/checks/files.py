@@ -18,6 +18,7 @@ from layoutc.spec.source import Path, Source
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+POWERS_OF_TWO = Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,))
 # Tensors that follow from the recipe and a weight's shape: the dtypes that they may have, and what they are.
 STATED = {
     "shape": (("I64", "I32"), "the sizes of a weight are I64 or I32"),
@@ -263,6 +264,8 @@ def _width(dtype: str) -> int:
 def _holds(dtype: str, fmt: Format) -> bool:
     if fmt.bits == 32 or fmt.bits == 16:
         return FLOATS.get(dtype) == ("float32" if fmt.is_f32 else fmt.torch)
+    if dtype == "F8_E8M0":  # no torch dtype of planes, which hold such scales as bytes
+        return fmt == POWERS_OF_TWO
     if dtype in BYTES:
         return BYTES[dtype] == fmt.torch
     return dtype == "U8" if fmt.bits == 6 else dtype in INTEGERS and INTEGERS[dtype] % fmt.bits == 0
