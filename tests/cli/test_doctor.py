@@ -379,7 +379,7 @@ def test_completion_completes(words: str, found: str) -> None:
         (["show"], "nvfp4_1", ["nvfp4_1d"]),
         (["check"], "mxfp8_2", ["mxfp8_2d"]),
         (["check", "--specs", "mine"], "ow", ["own"]),
-        (["bench"], "fp8_block_", ["fp8_block_1d"]),
+        (["bench"], "fp8_block_", ["fp8_block_1d", "fp8_block_e8m0"]),
         (["plan", "--recipe"], "hybrid", ["hybrid_fp8"]),
         (["demo", "--recipe"], "hybrid", ["hybrid_fp8"]),
         (["estimate"], "mine/own.y", []),
