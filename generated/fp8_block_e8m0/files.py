@@ -7,7 +7,7 @@ from layoutc.runtime.bindings.facts import Binding, BoundPlane
 FILES = {
     "deepseek_v4": Binding(
         name="deepseek_v4",
-        summary="DeepSeek-V4, whose experts are in mxfp4",
+        summary="DeepSeek-V4, whose experts are in these blocks too, or in mxfp4",
         planes={
             "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
             "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
@@ -27,36 +27,8 @@ FILES = {
             "scale_fmt": "ue8m0",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
-            "expert_dtype": "fp4",
         },
         recognized=("quant_method", "scale_fmt", "weight_block_size"),
-        plain="modules_to_not_convert",
-    ),
-    "deepseek_v4_fp8": Binding(
-        name="deepseek_v4_fp8",
-        summary="DeepSeek-V4, whose experts are in these blocks too",
-        planes={
-            "rowwise_data": BoundPlane("{name}", "F8_E4M3", 8),
-            "rowwise_scale": BoundPlane("{module}.scale", "F8_E8M0", 8),
-        },
-        shape=None,
-        ignored=(),
-        parts=[
-            (
-                "{module}.experts.gate_up_proj",
-                ("{module}.experts.{expert}.w1.weight", "{module}.experts.{expert}.w3.weight"),
-            ),
-            ("{module}.experts.down_proj", ("{module}.experts.{expert}.w2.weight",)),
-        ],
-        config={
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "scale_fmt": "ue8m0",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "expert_dtype": "fp8",
-        },
-        recognized=("quant_method", "scale_fmt", "weight_block_size", "expert_dtype"),
         plain="modules_to_not_convert",
     ),
 }

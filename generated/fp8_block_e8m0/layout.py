@@ -46,7 +46,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="fp8_block_e8m0",
     summary="E4M3 weights in 128x128 blocks, one E8M0 scale each, rounded up",
-    spec_sha256="429aa992bc5d8959207a28726fd4a579a7a6bac663616ae21fccb0a1979b597a",
+    spec_sha256="0a890d45e554adf540b1916368109ab796da2c61f8e25fd917b56b328da7ed36",
     layout_id="153e31e8b6f3",
     language=1,
     shard_rows=128,

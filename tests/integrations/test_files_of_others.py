@@ -716,6 +716,15 @@ def test_nn_linear_alone_counts_as_a_module_that_stays_plain(written: Callable[[
     assert isinstance(model.lm_head, nn.Linear)
 
 
+def test_recipes_whose_configs_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    layoutc.quantize_(model, "fp8_block", param_filter=["0.weight"])
+    layoutc.quantize_(model, "mxfp4", param_filter=["1.weight"])
+    with pytest.raises(LayoutError, match=r"have files 'compressed_tensors' with different configs"):
+        export_safetensors(model, tmp_path / "out", files="compressed_tensors")
+    assert not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------------------------------ without a model
 @pytest.mark.parametrize("folder", ["deepseek", "gpt_oss", "mxfp4", "mxfp8", "block"])
 def test_a_folder_converts_to_what_others_read(folder: str, written: Callable[[str], Path], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
     groups hold different weights of a folder, each in a recipe of its own.
 
     Those that hold most weights come first. Where some of a group hold values as files do, those that convert them are
-    left out; so are bindings of a recipe that read as one before them does.
+    left out.
     """
     groups = list[list[Fit]]()
     for fit in fits:
@@ -81,17 +81,7 @@ def alternatives(fits: Iterable[Fit]) -> list[list[Fit]]:
         groups = [group for group in groups if group not in joined]
         groups.append([*(one for group in joined for one in group), fit])
     exact = [[fit for fit in group if not fit.bound.converts] or group for group in groups]
-    return [_different(sorted(group, key=lambda fit: -len(fit.names))) for group in exact]
-
-
-def _different(fits: Sequence[Fit]) -> list[Fit]:
-    """Those that read otherwise, or into another recipe, than all before them."""
-    kept = list[Fit]()
-    for fit in fits:
-        cls, planes = fit.bound.cls, dict(fit.bound.binding.planes)
-        if not any(one.bound.cls is cls and dict(one.bound.binding.planes) == planes for one in kept):
-            kept.append(fit)
-    return kept
+    return [sorted(group, key=lambda fit: -len(fit.names)) for group in exact]
 
 
 def check_alike(bound: Sequence[Bound], what: str, how: str) -> None:

@@ -197,7 +197,8 @@ def write_config(
 ) -> None:
     """Writes config.json: what is stated, or a model of transformers' own; with the bindings' `quantization_config`.
 
-    plain: the modules whose weights are not quantized. Raises LayoutError for bindings that contradict each other.
+    plain: the modules whose weights are not quantized. What one of several bindings leaves out is as another says.
+    Raises LayoutError for bindings that contradict each other.
     """
     own: Any = getattr(source, "config", None)
     if stated is not None:
@@ -212,7 +213,8 @@ def write_config(
         wanted = dict(one.binding.config)
         if one.binding.plain:
             wanted[one.binding.plain] = sorted(plain)
-        if config.setdefault("quantization_config", wanted) != wanted:
+        merged = config.setdefault("quantization_config", {})
+        if any(merged.setdefault(key, value) != value for key, value in wanted.items()):
             raise LayoutError(
                 f"the model's recipes have files {one.binding.name!r} with different configs, which one folder can't "
                 "have: export a state dict for each"
