@@ -234,7 +234,10 @@ def constants_of(quantization: Quantization, suffix: str) -> list[ConstantText]:
             by_formula = _steps_by_formula(fmt)
             if by_formula:
                 add(f"{kind}_VALUES", table_of_values(fmt), "the value of each code")
-            steps = f"num.codebook_steps({prefix}{kind}_VALUES)" if by_formula else table_of_codebook_steps(fmt)
+            count = len(fmt.values)  # of the list: the table has a 0 for each code beyond it
+            listed = "" if count == 1 << fmt.bits else f"[:{count}]"
+            by_values = f"num.codebook_steps({prefix}{kind}_VALUES{listed})"
+            steps = by_values if by_formula else table_of_codebook_steps(fmt)
             add(f"{kind}_STEPS", steps, "thresholds: from here on, x gets the next value")
             add(f"{kind}_CODES", table_of_codebook_codes(fmt), "by ascending value")
             if not by_formula:
