@@ -10,6 +10,7 @@ from layoutc.emit.code import Lines, call, indented
 from layoutc.emit.size_text import Sizes
 from layoutc.layout.layout import Plane, Transform
 from layoutc.plan.codebooks import Codebook, codebooks_of
+from layoutc.plan.conversions import is_long
 from layoutc.plan.kernels import Kernels, LayOutKernel, SourceKernel
 from layoutc.plan.moves import CodeMove, Move, ScaleMove, SwizzleMove
 from layoutc.spec.formats import Format
@@ -65,7 +66,7 @@ def _dequantize_source(source: SourceKernel, codebooks: Codebooks) -> Lines:
     q, suffix, block = source.source.quantization, source.suffix, source.source.quantization.block
     variables = {"scale": "scale", "tensor_amax": rule_text.grown("tensor_amax", q)}
     factor = rule_text.expression(q.definition.decode, q, variables, suffix, rule_text.TRITON)
-    lines = [_read_elements(source)]
+    lines = [_read_elements(source, codebooks)]
     if source.amax_from == "tensor":
         scale = _as_codes(f"tl.load({source.source.scale.name})", q.scale, codebooks)
         return (*lines, f"scale = {scale}", f"values = element * ({factor})")
@@ -125,12 +126,14 @@ def _as_codes(loaded: str, fmt: Format, codebooks: Codebooks) -> str:
     return f"lt.bits_of_half({loaded})" if fmt.is_wide else f"{loaded}.to(tl.int32)"
 
 
-def _read_elements(source: SourceKernel) -> str:
+def _read_elements(source: SourceKernel, codebooks: Codebooks) -> str:
     """The line that loads and decodes the elements of a tile."""
     data, q, decode = source.source.data, source.source.quantization, f"decode{source.suffix}"
     if source.nibbles is None:
         packing = {"BITS": data.bits, "LOW_FIRST": q.low_first} if data.bits < 8 else {"EVEN": "EVEN"}
-        return f"element = {decode}({call('lt.load_codes', data.name, 'at', *_TILE, **packing)}, HARDWARE)"
+        codes = call("lt.load_codes", data.name, "at", *_TILE, **packing)
+        codes = _as_codes(codes, q.element, codebooks) if is_long(q.element) else codes
+        return f"element = {decode}({codes}, HARDWARE)"
     form = {"MANTISSA": q.element.mantissa, "BIAS": q.element.bias, "LOW_FIRST": q.low_first}
     arguments = (data.name, "at", *_TILE, "EVEN", "HARDWARE")
     return f"element = {call('lt.load_nibbles', *arguments, DECODE=decode, **form)}"

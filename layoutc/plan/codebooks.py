@@ -1,7 +1,7 @@
-"""Codebooks that kernels look up in memory: those of scales, zero points, and what super-blocks share.
+"""Codebooks that kernels look up in memory: of scales, zero points, what super-blocks share, and elements if long.
 
 They have up to 256 values. Each takes a comparison of its own for each code otherwise, which took longer than all that
-is read and written. Codebooks of elements are smaller, and programs hold them (`from_codebook`).
+is read and written. Smaller codebooks of elements are held by programs (`from_codebook`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layoutc.layout.layout import Layout
+from layoutc.plan.conversions import is_long
 from layoutc.plan.kernels import level_suffix, suffixes_of
 from layoutc.spec.formats import Format
 
@@ -33,6 +34,7 @@ def codebooks_of(layout: Layout) -> dict[Format, Codebook]:
         for stored, level in q.own_levels.items():
             of = level_suffix(stored, suffix)
             used += [(of, "element", level.quantization.element), (of, "scale", level.quantization.scale)]
+        used += [(suffix, "element", q.element)] if is_long(q.element) else []
         used += [] if q.scales else [(suffix, "scale", q.scale)]
         used += [] if q.zero is None or q.zeros is not None else [(suffix, "zero", q.zero)]
     found, first = dict[Format, Codebook](), 0

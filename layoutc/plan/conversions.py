@@ -68,7 +68,7 @@ _INSTRUCTIONS = {
     (Format("", sign=0, exponent=8, bias=127, subnormals=False, nan=(0xFF,)), "up"): "convert_up_to_e8m0",
 }
 _NONE: Mapping[str, Constant] = MappingProxyType({})
-LARGEST_CODEBOOK = 16  # of elements: they are compared with each value; the search in longer ones was timed for scales
+LARGEST_HELD = 16  # values of elements that programs hold; longer codebooks are looked up in memory
 SMALL_CODEBOOK = 4  # dequantized by comparisons as well, not out of shared memory; not timed on any card
 
 
@@ -125,7 +125,12 @@ def _by_chance(fmt: Format, sign_bit: int, last: int) -> Conversion:
 
 def is_held(fmt: Format) -> bool:
     """True for a codebook that programs hold in shared memory to dequantize elements."""
-    return bool(fmt.values) and SMALL_CODEBOOK < 1 << fmt.bits <= LARGEST_CODEBOOK
+    return bool(fmt.values) and SMALL_CODEBOOK < 1 << fmt.bits <= LARGEST_HELD
+
+
+def is_long(fmt: Format) -> bool:
+    """True for a codebook of so many values that elements are looked up in memory."""
+    return bool(fmt.values) and 1 << fmt.bits > LARGEST_HELD
 
 
 def decoding(fmt: Format) -> Codec | None:

@@ -275,9 +275,9 @@ def _source_gap(source: Source) -> str | None:
         size = f"{q.block.m} x {q.block.k}"
         size += f" in {lanes(q.block.m)} x {lanes(q.block.k)} lanes" if units_of(q.block) else ""
         return f"a program holds up to {_LARGEST_BLOCK} elements, and {source.name} has {size}"
-    if len(q.element.values) > conversions.LARGEST_CODEBOOK:
-        most = conversions.LARGEST_CODEBOOK
-        return f"kernels look up elements in codebooks of up to {most} values, and {q.element.name} has more"
+    if q.definition.candidates and conversions.is_long(q.element):
+        most = conversions.LARGEST_HELD
+        return f"elements of several scales are compared with up to {most} values, and {q.element.name} has more"
     supers = [level.quantization.scale for level in q.levels.values()]
     for fmt in (q.element, q.scale, *([q.zero] if q.zero else []), *supers):
         if not fmt.is_f32 and conversions.decoding(fmt) is None:
@@ -315,6 +315,8 @@ def _not_fused(layout: Layout, moves: tuple[Move, ...]) -> str | None:
         block = source.quantization.block
         if units_of(block):
             return f"sizes of {source.name}'s blocks are not powers of two, so tiles have idle lanes"
+        if conversions.is_long(source.quantization.element):
+            return f"elements of {source.name} are searched for, which leaves no registers for transposing"
         if source.zero is not None:
             return f"{source.name} has zero points"
         if source.super is not None:

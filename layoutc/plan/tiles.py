@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layoutc.layout.layout import Source
-from layoutc.plan.conversions import is_held
+from layoutc.plan.conversions import is_held, is_long
 from layoutc.plan.moves import CodeMove, Move, widest
 from layoutc.plan.units import covered, sizes_of, steps, unit, units_of
 
@@ -39,7 +39,10 @@ def quantize_tile(sources: Sequence[Source], itemsize: int, in_words: bool) -> T
 
 def _with_room(tile: Tile, sources: Sequence[Source]) -> Tile:
     """The same with twice the warps, where random bits, transformed values, or divisions into the elements of two
-    sources take registers of their own. Not timed."""
+    sources take registers of their own; with at most 32 elements of a thread, where those are searched for in a long
+    codebook, of which all of a thread's wait for shared memory at once. Not timed."""
+    if any(is_long(source.quantization.element) for source in sources):
+        return replace(tile, warps=max(tile.warps, tile.rows * tile.columns // 1024), registers=None)
     divides = len(sources) > 1 and any(source.quantization.divides for source in sources)
     if not divides and not any(one.quantization.stochastic or one.quantization.transform for one in sources):
         return tile

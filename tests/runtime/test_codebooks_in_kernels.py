@@ -74,3 +74,20 @@ def test_a_value_takes_the_code_of_the_last_step_it_reaches(count: int) -> None:
     kernel[(1,)](x, out, tuple(steps.tolist()), tuple(codes), count, 1024)
     expected = [255 if value != value else codes[sum(step <= value for step in steps.tolist())] for value in x.tolist()]
     assert out.tolist() == expected
+
+
+@pytest.mark.parametrize(("count", "first"), [(17, 0), (32, 17), (200, 0), (255, 129), (256, 128), (255, 128)])
+def test_codes_that_count_up_need_no_table(count: int, first: int) -> None:
+    """From the first on, and from 0 after the last of their bits: the order of values of two's complement."""
+    size = 1 << (count - 1).bit_length()
+    codes = tuple((first + place) % size for place in range(count))
+    assert lt.codes.in_order(codes)
+    x = torch.arange(256, dtype=torch.float32)
+    out = torch.empty(256, dtype=torch.int32)
+    kernel: Any = encoded
+    kernel[(1,)](x, out, tuple(float(place) for place in range(1, count)), codes, count, 256)
+    assert out.tolist() == [codes[min(place, count - 1)] for place in range(256)]
+    swapped = (codes[1], codes[0], *codes[2:])
+    assert not lt.codes.in_order(swapped)
+    kernel[(1,)](x, out, tuple(float(place) for place in range(1, count)), swapped, count, 256)
+    assert out.tolist() == [swapped[min(place, count - 1)] for place in range(256)]

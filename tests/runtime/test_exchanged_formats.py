@@ -22,7 +22,7 @@ from test_kernels import compare
 
 from layoutc.conformance.material import array
 
-COMPILED = [name for name in unshipped.exchanged() if name != "posit8"]  # whose codebook is too large for kernels
+COMPILED = unshipped.exchanged()
 SHAPES = [(128, 128), (256, 384), (200, 144)]
 
 
@@ -208,12 +208,51 @@ def test_kernels_equal_the_reference(name: str) -> None:
         compare(name, torch.from_numpy(x), layout.orientations[-1:])
 
 
+LONG = """layoutc: 1
+name: {name}
+summary: a codebook of {count} values in no order
+formats:
+  book: {{values: {values}}}
+shape: {{m: 8, k: 8}}
+element: {{format: book}}
+scale: {{format: f32, rule: scale-first, epsilon: 0.0001}}
+orientations:
+  rowwise:
+    block: {{m: 1, k: 16}}
+    data: {{layout: m k}}
+    scale: {{layout: m k/16}}
+  columnwise:
+    block: {{m: 16, k: 1}}
+    data: {{layout: k m}}
+    scale: {{layout: k m/16}}
+"""
+
+
+@pytest.mark.parametrize("count", [16, 17, 40, 200, 256])
+def test_long_codebooks_have_kernels(count: int) -> None:
+    """Codes of 5, 6 and 8 bits, packed and not, of two orientations, whose values stand in no order."""
+    pytest.importorskip("triton", reason="needs triton, which kernels are written in")
+    values = (np.random.default_rng(count).permutation(count) - count // 3) / 8
+    name = f"book_of_{count}"
+    unshipped.add(name, LONG.format(name=name, count=count, values=values.tolist()))
+    ordered = np.sort(values)
+    steps = np.sort(np.concatenate([(ordered[1:] + ordered[:-1]) / 2, ordered, ordered + 1 / 64, [-99, 99]]))
+    nearest = [min(range(count), key=lambda code: (abs(values[code] - x), values[code])) for x in steps]
+    assert reference(name).encode(torch.from_numpy(steps.astype(F32))).tolist() == nearest
+    for seed, (m, k) in enumerate([(64, 192), (200, 328)]):
+        x = weights(m, k, seed)
+        x[1, 1], x[2, 40], x[3, 7], x[:, 9], x[8:12] = np.nan, np.inf, -1e-42, -0.0, 0
+        compare(name, torch.from_numpy(x), ("rowwise", "columnwise"))
+
+
 # Instructions that spill registers: a division of fp32 holds more of them than a product.
 SPILLS = {
     ("fp8_divided128", "quantize_buffers all bf16"): 2,
     ("fp8_fnuz", "quantize_buffers all bf16"): 4,
     ("q4_1", "quantize rowwise+columnwise bf16"): 2,  # with Triton 3.6, none with 3.7
 }
+# Instructions an element that a codebook of 256 values may take.
+LONG_BUDGETS = {("posit8", "quantize all bf16"): 84, ("posit8", "dequantize rowwise bf16"): 8}
 
 
 @pytest.mark.slow
@@ -227,7 +266,10 @@ def test_kernels_compile(capability: int) -> None:
         kernels = importlib.import_module(f"layoutc.recipes.{name}.kernels").KERNELS
         return FUSED if kernels.buffer_sizes is not None else SOME
 
-    found = compiled(capability, *(one for name in COMPILED for one in some(name, patterns(name))))
+    names = [one for name in COMPILED for one in some(name, patterns(name))]
+    found = compiled(capability, *names, count=[*LONG_BUDGETS])
+    taken = {(one["recipe"], one["kernel"]): one.get("per_element") for one in found}
+    assert {name: taken[name] for name, most in LONG_BUDGETS.items() if taken[name] > most} == {}
     assert {one["recipe"] for one in found} == set(COMPILED)
     spills = {(one["recipe"], one["kernel"]): one["spills"] for one in found if one["stack"]}
     assert {name: count for name, count in spills.items() if count > SPILLS.get(name, 0)} == {}

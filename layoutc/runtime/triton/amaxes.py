@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import block_amax, to_float
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan, maximum, minimum
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan, maximum, minimum, power_above
 from layoutc.runtime.triton.tiles import load, tile_of
-from layoutc.runtime.triton.units import largest_of_units, power_above
+from layoutc.runtime.triton.units import largest_of_units
 
 
 @triton.jit

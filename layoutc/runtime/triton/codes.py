@@ -16,15 +16,22 @@ COMPARED = tl.constexpr(16)  # codebooks of so many values are compared one by o
 
 
 @triton.constexpr_function
-def bits_to_hold(count):
-    """The bits that number `count` things from 0 on."""
-    return (count - 1).bit_length()
+def power_above(size):
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 @triton.constexpr_function
 def in_order(codes):
-    """Whether each code is its own place."""
-    return all(code == place for place, code in enumerate(codes))
+    """Whether codes count up from the first, and go on at 0 after the last of their bits, as two's complement does."""
+    size = 1 << max(codes).bit_length()
+    return all(code == (codes[0] + place) % size for place, code in enumerate(codes))
+
+
+@triton.constexpr_function
+def last_of_bits(codes):
+    """The largest code that has the bits of the largest of these."""
+    return (1 << max(codes).bit_length()) - 1
 
 
 # ------------------------------------------------------------------------------------------------------ fp32 arithmetic
@@ -313,7 +320,10 @@ def to_codebook(x, STEPS: tl.constexpr, CODES: tl.constexpr, COUNT: tl.constexpr
     """fp32 -> codes of the nearest of COUNT values, by ascending value in CODES; from STEPS[i] on, value i + 1."""
     if COUNT > COMPARED:
         reached = steps_reached(x, STEPS, COUNT)
-        codes = reached if in_order(CODES) else held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
+        if in_order(CODES):
+            codes = (reached + CODES[0]) & last_of_bits(CODES) if CODES[0] else reached
+        else:
+            codes = held_at(reached, held(CODES, COUNT, COUNT, 0, tl.int32))
         return tl.where(isnan(x), NAN, codes)
     codes = tl.full(x.shape, CODES[0], tl.int32)
     for i in tl.static_range(COUNT - 1):
@@ -340,18 +350,19 @@ def from_codebook(codes, VALUES: tl.constexpr, COUNT: tl.constexpr, HELD: tl.con
 @triton.jit
 def steps_reached(x, STEPS: tl.constexpr, COUNT: tl.constexpr):
     """How many of COUNT - 1 ascending STEPS are at most x, by halves: int32. A NaN reaches none."""
-    BITS: tl.constexpr = bits_to_hold(COUNT)
+    SIZE: tl.constexpr = power_above(COUNT)
     steps = held(STEPS, COUNT - 1, COUNT, float("nan"), tl.float32)  # no x reaches those that fill the table up
     reached = tl.zeros(x.shape, tl.int32)
-    for bit in tl.static_range(BITS - 1, -1, -1):
-        reached += tl.where(x >= held_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
+    for bit in tl.static_range(7, -1, -1):  # a code has at most 8
+        if 1 << bit < SIZE:
+            reached += tl.where(x >= held_at(reached + ((1 << bit) - 1), steps), 1 << bit, 0)
     return reached
 
 
 @triton.jit
 def held(VALUES: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, FILL: tl.constexpr, DTYPE: tl.constexpr):
     """A table that the program holds: the first COUNT of VALUES, then FILL, up to the power of two from ROOM on."""
-    SIZE: tl.constexpr = 1 << bits_to_hold(ROOM)
+    SIZE: tl.constexpr = power_above(ROOM)
     places = tl.arange(0, SIZE)
     table = tl.full((SIZE,), FILL, DTYPE)
     for i in tl.static_range(COUNT):
@@ -372,23 +383,3 @@ def looked_up(codebooks, codes, FIRST: tl.constexpr, COUNT: tl.constexpr):
     Codes that no format has, as damaged files may hold them, lose their upper bits: they read nothing beside it.
     """
     return tl.load(codebooks + (FIRST + (codes & (COUNT - 1))))
-
-
-@triton.jit
-def pack(codes, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Codes (rows, columns) -> words (rows, columns / GROUP) of GROUP codes each, which together fill whole bytes."""
-    lanes = tl.reshape(codes, (codes.shape[0], codes.shape[1] // GROUP, GROUP))
-    if GROUP * BITS >= 32:
-        lanes = lanes.to(tl.int64)
-    offsets = tl.arange(0, GROUP) * BITS
-    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
-    return tl.sum(lanes << shifts[None, None, :], axis=2)
-
-
-@triton.jit
-def unpack(words, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
-    """Inverse of pack."""
-    offsets = tl.arange(0, GROUP) * BITS
-    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
-    lanes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-    return tl.reshape(lanes, (words.shape[0], words.shape[1] * GROUP)).to(tl.int32)

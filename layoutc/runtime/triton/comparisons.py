@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import cast_to_codes, pack, to_exponents, to_small_codes
+from layoutc.runtime.triton.codes import cast_to_codes, to_exponents, to_small_codes
 from layoutc.runtime.triton.conversions import (
     convert_to_e2m1,
     convert_to_e2m3,
@@ -17,6 +17,7 @@ from layoutc.runtime.triton.conversions import (
     convert_up_to_e8m0,
     to_e2m1_words,
 )
+from layoutc.runtime.triton.tiles import pack
 
 
 @triton.jit

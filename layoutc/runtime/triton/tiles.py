@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, pack, unpack
-from layoutc.runtime.triton.units import power_above
+from layoutc.runtime.triton.codes import as_stored, bits_of, isnan, power_above
 
 ALL = tl.constexpr((0, 0))  # default of COVER
 NO_UNITS = tl.constexpr((0, 0))  # default of UNIT
@@ -348,3 +347,24 @@ def to_dtype(values, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
         return tl.where(isnan(values), 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return values.to(DTYPE)
+
+
+# -------------------------------------------------------------------------------------------------------- packed codes
+@triton.jit
+def pack(codes, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Codes (rows, columns) -> words (rows, columns / GROUP) of GROUP codes each, which together fill whole bytes."""
+    lanes = tl.reshape(codes, (codes.shape[0], codes.shape[1] // GROUP, GROUP))
+    if GROUP * BITS >= 32:
+        lanes = lanes.to(tl.int64)
+    offsets = tl.arange(0, GROUP) * BITS
+    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
+    return tl.sum(lanes << shifts[None, None, :], axis=2)
+
+
+@triton.jit
+def unpack(words, BITS: tl.constexpr, GROUP: tl.constexpr, LOW_FIRST: tl.constexpr):
+    """Inverse of pack."""
+    offsets = tl.arange(0, GROUP) * BITS
+    shifts = offsets if LOW_FIRST else (GROUP - 1) * BITS - offsets
+    lanes = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(lanes, (words.shape[0], words.shape[1] * GROUP)).to(tl.int32)

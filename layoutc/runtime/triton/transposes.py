@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import from_blocks
-from layoutc.runtime.triton.codes import as_stored, pack
-from layoutc.runtime.triton.tiles import load_codes, round_up, store, store_packed
+from layoutc.runtime.triton.codes import as_stored
+from layoutc.runtime.triton.tiles import load_codes, pack, round_up, store, store_packed
 from layoutc.runtime.triton.units import power_below
 
 # Defaults of DIMS, FREE and PAD below. Triton 3.6 does not accept a str as a default.

@@ -12,19 +12,13 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.blocks import from_blocks, to_blocks
-from layoutc.runtime.triton.codes import bits_of, float_of, isnan
+from layoutc.runtime.triton.codes import bits_of, float_of, isnan, power_above
 
 
 @triton.constexpr_function
 def power_below(size):
     """The largest power of two that is at most `size`."""
     return 1 << (size.bit_length() - 1)
-
-
-@triton.constexpr_function
-def power_above(size):
-    """The smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 # ---------------------------------------------------------------------------------------------------------------- units
