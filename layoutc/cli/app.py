@@ -18,7 +18,7 @@ import click
 
 from layoutc.build.lookup import chosen
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import choosing, refuse, report, reporting
+from layoutc.cli.shared import choosing, linked, refuse, report, reporting
 from layoutc.diagnostics.diagnostic import Diagnostic, catalogue, has_errors, nearest, tidy
 from layoutc.diagnostics.renderers import page, summary
 
@@ -124,7 +124,7 @@ def build(
     elif not quiet:
         verbs = {"new": "missing" if check else "wrote", "changed": "changed" if check else "wrote"}
         for state in result.states:
-            click.echo(f"{verbs.get(state.status, state.status):8}{state.path}")
+            click.echo(f"{verbs.get(state.status, state.status):8}{linked(state.path)}")
     findings = tidy([*result.diagnostics, *drift])
     report(findings, form, color)
     sys.exit(1 if has_errors(findings) else 0)
@@ -159,7 +159,7 @@ def check(
             refuse(f"{path}: {error.strerror}")
         findings += pipeline.check(content, str(path))
         if not quiet and (reason := pipeline.no_kernels(content, str(path))):
-            click.echo(f"{path}: {reason}", err=True)
+            click.echo(f"{linked(path, err=True)}: {reason}", err=True)
     if explain:
         from layoutc.cli import layout as cli_layout
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from layoutc.cli.shared import linked
+
 MOST_BYTES = 64 << 20
 MOST_NAMED = 8  # lines of a chart
 Draw = Callable[[Mapping[str, Any], Path], Sequence[str]]
@@ -40,7 +42,8 @@ def draw_chart(draw: Draw, data: Mapping[str, Any], path: Path | None) -> None:
         lines = draw(data, path)
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}") from error
-    click.echo(f"{path}: {', '.join(lines) if len(lines) <= MOST_NAMED else f'{len(lines)} lines'}", err=True)
+    what = ", ".join(lines) if len(lines) <= MOST_NAMED else f"{len(lines)} lines"
+    click.echo(f"{linked(path, err=True)}: {what}", err=True)
 
 
 def draw_again(draw: Draw, name: str, data: Mapping[str, Any], path: Path) -> None:

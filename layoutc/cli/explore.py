@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from layoutc.cli.reading import plan_of
-from layoutc.cli.shared import refuse
+from layoutc.cli.shared import linked, refuse
 
 ADDRESS = "127.0.0.1"
 SHOWN = ("layout.py", "tensor.py", "kernels.py")  # the generated files whose lines the page shows
@@ -97,7 +97,7 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
-    click.echo(f"wrote {path} ({len(content):,} bytes)", err=True)
+    click.echo(f"wrote {linked(path, err=True)} ({len(content):,} bytes)", err=True)
 
 
 def _serve(asked: Asked, port: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from layoutc.cli.shared import refuse
+from layoutc.cli.shared import linked, refuse
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -66,7 +66,7 @@ def convert(
         click.echo(json.dumps(done._asdict()))
         return
     what = f"{len(done.quantized)} weights quantized" if files else "no weight quantized"
-    click.echo(f"{folder}: {', '.join(done.files)}; {what}", err=True)
+    click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
     if done.left:
         shown = ", ".join(done.left[:4]) + (f" and {len(done.left) - 4} more" if len(done.left) > 4 else "")
         click.echo(f"left out, since only the source's program reads them: {shown}", err=True)

@@ -19,7 +19,7 @@ import click
 
 from layoutc.build.lookup import SUFFIXES, chosen, completed, spec_of, specs_in, specs_option
 from layoutc.cli.progress import tracked
-from layoutc.cli.shared import refuse
+from layoutc.cli.shared import linked, refuse
 from layoutc.diagnostics.diagnostic import nearest
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def new(name: str, original: str | None, folder: Path) -> None:
             file.write(renamed)
     except OSError as error:
         refuse(f"{path}: {error.strerror}")
-    click.echo(str(path))
+    click.echo(linked(path))
     click.echo(f"next: edit it, then  layoutc build {path}  and  layoutc test {path}", err=True)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -64,6 +65,25 @@ def report(diagnostics: Iterable[Diagnostic], form: str | None = None, color: st
     auto = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     colored = form == "full" and (color == "always" or (color == "auto" and auto))
     click.echo(render(diagnostics, form, colored), err=not for_machines, nl=False, color=colored or None)
+
+
+def linked(path: Path, err: bool = False) -> str:
+    """A path's text; on a terminal that has links, one that opens the file. err: it goes to stderr, not to stdout.
+
+    The escape sequences are those of OSC 8, which other terminals skip; rich knows which have none.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if not stream.isatty():
+        return str(path)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    if console.color_system is None or console.legacy_windows:
+        return str(path)
+    with console.capture() as text:
+        console.print(Text(str(path), style=f"link {path.absolute().as_uri()}"), end="", soft_wrap=True)
+    return text.get()
 
 
 def refuse(message: str) -> NoReturn:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +100,27 @@ def test_specs_are_looked_up_without_a_command_line(tmp_path: Path) -> None:
     assert lookup.find("mxfp8", tmp_path).stem == "mxfp8"
     with pytest.raises(click.UsageError, match="nvfp5"):
         lookup.find("nvfp5", tmp_path)
+
+
+@pytest.mark.parametrize(("terminal", "links"), [("xterm-256color", True), ("dumb", False), (None, False)])
+def test_written_files_are_links_in_terminals_that_have_them(tmp_path: Path, terminal: str | None, links: bool) -> None:
+    """None: the output is piped. The text is the same; a terminal shows nothing of what stands around it."""
+    ours, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "layoutc", "show", "nvfp4", "--svg", "a layout.svg"]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "TERM": terminal or "xterm-256color"},
+            stderr=theirs if terminal else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=60,
+        )
+        shown = (os.read(ours, 4096) if terminal else done.stderr).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert ("\x1b]8;" in shown) == links
+    assert (f"{tmp_path.as_uri()}/a%20layout.svg\x1b\\a layout.svg\x1b]8;;\x1b\\" in shown) == links
+    assert links or shown.startswith("wrote a layout.svg (")
