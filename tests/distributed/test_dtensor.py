@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
-from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ODD = ("fp8_rowwise", "mxfp6_e2m3")  # scales of whole rows and whole columns; elements across bytes
@@ -141,6 +141,35 @@ def experts_are_whole(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_ranks_without_rows_take_part(four: Ranks, recipe: str) -> None:
     four.run(experts_are_whole, recipe)
+
+
+def rows_of_experts(recipe: str) -> str:
+    """Tensor parallelism of experts: dim 1 is cut by chunk, between blocks; inside of them, as the refusal says."""
+    world = dist.get_world_size()
+    mesh, unit = mesh_of(world), recipe_module(recipe).LAYOUT.block_rows
+    for dim in (1, 2):
+        for source in (0, None):
+            made = distribute_tensor(weight(recipe, 2, world * unit, 256), mesh, [Shard(dim)], src_data_rank=source)
+            assert_same(made.full_tensor(), weight(recipe, 2, world * unit, 256))
+    narrow = weight(recipe, 2, unit, 256)
+    with pytest.raises(UnsupportedOperator) as caught:
+        distribute_tensor(narrow, mesh, [Shard(1)], src_data_rank=None)
+    assert_same(distribute_tensor(narrow, mesh, [Shard(0)], src_data_rank=None).full_tensor(), narrow)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(2, unit, 256, generator=torch.Generator().manual_seed(1)))
+    values = model.experts.detach().clone()
+    said = str(caught.value).split("gathered (")[1].split(");")[0].replace(")", ', param_filter=["experts"])')
+    exec(said, {"layoutc": layoutc, "model": model})
+    cut: Any = distribute_tensor(model.experts, mesh, [Shard(1)], src_data_rank=None)
+    assert torch.equal(cut.full_tensor(), values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_rows_of_experts_are_cut_between_blocks(two: Ranks, recipe: str) -> None:
+    messages = two.run(rows_of_experts, recipe)
+    assert messages[0] == messages[1]
+    assert "cut dim 0, which may fall anywhere" in messages[0]
 
 
 def sends_each_byte_once(recipe: str) -> None:
