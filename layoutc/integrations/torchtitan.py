@@ -15,14 +15,13 @@ from torch import nn
 
 import layoutc
 from layoutc.integrations.packages import needs
-from layoutc.runtime.weight.tensor import QuantizedTensor
+from layoutc.integrations.torchtitan_export import exporting, keep_fused, refuse_import
 
 with needs("torchtitan", "torchtitan"):
     from torchtitan import trainer as titan
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import derive
-    from torchtitan.models.common.attention import FusedQKVLinear
     from torchtitan.protocols.model import ModelConfigConverter
 
 
@@ -58,10 +57,7 @@ class Converter(ModelConfigConverter):
                 convert(model, own.recipe, param_filter=own.param_filter or None)
                 if own.products != "dequantize":
                     layoutc.set_products_(model, own.products)
-                for module in model.modules():
-                    if isinstance(module, FusedQKVLinear) and isinstance(module.wqkv.weight.data, QuantizedTensor):
-                        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-                            hooks.clear()  # they cut the weight between heads, which may be inside of blocks
+                keep_fused(model)
                 return model
 
         model_config.__class__ = Converted  # it stays the object that torchtitan holds
@@ -103,8 +99,12 @@ class Trainer(titan.Trainer):
 
     def __init__(self, config: Config) -> None:
         if config.layoutc.recipe:
-            Converter(config.layoutc).convert(config.model_spec.model)
-            config.optimizer = derive(config.optimizer, Optimizers.Config, masters=config.layoutc.use == "quantized")
+            spec, quantized = config.model_spec, config.layoutc.use == "quantized"
+            refuse_import(config.checkpoint, config.layoutc.use)
+            Converter(config.layoutc).convert(spec.model)
+            config.optimizer = derive(config.optimizer, Optimizers.Config, masters=quantized)
+            if quantized and spec.state_dict_adapter:
+                spec.state_dict_adapter = exporting(spec.state_dict_adapter)
         super().__init__(config)
 
 

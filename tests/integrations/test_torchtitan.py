@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import titan
+import torch
 from harness import Ranks
+
+from layoutc.recipes import mxfp8
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan: pip install 'layoutc[torchtitan]'"
 )
 SECONDS = 300.0
 FILTERS = {"llama3": "layers.*.weight", "qwen3": "layers.*.w?_*,layers.*.attention.*.weight"}
+FILTERS["deepseek_v3"] = "layers.*.w?_*,layers.*.attention.w*.weight,layers.*.shared_experts.*.weight"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,14 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "use", "recipe"),
-    [("llama3", "quantized", "nvfp4"), ("llama3", "cast_on_gather", "mxfp8"), ("qwen3", "quantized", "fp8_block")],
+    [
+        ("llama3", "quantized", "nvfp4"),
+        ("llama3", "cast_on_gather", "mxfp8"),
+        ("qwen3", "quantized", "fp8_block"),
+        ("qwen3", "cast_on_gather", "mxfp8"),
+        ("deepseek_v3", "quantized", "fp8_block"),
+        ("deepseek_v3", "cast_on_gather", "mxfp8"),
+    ],
 )
 def test_a_command_line_trains_on_ranks_as_on_one(
     one: Ranks, two: Ranks, four: Ranks, assets: Path, tmp_path: Path, model: str, use: str, recipe: str
@@ -51,3 +62,48 @@ def test_a_command_line_trains_on_ranks_as_on_one(
     shutil.rmtree(tmp_path / "2" / "checkpoint" / f"step-{titan.STEPS}")
     resumed = two.run(titan.losses, titan.arguments(model, assets, tmp_path / "2", *options), seconds=SECONDS)
     assert resumed[0] == curves[0][titan.STEPS // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "recipe"), [("qwen3", "cast_on_gather", "fp8_block"), ("deepseek_v3", "quantized", "fp8_block")]
+)
+def test_experts_on_ranks_of_their_own(
+    one: Ranks, two: Ranks, assets: Path, tmp_path: Path, model: str, use: str, recipe: str
+) -> None:
+    """Expert parallelism of two ranks."""
+    options = ["--layoutc.recipe", recipe, "--layoutc.use", use, "--layoutc.param-filter", FILTERS[model]]
+    seed = titan.arguments(model, assets, tmp_path / "1", *options, "--checkpoint.create-seed-checkpoint")
+    one.run(titan.losses, seed, seconds=SECONDS)
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    alone = one.run(titan.losses, titan.arguments(model, assets, tmp_path / "1", *options), seconds=SECONDS)
+    parted = [*options, "--parallelism.expert-parallel-degree", "2"]
+    found = two.run(titan.losses, titan.arguments(model, assets, tmp_path / "2", *parted), seconds=SECONDS)
+    assert found == alone * 2
+
+
+def test_an_export_has_every_weight(two: Ranks, assets: Path, tmp_path: Path) -> None:
+    """torchtitan's own of plain weights; and of quantized ones, whose fused QKV has blocks across q, k and v."""
+    options = ["--layoutc.recipe", "mxfp8", "--layoutc.param-filter", FILTERS["llama3"], "--layoutc.use"]
+    plain, quantized = (
+        two.run(titan.exported, titan.arguments("llama3", assets, tmp_path / use, *options, use), seconds=SECONDS)[0]
+        for use in ("cast_on_gather", "quantized")
+    )
+    assert plain.keys() == quantized.keys()
+    expected = {
+        name: mxfp8.quantize(value).dequantize() if ".layers." in name and value.dim() == 2 else value
+        for name, value in plain.items()
+    }
+    for layer in range(2):
+        names = [f"model.layers.{layer}.self_attn.{which}_proj.weight" for which in "qkv"]
+        fused = torch.stack([plain[name].view(16, 16, 256) for name in names], 1)  # 16 heads of 16 rows
+        cut = mxfp8.quantize(fused.reshape(768, 256)).dequantize().view(16, 3, 16, 256)
+        expected |= {name: cut[:, at].reshape(256, 256) for at, name in enumerate(names)}
+    for name, value in expected.items():
+        assert torch.equal(quantized[name], value), name
+
+
+def test_files_of_plain_values_are_refused_for_quantized_weights(one: Ranks, assets: Path, tmp_path: Path) -> None:
+    """Before anything is built; torchtitan would leave q, k and v as they are."""
+    options = ["--layoutc.recipe", "mxfp8", "--checkpoint.initial-load-in-hf"]
+    with pytest.raises(Exception, match="load them with --layoutc"):
+        one.run(titan.losses, titan.arguments("llama3", assets, tmp_path, *options), seconds=SECONDS)

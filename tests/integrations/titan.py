@@ -115,3 +115,17 @@ def losses(command: list[str]) -> list[float]:
     finally:
         trainer.close()
     return found
+
+
+def exported(command: list[str]) -> dict[str, torch.Tensor]:
+    """What torchtitan's export to Hugging Face's names has of the model that this command builds; whole values."""
+    on_cpu()
+    from torch.distributed.tensor import DTensor
+    from torchtitan.config import ConfigManager
+
+    trainer: Any = ConfigManager().parse_args(command).build()
+    try:
+        made = trainer.checkpointer.sd_adapter.to_hf(trainer.model_parts[0].state_dict())
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in made.items()}
+    finally:
+        trainer.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.protocols.module import Module
@@ -36,6 +37,13 @@ def qwen3() -> Any:
         _make_smaller(part)
     for _, part, _, _ in model.layers[1].traverse(Module.Config, recurse=True):
         _make_smaller(part)
+    return config
+
+
+def deepseek_v3() -> Any:
+    """Latent attention, a layer without experts, and one with shared experts beside the chosen ones."""
+    config = deepseek_v3_debugmodel()
+    del config.model_spec.model.layers[2:]
     return config
 
 
