@@ -169,8 +169,7 @@ def _scattered(tensor: QuantizedTensor, dim: int, start: int, stop: int, operato
             f"{operator}: entries {start} to {stop} of dim {dim} of {tensor._label()} are {last - first} of each "
             f"{total} rows; both numbers, and where the cuts fall, must be multiples of {layout.block_rows}: cut dim "
             "0, which may fall anywhere, or store plain weights and quantize them when they are gathered "
-            f'(layoutc.cast_on_gather_(model, "{layout.name}")); for a '
-            "plain copy, call .dequantize() first"
+            f'(layoutc.cast_on_gather_(model, "{layout.name}")); for a plain copy, call .dequantize() first'
         )
     shape = (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
     lead = prod(tensor.shape[:dim])
