@@ -56,11 +56,13 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placed:
-    """A weight's part that FSDP2 cuts over `ranks` on `dim`. shape: of the part, after TP and EP have cut the whole."""
+    """A weight's part that FSDP2 cuts over `ranks` on `dim`. shape: of the part, after TP and EP have cut the whole
+    into so many `parts`."""
 
     shape: tuple[int, ...]
     ranks: int
     dim: int = 0
+    parts: int = 1
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -96,14 +98,14 @@ def place(weight: Weight, mesh: Mesh) -> Placed:
     """The largest part of a weight that one rank of TP and EP has, and how FSDP2 cuts it."""
     shape = list(weight.shape)
     is_expert = weight.kind == "experts"
-    ranks = mesh.expert_shards if is_expert else mesh.shards
+    ranks, parts = mesh.expert_shards if is_expert else mesh.shards, 1
     if is_expert and mesh.experts > 1:
-        shape[0] = cdiv(shape[0], mesh.experts)
+        shape[0], parts = cdiv(shape[0], mesh.experts), mesh.experts
     elif weight.cut != "none" and mesh.tensor > 1:
         at = 0 if len(shape) == 1 else len(shape) - (2 if weight.cut == "rows" else 1)
-        shape[at] = cdiv(shape[at], mesh.tensor)
+        shape[at], parts = cdiv(shape[at], mesh.tensor), mesh.tensor
     dim = mesh.experts_dim if is_expert and len(shape) == 3 else 0
-    return Placed(tuple(shape), ranks, dim)
+    return Placed(tuple(shape), ranks, dim, parts)
 
 
 def uneven(weight: Weight, mesh: Mesh) -> str:

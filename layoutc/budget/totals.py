@@ -160,16 +160,18 @@ def _traffic(groups: Groups, mesh: Mesh) -> Traffic:
 
 
 def _exchanged(piece: Piece) -> int:
-    """In a step: amaxes that shards share, and what ranks tell of the blocks at both ends of a shard that cuts split,
-    each column's least and greatest value, or all values. A weight that is cast says so at each gather."""
-    plan, k = piece.plan, piece.placed.matrix[1]
-    if plan is None or piece.placed.ranks == 1:
+    """In a step: amaxes that shards share, and the parts that other parallelism makes, and what ranks tell of the
+    blocks at both ends of a shard that cuts split, each column's least and greatest value, or all values. A weight that
+    is cast says so at each gather."""
+    plan, k, placed = piece.plan, piece.placed.matrix[1], piece.placed
+    if plan is None:
         return 0
     values = 0
     if plan.shares_amax:
         values += cdiv(k, plan.amax_columns) if plan.amax_columns else 1
         values += 1 if piece.cast and plan.layout.history else 0  # whether any rank has new values
-    if not piece.placed.cuts.aligned(plan.block_rows):
+        values *= (placed.ranks > 1) + (placed.parts > 1)  # an all-reduce over each mesh dim
+    if placed.ranks > 1 and not placed.cuts.aligned(plan.block_rows):
         values += 2 * (2 if plan.extremes else plan.block_rows) * k
     times = (1 if piece.stays else 2) if piece.cast else int(piece.trains)
     return values * times * EXCHANGED

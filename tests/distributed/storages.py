@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.fsdp2 import hooks
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.sharding import meshes, registry
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -58,10 +58,10 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             continue
         name = param._param_fqn or "a weight"
         tensors = {f"output {number}": output for number, output in enumerate(param.all_gather_outputs)}
-        weight: Any = param._unsharded_param
+        weight: Any = meshes.local_of(param._unsharded_param)
         if isinstance(weight, QuantizedTensor):
             tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
-            shard = param.sharded_param._local_tensor
+            shard = meshes.local_of(param.sharded_param)
             known = registry.find(shard)
             assert known is not None, name
             tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known).joined.items()}

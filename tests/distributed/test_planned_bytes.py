@@ -20,9 +20,11 @@ from harness import Ranks, mesh_of
 from places import ROOT
 from storages import gathered, live_bytes, look_at_what_comes
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +40,7 @@ from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.sharding import meshes, registry
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: pip install 'layoutc[integrations]'"
@@ -117,17 +119,19 @@ class Watched:
         self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
         live = {at: size for at, (_, size) in self.buffers.items()}
         held: list[Any] = list(gathered(self.model).values())
+        gradients: list[tuple[Tensor, int]] = []
         modules = set(self.model.modules())
         for param, _ in registry.parameters():
             if param._module_info.module in modules:
-                grad = param.sharded_param.grad
-                held += [getattr(getattr(param, "_unsharded_param", None), "grad", None)]
-                held += [
-                    getattr(param, "unsharded_accumulated_grad", None),
-                    grad if grad is None else grad._local_tensor,
-                ]
-        held = [one for one in held if one is not None]
+                held += [getattr(param, "unsharded_accumulated_grad", None), param.sharded_param.grad]
+                whole: Any = getattr(param, "_unsharded_param", None)
+                if whole is not None and whole.grad is not None:
+                    # DTensor makes the whole gradient of an embedding that tensor parallelism cuts; a part is planned.
+                    part = meshes.local_of(whole).numel() * whole.grad.element_size()
+                    gradients.append((meshes.local_of(whole.grad), part))
+        held = [meshes.local_of(one) for one in held if one is not None]
         live |= {one.untyped_storage().data_ptr(): size for one in held if (size := one.untyped_storage().nbytes())}
+        live |= {one.untyped_storage().data_ptr(): part for one, part in gradients}
         self.most = max(self.most, sum(live.values()))
 
 
@@ -152,8 +156,12 @@ def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes
     convert = {"quantized": layoutc.quantize_, "cast": layoutc.cast_on_gather_, "plain": None}[how]
     if convert is not None:
         assert set(convert(model, recipe, param_filter=sorted(takes))) == takes
+    mesh = _mesh(ranks)
+    if ranks.tensor > 1:
+        _cut_matrices(model, mesh["tensor"])
+        mesh = mesh["shards"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtypes == MIXED else MixedPrecisionPolicy()
-    options: dict[str, Any] = {"mesh": _mesh(ranks), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if ranks.experts_dim:
         options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 3 else None
     for layer in model.model.layers:
@@ -162,7 +170,23 @@ def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes
     return model
 
 
+def _cut_matrices(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism, as `cut` of layoutc/models/architectures.yaml says."""
+    rows = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    columns = ("self_attn.o_proj", "mlp.down_proj")
+    for layer in model.model.layers:
+        styles = {name: ColwiseParallel() for name in rows} | {name: RowwiseParallel() for name in columns}
+        parallelize_module(layer, mesh, styles)
+    whole = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, whole)
+
+
 def _mesh(ranks: Mesh) -> Any:
+    if ranks.tensor > 1:
+        return mesh_of(ranks.shards, ranks.tensor, names=("shards", "tensor"))
     return (
         mesh_of(ranks.replicas, ranks.shards, names=("copies", "shards"))
         if ranks.replicas > 1
@@ -181,13 +205,13 @@ def storages(tensors: Iterable[Tensor]) -> int:
 
 
 def counts_as_planned(
-    kind: str, how: str, recipe: str, head: bool, mixed: bool, replicas: int = 1, experts_dim: int = 0
+    kind: str, how: str, recipe: str, head: bool, mixed: bool, replicas: int = 1, experts_dim: int = 0, tensor: int = 1
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
     dtypes = MIXED if mixed else SINGLE
-    mesh = Mesh(dist.get_world_size(), replicas, experts_dim=experts_dim)
-    rank = dist.get_rank() % mesh.shards
+    mesh = Mesh(dist.get_world_size(), replicas, tensor, experts_dim=experts_dim)
+    rank = dist.get_rank() // mesh.tensor % mesh.shards
     described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
@@ -198,7 +222,7 @@ def counts_as_planned(
         for member in group.members
         if member.piece.plan is not None
     }
-    assert how == "plain" or len(takes) >= 12
+    assert how == "plain" or len(takes) >= (12 if tensor == 1 else 8), takes
     _mesh(mesh)
     look_at_what_comes()
     block_indices.cache_clear()
@@ -310,4 +334,13 @@ def test_two_replicas_of_two_shards(four: Ranks, kind: str, how: str, recipe: st
 def test_experts_that_are_cut_on_their_rows(two: Ranks, how: str, recipe: str) -> None:
     """Shard(1), as torchtitan cuts experts where there are more ranks than experts."""
     held = two.run(counts_as_planned, "mixtral", how, recipe, False, True, 1, 1)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "recipe"), [("plain", ""), ("quantized", "mxfp8"), ("quantized", "nvfp4"), ("cast", "fp8_current")]
+)
+def test_two_shards_of_two_parts_of_matrices(four: Ranks, how: str, recipe: str) -> None:
+    """FSDP2 under tensor parallelism, whose own collectives are not the plan's."""
+    held = four.run(counts_as_planned, "llama", how, recipe, False, True, 1, 0, 2)
     assert max(here for here, _ in held) == held[0][1]
