@@ -113,10 +113,15 @@ def trains(recipe: str, use: str, schedule: str, replicas: int) -> None:
 SCHEDULES = ("1F1B", "Interleaved1F1B", "LoopedBFS")
 # They take a stage's backward in two parts.
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+LEGACY = pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12),
+    reason="needs a torch whose zero bubble takes autograd functions, such as 2.13: 2.11 asks them for _input_metadata",
+)
+WHOLE = [*SCHEDULES, *(pytest.param(one, marks=LEGACY) for one in ZERO_BUBBLE)]
 USES = [("nvfp4", "quantized"), ("mxfp8", "quantized"), ("fp8_block", "cast")]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *ZERO_BUBBLE])
+@pytest.mark.parametrize("schedule", WHOLE)
 @pytest.mark.parametrize(("recipe", "use"), USES)
 def test_stages_train_as_one_process(two: Ranks, recipe: str, use: str, schedule: str) -> None:
     two.run(trains, recipe, use, schedule, 1)
