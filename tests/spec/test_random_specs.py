@@ -103,6 +103,11 @@ OWN: dict[str, dict[str, Any]] = {
     "normal4": {"values": [-1, -0.7, -0.53, -0.4, -0.3, -0.2, -0.1, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1]},
     "i2_of_3": {"values": [0, 1, -1]},
     "c5": {"values": [0, 0.1, 9, "nan", -4, 3, -0.3, 1, 2, -1, -2, 5, -7, 0.6, -0.6, 1.5, 2.5], "ties": "even"},
+    "c40": {"values": [0, *(sign * 1.19**step for step in range(20) for sign in (1, -1))][:40]},
+    "c200": {
+        "values": [0, *(sign * step / 100 for step in range(100, 0, -1) for sign in (-1, 1))][:200],
+        "ties": "even",
+    },
     "u6": {"integer": 6, "offset": 0},
     "micro": {"sign": 0, "exponent": 1, "mantissa": 0, "bias": 1, "subnormals": False},
     "i4_offset": {"integer": 4, "offset": 8},
@@ -117,7 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
 ELEMENTS = ["e4m3", "e5m2", "e2m1", "e3m2", "e2m3", "int8", "e4m3fnuz", "e5m2fnuz"]
 ELEMENTS += [name for name in OWN if not name.startswith(("ue", "e8", "micro", "u4_less"))]
 INTEGERS = [name for name in ELEMENTS if "integer" in OWN.get(name, {})]
-BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset")
+BYTES = ("e4m3", "e5m2", "int8", "e4m3_b11", "i8_64ths", "e4m3fnuz", "e5m2fnuz", "u8", "i8_offset", "c200")
 NARROW = {"micro", "u6", "i4", "u4", "u4_less_1"}  # scales and zero points that buffers pack
 SWIZZLE = {"swizzle": "(rt a b) (ct c) -> rt ct b a c", "a": 4, "b": 32, "c": 4}
 
