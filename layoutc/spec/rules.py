@@ -89,8 +89,11 @@ class Rule:
 
 
 def _active(steps: tuple[Step, ...], parameters: Parameters) -> tuple[Step, ...]:
+    known = {INVERSE_OVERFLOWS: False, **parameters}  # formats may not be known yet
     return tuple(
-        step for step in steps if all(map(parameters.get, step.when)) and not any(map(parameters.get, step.unless))
+        step
+        for step in steps
+        if all(known[name] for name in step.when) and not any(known[name] for name in step.unless)
     )
 
 
