@@ -53,6 +53,7 @@ class Rule:
     candidates: tuple[str, ...] = ()
     error: tuple[Step, ...] = ()
     zero_is: ZeroIs = "element"
+    zero_scale: tuple[str, ...] | None = None  # what keeps blocks of zeros from having the scale 0; None: all does
 
     @property
     def needs_tensor_amax(self) -> bool:
@@ -68,6 +69,10 @@ class Rule:
     def makes_zero(self) -> bool:
         """True if the rule gives each block a zero point beside its scale."""
         return any(step.name == "zero" for step in self.steps)
+
+    def scales_zeros_by_zero(self, parameters: Parameters) -> bool:
+        """True if a block of zeros has the scale 0, in a format that has one."""
+        return self.zero_scale is not None and not any(parameters[name] for name in self.zero_scale)
 
     def active_steps(self, parameters: Parameters) -> tuple[Step, ...]:
         """The steps that these parameters leave in, from amaxes on."""
@@ -118,7 +123,9 @@ def _make(name: str, entry: dict[str, object]) -> Rule:
     candidates = tuple(map(str, values))
     zero = cast(ZeroIs, entry.get("zero-is", "element"))
     summary, decode = str(entry["summary"]), str(entry["decode"])
-    return Rule(name, summary, parameters, steps, decode, tensor, candidate, candidates, error, zero)
+    unless = entry.get("zero-scale")
+    zero_scale = None if unless is None else tuple(cast(list[str], unless))
+    return Rule(name, summary, parameters, steps, decode, tensor, candidate, candidates, error, zero, zero_scale)
 
 
 def _step(item: dict[str, str]) -> Step:

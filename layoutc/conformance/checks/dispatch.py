@@ -237,9 +237,11 @@ def new_tensors(subject: Subject) -> None:
 
 
 def _zeros(subject: Subject, zeros: Any) -> Tensor:
-    """Its values; without the sign of zeros, where signs of a transform, or zero points, make some negative."""
+    """Its values; without the sign of zeros, where signs of a transform, zero points, or codebooks without a 0 make
+    some negative."""
     values: Tensor = zeros.dequantize()
-    signed = subject.layout.transforms or any(source.quantization.zero for source in subject.layout.sources)
+    used = [source.quantization for source in subject.layout.sources]
+    signed = subject.layout.transforms or any(q.zero or (q.element.values and 0 not in q.element.values) for q in used)
     return values + 0.0 if signed else values
 
 

@@ -27,6 +27,7 @@ from layoutc.spec.checks.rules import (
     constants_fit_fp32,
     formats_exist,
     misfit,
+    zeros_stay_zeros,
 )
 from layoutc.spec.formats import BUILTIN
 from layoutc.spec.rules import RULES, Parameter, Rule
@@ -294,6 +295,7 @@ CHECKS = (
     bound_fits_scale,
     candidates_differ,
     constants_fit_fp32,
+    zeros_stay_zeros,
 )
 
 

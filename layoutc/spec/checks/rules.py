@@ -122,6 +122,35 @@ def candidates_differ(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         yield source.find("LC342", message, label, used, help=f"write `format: {wide}`, or another rule")
 
 
+def zeros_stay_zeros(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """An element is 0, or a block of zeros has a scale that is.
+
+    `zero_`, new tensors, padding and experts without a token take for granted that zeros are read back as zeros.
+    """
+    element, scale = sound_format(spec, spec.element.format), sound_format(spec, spec.scale.format)
+    rule = RULES.get(spec.scale.rule)
+    if rule is None or element is None or scale is None or not element.values or 0 in element.values:
+        return
+    parameters = {key: parameter.default for key, parameter in rule.parameters.items()} | spec.scale.parameters
+    holds_zero = 0 in scale.values if scale.values else scale.has_zero
+    if holds_zero and rule.scales_zeros_by_zero(parameters):
+        return
+    value = min(element.values, key=abs)
+    raised = [name for name in rule.zero_scale or () if parameters[name]]
+    used: tuple[str, ...] = ("scale", "format")
+    what = f"{scale.name} has no 0"
+    if holds_zero:
+        used = ("scale", *raised[:1]) if raised else ("scale", "rule")
+        what = "gives a block of zeros another scale than 0"
+    help = "add 0 to `values`"
+    if holds_zero:
+        help += f", or delete `{raised[0]}`" if raised else ", or write `rule: scale-first`"
+    elif not spec.scale.super:
+        help += ", or write `scale: {format: f32, rule: scale-first}`"
+    message = f"zeros would be read back as {value:g} times a scale: {element.name} has no 0"
+    yield source.find("LC307", message, source.value(("element", "format")), source.value(used, what), help=help)
+
+
 def constants_fit_fp32(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """Every constant that the rule uses is an fp32 number, and none is rounded to zero."""
     rule, element, scale = (
