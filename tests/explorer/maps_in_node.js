@@ -1,7 +1,6 @@
-// Follows formulas with the page's own maps.js: {maps: file, cases: [{formula, m, k, elements}]} on stdin, places on stdout.
+// Follows formulas with the page's own maps.js: on each line of stdin a list of {formula, m, k, elements}, on stdout their places.
 const { mapAt } = require(process.argv[2]);
-const cases = JSON.parse(require("fs").readFileSync(0, "utf8"));
-process.stdout.write(JSON.stringify(cases.map(({ formula, m, k, elements }) => {
+const answer = ({ formula, m, k, elements }) => {
   const map = mapAt(formula, m, k);
   const values = [];
   for (let code = 0; code < map.count; code += 1) values.push(map.valueAt(code));
@@ -12,4 +11,6 @@ process.stdout.write(JSON.stringify(cases.map(({ formula, m, k, elements }) => {
     positions: elements.map(([row, column]) => map.positions(row, column).map(({ byte, bit }) => [byte, bit])),
     back: elements.map(([row, column]) => map.elementOf(map.index(row, column))),
   };
-})));
+};
+const lines = require("readline").createInterface({ input: process.stdin });
+lines.on("line", (line) => process.stdout.write(`${JSON.stringify(JSON.parse(line).map(answer))}\n`));

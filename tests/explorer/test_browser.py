@@ -320,8 +320,7 @@ def axe() -> str:
         return (Path(folder) / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desktop-light", "phone-dark"])
 def test_axe_finds_no_serious_fault(window: Browser, pages: Path, size: tuple[int, int], dark: bool) -> None:
     script = axe()
     window.view(*size, dark=dark)
