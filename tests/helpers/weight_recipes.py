@@ -18,11 +18,11 @@ def _layout(name: str) -> Any:
 
 
 def _cuts(name: str) -> tuple[object, ...]:
-    """What shards, gathers and checkpoints know of a recipe: planes, the rows of each value, what travels; and whether
-    codes lie across bytes."""
+    """What shards, gathers and checkpoints know of a recipe: planes, whether rows share their values, what travels; and
+    whether codes lie across bytes. How many rows share one is a number, which tests of few recipes draw at random."""
     layout = _layout(name)
     planes = tuple(
-        (plane, stored.rows_per_value, (stored.columns_per_value or 1) % 1 > 0)
+        (plane, min(stored.rows_per_value or 0, 2), (stored.columns_per_value or 1) % 1 > 0)
         for plane, stored in sorted(layout.stored.items())
     )
     return planes, str(layout.sources), str(layout.travels), layout.history, layout.level is not None
