@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
-
 import layoutc
 from layoutc.integrations.packages import needs
 from layoutc.integrations.torchtitan_export import exporting, keep_fused, refuse_import
+from layoutc.runtime.products.parallel import multiply_parts_
 
 with needs("torchtitan", "torchtitan"):
     from torchtitan import trainer as titan
@@ -51,8 +50,8 @@ class Converter(ModelConfigConverter):
         class Converted(base):  # type: ignore[misc, valid-type]
             __slots__ = ()
 
-            def build(self, **options: Any) -> nn.Module:
-                model: nn.Module = base.build(self, **options)
+            def build(self, **options: Any) -> Any:
+                model = base.build(self, **options)
                 convert = layoutc.quantize_ if own.use == "quantized" else layoutc.cast_on_gather_
                 convert(model, own.recipe, param_filter=own.param_filter or None)
                 if own.products != "dequantize":
@@ -78,6 +77,7 @@ class Optimizers(OptimizersContainer):
         if config.masters and config.implementation == "fused_opt_states_bf16":
             raise ValueError("MasterWeights has no --optimizer.implementation fused_opt_states_bf16: use fused")
         super().__init__(config, **options)
+        multiply_parts_(module for part in self.model_parts for module in part.modules())  # tensor parallelism has cut
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Any]:
         factory: Any = OptimizersContainer._resolve_optimizer_factory(name)

@@ -176,7 +176,7 @@ def test_ranks_that_choose_differently_are_named(two: Ranks) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- tensor parallelism
-def is_explained(sharded: bool, mode: str) -> None:
+def is_explained(sharded: bool, by_parts: bool) -> None:
     """What is said of a weight that tensor parallelism cuts is what its parts do, with FSDP2 over it or without."""
     mesh = mesh_of(2, 2, names=("fsdp", "tp"))
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
@@ -184,7 +184,8 @@ def is_explained(sharded: bool, mode: str) -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     if sharded:
         fully_shard(model, mesh=mesh["fsdp"])
-    layoutc.set_products_(model, "low")
+    if by_parts:
+        layoutc.set_products_(model, "low")
     seen: list[tuple[str, tuple[int, ...]]] = []
     multiply, of_weight = linear._multiply, linear._grad_weight
 
@@ -193,26 +194,29 @@ def is_explained(sharded: bool, mode: str) -> None:
         return multiply(name, way, left, weight, *args)
 
     linear._multiply = noted  # type: ignore[assignment]
-    linear._grad_weight = lambda *_: pytest.fail("the gradient of the weight was in low precision")  # type: ignore[assignment]
+    linear._grad_weight = lambda *args: (seen.append(("grad_weight", (256, 256))), of_weight(*args))[1]  # type: ignore[assignment]
     try:
-        rows = layoutc.explain_products(model)
-        model(torch.randn(128, 256, requires_grad=True)).sum().backward()
-        after = layoutc.explain_products(model)
+        with layoutc.products("low"):
+            rows = layoutc.explain_products(model)
+            model(torch.randn(128, 256, requires_grad=True)).sum().backward()
+            after = layoutc.explain_products(model)
     finally:
         linear._multiply, linear._grad_weight = multiply, of_weight
     assert [(row.shape, row.product, row.way) for row in rows] == [
-        (shape, product, "dequantize" if product == "grad_weight" else "reference")
+        (shape, product, "dequantize" if product == "grad_weight" and not by_parts else "reference")
         for shape in ((512, 256), (256, 512))
         for product in ("forward", "grad_input", "grad_weight")
     ]
-    assert all(("is a DTensor" in row.reason) == (row.product == "grad_weight") for row in rows)
+    assert all(("is a DTensor" in row.reason) == (row.product == "grad_weight" and not by_parts) for row in rows)
     assert rows == after
-    assert sorted(seen) == [(name, (256, 256)) for name in ("forward", "forward", "grad_input", "grad_input")]
+    names = ["forward", "grad_input", *(["grad_weight"] if by_parts else [])]
+    assert sorted(seen) == sorted(2 * [(name, (256, 256)) for name in names])
 
 
+@pytest.mark.parametrize("by_parts", [False, True])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_tensor_parallel_weights_are_explained(four: Ranks, sharded: bool) -> None:
-    four.run(is_explained, sharded, "low")
+def test_tensor_parallel_weights_are_explained(four: Ranks, sharded: bool, by_parts: bool) -> None:
+    four.run(is_explained, sharded, by_parts)
 
 
 class Parts(nn.Module):

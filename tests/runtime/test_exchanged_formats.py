@@ -251,8 +251,8 @@ SPILLS = {
     ("fp8_fnuz", "quantize_buffers all bf16"): 4,
     ("q4_1", "quantize rowwise+columnwise bf16"): 2,  # with Triton 3.6, none with 3.7
 }
-# Instructions an element that a codebook of 256 values may take.
-LONG_BUDGETS = {("posit8", "quantize all bf16"): 84, ("posit8", "dequantize rowwise bf16"): 8}
+# Instructions an element that a codebook of 256 values may take: up to 84 with Triton 3.7, 87.2 with 3.8.
+LONG_BUDGETS = {("posit8", "quantize all bf16"): 88, ("posit8", "dequantize rowwise bf16"): 8}
 
 
 @pytest.mark.slow

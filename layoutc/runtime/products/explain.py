@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
@@ -15,12 +14,12 @@ from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
 from layoutc.runtime.products.own_choice import own_mode_holder
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.products.parallel import multiplied, multiplies_parts
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 
 _OF_DTENSORS = (
     "the weight is a DTensor, whose gradient autograd computes of plain activations and gradients, without the weight; "
-    "F.linear(x, weight.to_local()) has this product"
+    "layoutc.set_products_(model, mode), called after parallelize_module, lets linear layers have this product"
 )
 _TOKENS = 16384  # a multiple of all that recipes and kernels ask for
 
@@ -61,12 +60,14 @@ def explain_products(
     """
     found: list[ExplainedProduct] = []
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
+    by_parts = {id(param) for module, _, param in uses if multiplies_parts(module)}
     by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}
     for name, param in model.named_parameters():
         cls: Recipe | None = getattr(getattr(param, "_local_tensor", param), "QUANTIZED", None)
         if cls is not None:
             where = torch.device(device) if device is not None else param.device
-            found += _explained(name, param, cls, tokens, where, mode or _wanted(), id(param) in by_columns)
+            forms = id(param) in by_columns, id(param) in by_parts
+            found += _explained(name, param, cls, tokens, where, mode or _wanted(), *forms)
     return found
 
 
@@ -75,9 +76,16 @@ def _wanted() -> Mode:
 
 
 def _explained(
-    name: str, param: Any, cls: Recipe, tokens: int, device: torch.device, wanted: Mode, by_columns: bool
+    name: str,
+    param: Any,
+    cls: Recipe,
+    tokens: int,
+    device: torch.device,
+    wanted: Mode,
+    by_columns: bool,
+    by_parts: bool,
 ) -> list[ExplainedProduct]:
-    shape, (part, is_part) = tuple(param.shape), _multiplied(param)
+    shape, (part, is_part) = tuple(param.shape), multiplied(param)
     own: Mode | None = own_mode_holder(param)._products
     wanted = own or wanted
     rows = []
@@ -89,22 +97,13 @@ def _explained(
             way, reason = grouped_choice.choose(cls, product, Sizes(experts, n, k, tokens, by_columns), device, wanted)
         else:
             way, reason = "dequantize", f"weights of {len(part)} dims have no products in low precision"
-        if is_part and len(part) == 2 and product == "grad_weight" and way != "dequantize":
+        if is_part and not by_parts and len(part) == 2 and product == "grad_weight" and way != "dequantize":
             way, reason = "dequantize", _OF_DTENSORS
         kernel = ""
         if way == "kernel":
             kernel = _kernel(cls, product) if len(shape) == 2 else _grouped_kernel(cls, product, by_columns)
         rows.append(ExplainedProduct(name, shape, cls.LAYOUT.name, product, way, kernel, reason, own))
     return rows
-
-
-def _multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
-    """The shape of what a rank multiplies with, and whether that is the part of a DTensor, with FSDP2 or without."""
-    if not isinstance(param, DTensor):
-        return tuple(param.shape), False
-    local: Any = param._local_tensor
-    sharding = registry.find(local)
-    return (tuple(local.shape), True) if sharding is None else (sharding.shape, sharding.is_part)
 
 
 def _kernel(cls: Recipe, product: ProductName) -> str:

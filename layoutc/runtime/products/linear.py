@@ -219,7 +219,8 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     """mm or addmm of activations, or gradients, by a weight, in low precision; None for any other product.
 
     This is what `x @ weight.t()` is to a tensor's class, and a linear layer whose weight is a DTensor, to the local
-    shard. The gradient of the weight never meets the weight, so autograd takes it from x as it is.
+    shard, unless the layer multiplies its part as one function (`parallel`). The gradient of the weight never meets the
+    weight, so autograd takes it from x as it is.
     """
     if func not in (aten.mm.default, aten.addmm.default):
         return None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.products.parallel import multiply_parts_
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -25,6 +26,10 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
     deepcopy. Compiled graphs are traced anew where it changes. It is in no file: a checkpoint does not change it, and a
     module that is unpickled has none.
 
+    Of a model that tensor parallelism has cut (by parallelize_module), linear layers whose weights are chosen multiply
+    their parts from now on, whatever the mode: autograd of DTensors would compute the gradient of a weight without
+    asking it, and so in the activations' precision.
+
     Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
     filter that chooses none of them.
     """
@@ -32,6 +37,7 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
         product_mode.check(mode)
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}
+    modules: list[nn.Module] = []
     for fqn, module in model.named_modules(remove_duplicate=False):
         is_chosen = filter_fn is None or filter_fn(module, fqn)
         for name, param in module.named_parameters(fqn, recurse=False):
@@ -40,11 +46,13 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
             every.append(name)
             if is_chosen:
                 chosen.setdefault(id(param), (name, param))
+                modules.append(module)
     if not every:
         raise ValueError("the model has no quantized weights: call quantize_ or cast_on_gather_ before set_products_")
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
         raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
+    multiply_parts_(modules)
     for _, param in chosen.values():
         for holder in _holders(param):
             holder._products = mode

@@ -1,0 +1,129 @@
+"""Linear layers whose weight tensor parallelism has cut: the product of the parts that a rank has, as one function.
+
+DTensor divides F.linear up, and autograd then computes the gradient of the weight of plain activations and gradients:
+the weight's class is not asked. Here a layer multiplies its local part by itself, as a layer that is not cut does, so
+that all three products can be in low precision. Placements are those of torch's ColwiseParallel and RowwiseParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from layoutc.runtime import product_mode as mode
+from layoutc.runtime.sharding import registry
+
+
+class Placed(NamedTuple):
+    """Where what the product reads and gives lies; gradients lie as those that they are of, but for the input's."""
+
+    input: Placement
+    input_grad: Placement
+    output: Placement
+    bias: Placement
+
+
+class _Share(torch.autograd.Function):
+    """A rank's share of a bias that outputs of all ranks add up to; its gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, count: int) -> Tensor:
+        return bias / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class LinearOfParts(nn.Linear):
+    """nn.Linear, which multiplies the local part of a quantized DTensor weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (..., k) by the weight (m, k), both whole as DTensors -> (..., m)."""
+        return linear_of_parts(input, self.weight, self.bias)
+
+
+_classes: dict[type[nn.Module], type[nn.Linear]] = {nn.Linear: LinearOfParts}
+
+
+def _class_of_parts(cls: type[nn.Linear]) -> type[nn.Linear]:
+    """As FSDP2 does it: a class of the same name, which deepcopy and isinstance take for the layer's own."""
+    if cls not in _classes:
+        _classes[cls] = type(cls.__name__, (cls,), {"forward": LinearOfParts.forward, "__module__": cls.__module__})
+    return _classes[cls]
+
+
+def multiply_parts_(modules: Iterable[nn.Module]) -> None:
+    """Lets linear layers with a quantized weight that tensor parallelism has cut multiply their parts, from now on.
+
+    Each is one function then. Other modules stay what they are.
+    """
+    for module in modules:
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and _is_cut(module.weight):
+            # Dynamo does not see what class the local part of a DTensor has.
+            torch.compiler.allow_in_graph(linear_of_parts)  # type: ignore[no-untyped-call]
+            module.__class__ = _class_of_parts(type(module))
+
+
+def _is_cut(weight: Any) -> bool:
+    return hasattr(getattr(weight, "_local_tensor", None), "LAYOUT") and multiplied(weight)[1]
+
+
+def multiplies_parts(module: nn.Module) -> bool:
+    """True after multiply_parts_."""
+    return type(module).forward is LinearOfParts.forward
+
+
+def multiplied(param: Tensor) -> tuple[tuple[int, ...], bool]:
+    """The shape of what a rank multiplies with, and whether that is the part of a DTensor, with FSDP2 or without."""
+    if not isinstance(param, DTensor):
+        return tuple(param.shape), False
+    local: Any = param._local_tensor
+    sharding = registry.find(local)
+    return (tuple(local.shape), True) if sharding is None else (sharding.shape, sharding.is_part)
+
+
+def linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of DTensors: of their local parts, where that is what torch's own placements would multiply."""
+    placed = _placed(weight, x.dim())
+    if placed is None or not _lies(x, placed.input, weight):
+        return F.linear(x, weight, bias)
+    if bias is not None and not _lies(bias, placed.bias, weight):
+        return F.linear(x, weight, bias)
+    local: Any = weight
+    if mode.of(local._local_tensor) == "dequantize":
+        return F.linear(x, weight, bias)
+    given, added = cast(Any, x), cast(Any, bias)
+    mesh = local.device_mesh
+    own_bias: Tensor | None = None
+    if bias is not None:
+        own_bias = added.to_local()
+        own_bias = own_bias if placed.output.is_shard() else _Share.apply(own_bias, mesh.size())  # type: ignore[no-untyped-call]
+    out = F.linear(given.to_local(grad_placements=[placed.input_grad]), local.to_local(), own_bias)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    made: Tensor = DTensor.from_local(out, mesh, [placed.output], run_check=False, shape=shape, stride=stride)
+    return made
+
+
+def _placed(weight: Any, dims: int) -> Placed | None:
+    """What torch's styles do with a weight that is cut over one mesh dim, and with an input of so many dims."""
+    if not isinstance(weight, DTensor) or len(weight.placements) != 1:
+        return None
+    if not hasattr(weight._local_tensor, "LAYOUT") or weight.dim() != 2 or dims < 2:
+        return None
+    last = Shard(dims - 1)
+    if weight.placements[0] == Shard(0):
+        return Placed(Replicate(), Partial(), last, Shard(0))
+    if weight.placements[0] == Shard(1):
+        return Placed(last, last, Partial(), Replicate())
+    return None
+
+
+def _lies(x: Any, wanted: Placement, weight: Any) -> bool:
+    return isinstance(x, DTensor) and x.device_mesh == weight.device_mesh and tuple(x.placements) == (wanted,)
