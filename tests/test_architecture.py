@@ -81,7 +81,10 @@ ABOVE = {
         "checkpoint.safetensors",
         "torch",
     ),
-    "integrations": ("layoutc runtime.products runtime.weight checkpoint", "torch accelerate lightning peft torchtitan transformers"),
+    "integrations": (
+        "layoutc runtime.products runtime.weight checkpoint",
+        "torch accelerate lightning peft torchtitan transformers",
+    ),
     "bench": (
         "layoutc ints diagnostics runtime runtime.kernels runtime.weight runtime.quantize runtime.fsdp2 runtime.train",
         "torch triton rich",

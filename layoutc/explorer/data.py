@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import isfinite, lcm
 
 from layoutc.explorer.decides import Line, generated_lines, spec_lines
 from layoutc.ints.cuts import Cuts
 from layoutc.layout.chain import Join, Pad, Permute, Reorder, Split
 from layoutc.layout.formula import Formula, RepeatUpTo, of_plane
 from layoutc.layout.layout import Layout, Plane, is_swizzled, swizzled_formula
+from layoutc.layout.records import Record, count_of
 from layoutc.plan.plan import Gather, Plan
 from layoutc.report.describe import alignment, describe, passes, problems
+from layoutc.spec.formats import Format
 
 # What sliders stop at, where all recipes of a page take it. The first shape and world cut an nvfp4 block at row 24.
 ROWS = (16, 24, 32, 48, 64, 96, 100, 128, 144, 256, 512, 4096)
@@ -65,6 +67,47 @@ class BufferData:
     made_by: tuple[str, ...]
     formula: FormulaData
     swizzled: FormulaData | None
+
+
+@dataclass(frozen=True)
+class FieldData:
+    """Bits of some values of a plane in a record: of entries from `start` on, `bits` of each from `low` on.
+
+    The first lies at bit `at` of the record, the next `step` further, from the lowest bit of the first byte.
+    """
+
+    plane: str
+    kind: str
+    start: int
+    count: int
+    low: int
+    bits: int
+    at: int
+    step: int
+
+
+@dataclass(frozen=True)
+class RecordData:
+    """A buffer of records of `size` elements along an axis. entries: how many values of each plane a record has."""
+
+    name: str
+    orientation: str
+    axis: str
+    size: int
+    nbytes: int
+    made_by: tuple[str, ...]
+    entries: tuple[tuple[str, int], ...]
+    fields: tuple[FieldData, ...]
+
+
+@dataclass(frozen=True)
+class CodesData:
+    """The values of an element format's codes, in their order; None: infinite, no number, or no value."""
+
+    name: str
+    bits: int
+    is_codebook: bool
+    values: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +163,8 @@ class Recipe:
     swizzle: str | None
     planes: tuple[PlaneData, ...]
     buffers: tuple[BufferData, ...]
+    records: tuple[RecordData, ...]
+    codes: tuple[CodesData, ...]
     passes: tuple[PassData, ...]
     origins: tuple[tuple[str, str], ...]
     cuts: tuple[tuple[CutData, ...], ...]
@@ -191,6 +236,8 @@ def export(plan: Plan, text: str, path: str, generated: Mapping[str, str], stops
         swizzle=whole.swizzle,
         planes=tuple(_plane(layout, plane) for plane in layout.planes),
         buffers=tuple(_buffers(layout)),
+        records=tuple(map(_record, layout.records)),
+        codes=tuple(_codes(fmt) for fmt in dict.fromkeys(source.quantization.element for source in layout.sources)),
         passes=tuple(_pass(one) for one in (plan.forward, plan.backward, plan.both)),
         origins=tuple((origin.orientation, origin.reason) for origin in whole.derivations),
         cuts=tuple(tuple(_cuts(plan, m, stops.columns[0], world) for world in stops.worlds) for m in stops.rows),
@@ -260,6 +307,31 @@ def _buffers(layout: Layout) -> Sequence[BufferData]:
         )
         for buffer in layout.buffers
     ]
+
+
+def _record(record: Record) -> RecordData:
+    fields = tuple(
+        FieldData(
+            plane=run.slice.plane.name,
+            kind=run.slice.plane.kind,
+            start=run.slice.start,
+            count=run.slice.stop - run.slice.start,
+            low=run.slice.low,
+            bits=run.slice.bits,
+            at=run.at,
+            step=run.step,
+        )
+        for run in record.runs
+    )
+    entries = tuple((plane.name, count_of(plane, record.axis, record.size)) for plane in record.planes)
+    facts = (record.name, record.orientation, record.axis, record.size, record.nbytes, record.made_by)
+    return RecordData(*facts, entries, fields)
+
+
+def _codes(fmt: Format) -> CodesData:
+    count = len(fmt.values) or 1 << fmt.bits
+    values = [fmt.value(code) for code in range(count)]
+    return CodesData(fmt.name, fmt.bits, bool(fmt.values), tuple(one if isfinite(one) else None for one in values))
 
 
 def _pass(gather: Gather) -> PassData:

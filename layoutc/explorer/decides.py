@@ -45,7 +45,8 @@ def spec_lines(layout: Layout, text: str, path: str) -> tuple[Line, ...]:
     while lines and not lines[-1].strip():
         lines.pop()
     parts: list[dict[str, None]] = [{} for _ in lines]
-    for key, span in source.keys.items() if source else ():
+    # An item of a list has no key.
+    for key, span in {**source.values, **source.keys}.items() if source else ():
         assert source is not None
         last = source.values[key].end_line if key in source.values else span.line
         for number in range(span.line, min(last, len(lines)) + 1):
@@ -82,7 +83,8 @@ def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterato
     match rest:
         case []:
             yield f"block:{name}"
-            yield from (f"buffer:{buffer.name}" for buffer in layout.buffers if buffer.orientation == name)
+            buffers = (*layout.buffers, *layout.records)
+            yield from (f"buffer:{buffer.name}" for buffer in buffers if buffer.orientation == name)
         case ["block", *_]:
             yield from (f"block:{name}", *_planes((source,), _SCALES), CUTS)
         case ["data", *_]:
@@ -99,6 +101,8 @@ def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterato
                 for buffer in layout.buffers
                 if buffer.orientation == name and buffer.kind in ("scale", "zero")
             )
+        case ["record", *_]:
+            yield f"buffer:{name}_record"
         case ["quantize", "element", *_]:
             yield from _planes((source,), ("data",))
         case ["quantize", "scale", *_]:
@@ -139,7 +143,7 @@ def generated_lines(layout: Layout, text: str) -> tuple[Line, ...]:
     names: dict[str, list[str]] = {word: [part] for word, part in _WORDS.items()}
     for plane in layout.planes:
         names.setdefault(plane.name, []).append(f"plane:{plane.name}")
-    for buffer in layout.buffers:
+    for buffer in (*layout.buffers, *layout.records):
         names.setdefault(buffer.name, []).append(f"buffer:{buffer.name}")
     field: tuple[str, ...] = ()
     indent = 0

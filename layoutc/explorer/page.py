@@ -9,7 +9,7 @@ from importlib.resources import files
 from layoutc.explorer.data import Page
 from layoutc.report.describe import as_data
 
-SCRIPTS = ("maps", "state", "words", "weight", "memory", "readout", "figures", "spec", "main")
+SCRIPTS = ("maps", "state", "words", "weight", "memory", "record", "values", "readout", "figures", "spec", "main")
 LARGEST = 500 * 1000  # bytes of a page
 
 

@@ -29,6 +29,16 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Where a slice lies in a record, in bits from its first byte's lowest: its first entry at `at`, the next `step`
+    further."""
+
+    slice: Slice
+    at: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Record:
     """A buffer of records, each of `size` elements along an axis: (the other axis, bytes), uint8.
 
@@ -53,6 +63,19 @@ class Record:
         """Its shape for a weight of (m, k)."""
         rows, length = (m, k) if self.axis == "k" else (k, m)
         return (rows, length // self.size * self.nbytes)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Where each slice lies, in the order of the fields."""
+        found: list[Run] = []
+        base = 0
+        for bundle in self.bundles:
+            step, at = sum(part.bits for part in bundle), base
+            for part in bundle:
+                found.append(Run(part, at, step))
+                at += part.bits
+            base += (bundle[0].stop - bundle[0].start) * step
+        return tuple(found)
 
     @property
     def made_by(self) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import browser as browsers
 import pytest
 from browser import Browser
-from explored import page_of, plan_of
+from explored import address, page_of, plan_of
 from places import SPECS, TESTS
 
 from layoutc.explorer.data import Stops, plane_formula
@@ -32,25 +31,6 @@ MOVES = 30
 NOTHING = "\N{EN DASH}"
 DESKTOP, PHONE = (1280, 900), (390, 844)
 pytestmark = pytest.mark.skipif(bool(browsers.missing()), reason=browsers.missing() or "there is a browser")
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
-    with browsers.browser() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pages")
-
-
-def address(pages: Path, *names: str) -> str:
-    """Of a page of these recipes."""
-    path = pages / f"{'-'.join(names)}.html"
-    if not path.exists():
-        path.write_text(page_of(*(SPECS / f"{name}.yaml" for name in names))[1], encoding="utf-8")
-    return path.as_uri()
 
 
 # ------------------------------------------------------------------------------------------------ what the maps say
@@ -324,7 +304,7 @@ def axe() -> str:
 def test_axe_finds_no_serious_fault(window: Browser, pages: Path, size: tuple[int, int], dark: bool) -> None:
     script = axe()
     window.view(*size, dark=dark)
-    window.open(address(pages, "nvfp4", "mxfp8"))
+    window.open(address(pages, "nvfp4", "q4_k"))
     window.js("document.querySelector('button.line').click()")
     window.js(script)
     found: list[dict[str, Any]] = window.later("axe.run().then((result) => arguments[0](result.violations))")

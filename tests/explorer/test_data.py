@@ -91,7 +91,7 @@ def test_every_plane_and_buffer_is_decided_by_a_line_and_named_by_generated_code
     decides = {part for line in recipe.spec for part in line.parts}
     named = {part for _, lines in recipe.generated for line in lines for part in line.parts}
     of_sources = {f"plane:{plane.name}" for source in layout.sources for plane in source.planes}
-    buffers = {f"buffer:{buffer.name}" for buffer in layout.buffers}
+    buffers = {f"buffer:{buffer.name}" for buffer in (*layout.buffers, *layout.records)}
     assert of_sources | buffers <= decides
     assert of_sources | buffers <= named
     known = of_sources | buffers | {"plane:amax", "shape", "cuts", "swizzle", "products", "files"}

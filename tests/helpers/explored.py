@@ -44,6 +44,14 @@ def page_of(*paths: Path) -> tuple[data.Page, str]:
     return made, page.render(made)
 
 
+def address(pages: Path, *names: str) -> str:
+    """Of a page of these recipes, in a folder of pages."""
+    path = pages / f"{'-'.join(names)}.html"
+    if not path.exists():
+        path.write_text(page_of(*(SPECS / f"{name}.yaml" for name in names))[1], encoding="utf-8")
+    return path.as_uri()
+
+
 def shapes_of(layout: Layout) -> list[tuple[int, int]]:
     """Small weights that a recipe takes: of parts of blocks and of several, so that padding shows."""
     m, k = layout.multiple_m, layout.multiple_k

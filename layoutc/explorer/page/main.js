@@ -51,6 +51,7 @@ function article(recipe) {
   parts.weight = weightPicture(recipe);
   parts.readout = readout(recipe);
   parts.memory = memoryPicture(recipe, draw);
+  parts.record = recordPicture(recipe);
   parts.cuts = cutsBox(recipe);
   parts.budget = budgetBox(recipe);
   parts.spec = specBox(recipe);
@@ -65,13 +66,15 @@ function article(recipe) {
         parts.cuts.box),
       parts.readout.box,
       parts.memory.box,
+      parts.record ? parts.record.box : null,
+      valuesBox(recipe),
       node("div", { class: "last" }, parts.budget.box, parts.spec.box))));
   made.addEventListener("pointerover", (event) => {
     const row = event.target.closest ? event.target.closest("[data-part]") : null;
     parts.spec.reverse(row ? [row.dataset.part] : []);
   });
   return { made, draw() {
-    for (const one of ["weight", "readout", "memory", "cuts", "budget"]) parts[one].draw();
+    for (const one of ["weight", "readout", "memory", "record", "cuts", "budget"]) if (parts[one]) parts[one].draw();
     light(made, lit.parts);
   } };
 }

@@ -22,7 +22,7 @@ function readout(recipe) {
       block.textContent = blockText(recipe);
       const planes = recipe.planes.map((plane) => placeRow(plane, `plane:${plane.name}`, "stored"));
       const buffers = recipe.buffers.map((buffer) => placeRow(buffer, `buffer:${buffer.name}`, "read by a GEMM"));
-      body.replaceChildren(...planes, ...buffers);
+      body.replaceChildren(...planes, ...buffers, ...recordRows(recipe));
       travels.replaceChildren(...recipe.passes.slice(0, 2).flatMap((pass) => passRows(recipe, pass)));
     },
   };
