@@ -22,6 +22,7 @@ import layoutc
 pytestmark = pytest.mark.checkout
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "trainers.md"
 PACKAGES = dict.fromkeys(("accelerate", "lightning", "peft", "transformers"), "integrations")
+TITLED = re.compile(r'```python title="([\w.]+)"\n(.*?)```', re.S)
 MODULES = {**PACKAGES, "torchtitan": "torchtitan"}
 
 
@@ -48,16 +49,46 @@ def test_packages_that_are_missing_are_named() -> None:
         assert package in message.replace(f"layoutc[{MODULES[package]}]", "")
 
 
-def test_torchtitan_takes_the_command_line() -> None:
+def test_torchtitan_takes_the_command_lines() -> None:
     pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'layoutc[torchtitan]'")
     from torchtitan.config import ConfigManager
 
-    words = shlex.split(block("torchtitan").replace("\\\n", " "))
-    config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
-    section = config.layoutc
-    assert (section.recipe, section.use, section.param_filter) == ("nvfp4", "quantized", ["layers.*.weight"])
-    assert section.products == "dequantize"
-    assert config.model_spec.flavor == "8B"
+    found = []
+    for line in titan_lines():
+        config = ConfigManager().parse_args(line)
+        section = config.layoutc
+        found.append(
+            (config.model_spec.name, config.model_spec.flavor, section.recipe, section.use, section.param_filter)
+        )
+        assert section.products == "dequantize"
+    experts = ["layers.*.w?_*", "layers.*.attention.*.weight"]
+    assert found == [
+        ("llama3", "debugmodel", "mxfp8", "quantized", ["layers.*.weight"]),
+        ("qwen3", "debugmodel_moe", "mxfp8", "cast_on_gather", experts),
+    ]
+
+
+def titan_lines() -> list[list[str]]:
+    """The arguments of torchtitan's program in each of the page's commands."""
+    commands = block("torchtitan").replace("\\\n", " ").splitlines()
+    return [(words := shlex.split(line))[words.index("torchtitan.train") + 1 :] for line in commands]
+
+
+def test_torchtitan_trains_by_them(one: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the page's tokenizer and text, which have all that the debug models ask for; short, and on a CPU."""
+    pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'layoutc[torchtitan]'")
+    import titan
+
+    (program,) = [
+        text for title, text in TITLED.findall(PAGE.read_text(encoding="utf-8")) if title == "write_assets.py"
+    ]
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
+    for line in titan_lines():
+        placed = [str(tmp_path / word) if word.startswith("assets") else word for word in line]
+        folder = ["--dump-folder", str(tmp_path / "out")]
+        (found,) = one.run(titan.losses, [*placed, *folder, *titan.SHORT], seconds=300.0)
+        assert len(found) == 2
+        assert all(4.0 < loss < 9.0 for loss in found)
 
 
 def linear(*_: Any) -> nn.Module:

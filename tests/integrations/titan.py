@@ -21,6 +21,12 @@ import torch.distributed as dist
 
 ATTENTION = "titan_models.attention"
 STEPS = 20
+# Two steps of a debug model on a CPU.
+SHORT = [
+    *("--training.seq-len", "32", "--training.local-batch-size", "1", "--training.steps", "2"),
+    *("--training.disable-cuda-graphs", "--training.mixed-precision-param", "float32", "--override.imports", ATTENTION),
+    *("--optimizer.implementation", "for-loop"),
+]
 
 
 @cache
