@@ -79,9 +79,7 @@ def test_torchtitan_trains_by_them(one: Ranks, tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'layoutc[torchtitan]'")
     import titan
 
-    (program,) = [
-        text for title, text in TITLED.findall(PAGE.read_text(encoding="utf-8")) if title == "write_assets.py"
-    ]
+    program = dict(TITLED.findall(PAGE.read_text(encoding="utf-8")))["write_assets.py"]
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
     for line in titan_lines():
         placed = [str(tmp_path / word) if word.startswith("assets") else word for word in line]
@@ -114,9 +112,8 @@ def test_the_program_for_accelerate_trains_and_exports(tmp_path: Path) -> None:
     if find_spec("accelerate") is None:
         pytest.skip("needs accelerate: pip install 'layoutc[integrations]'")
     page = PAGE.read_text(encoding="utf-8")
-    (program,) = re.findall(r'```python title="(.*?)"\n(.*?)```', page, re.S)
-    name, text = program
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    name = "train_accelerate.py"
+    (tmp_path / name).write_text(dict(TITLED.findall(page))[name], encoding="utf-8")
     (command,) = re.findall(rf"^\.venv/bin/torchrun (.* {name})$", page, re.M)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(
