@@ -17,6 +17,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
+from .files import CONTAINERS
+
 require(9, "q4_k")
 
 
@@ -49,7 +51,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="q4_k",
     summary="GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256",
-    spec_sha256="f09c51a33e14cb7d071d282e8499c2d595e3e79050965963e677d35d969c035b",
+    spec_sha256="ce49ebb948d48bbe53438377459398961a140604a7734c740bdead56653f1d4c",
     layout_id="d174ca4ec789",
     language=1,
     shard_rows=1,
@@ -84,6 +86,7 @@ LAYOUT = Layout(
     operands={
         "rowwise": "scaled_mm knows no zero points",
     },
+    containers=CONTAINERS,
     planes=planes,
     buffers=buffers,
 )

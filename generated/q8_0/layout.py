@@ -17,6 +17,8 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Facts, Layout, Plane
 
+from .files import CONTAINERS
+
 require(9, "q8_0")
 
 
@@ -41,7 +43,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="q8_0",
     summary="GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale",
-    spec_sha256="37aed95c5e36eb5fd1a193df8dc735e04caae99acb3e1e11b30fc28a147cc588",
+    spec_sha256="65b078c194114183625fb4f5bb4b258111c659ab99ebb24f8547a6315f7c1c36",
     layout_id="64846d8d7432",
     language=1,
     shard_rows=1,
@@ -66,6 +68,7 @@ LAYOUT = Layout(
     operands={
         "rowwise": "scaled_mm has no dtype for codes of this format",
     },
+    containers=CONTAINERS,
     planes=planes,
     buffers=buffers,
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layoutc.emit.files_text import files_lines
+from layoutc.emit.files_text import container_lines, files_lines
 from layoutc.emit.kernel_text import kernels_text
 from layoutc.emit.recipe_text import RecipeText, header, recipe_text
 from layoutc.plan.kernels import NoKernels, plan_kernels
@@ -63,10 +63,12 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
     if not isinstance(kernels, NoKernels):
         text = kernels_text(kernels, header(plan.layout.name, plan.layout_id))
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
-    if lines := files_lines(plan.layout):
-        names = ("MATRICES", "REST", "Binding", "BoundPlane")
-        used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join(lines)))
-        view = {"header": recipe.header, "name": recipe.name, "files": lines, "imports": used}
+    lines, containers = files_lines(plan.layout), container_lines(plan.layout)
+    if lines or containers:
+        names = ("MATRICES", "REST", "Binding", "BoundPlane", "RecordBinding")
+        used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join([*lines, *containers])))
+        of_recipe = {"header": recipe.header, "name": recipe.name, "imports": used}
+        view = of_recipe | {"files": lines, "containers": containers}
         files[BINDINGS] = _environment().get_template(f"{BINDINGS}.j2").render(view)
     return files
 

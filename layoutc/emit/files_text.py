@@ -14,6 +14,15 @@ def files_lines(layout: Layout) -> list[str]:
     return [line for binding in layout.files for line in _binding(binding)]
 
 
+def container_lines(layout: Layout) -> list[str]:
+    """The entries of CONTAINERS, a line each; none for a recipe whose records no container holds."""
+    return [
+        f"RecordBinding(name={one.name!r}, summary={json.dumps(one.summary)}, container={one.container!r}, "
+        f"type={one.type!r}, number={one.number}, buffer={one.buffer!r}, elements={one.elements}, nbytes={one.nbytes}),"
+        for one in layout.containers
+    ]
+
+
 def _binding(binding: Binding) -> list[str]:
     shape = "None" if binding.shape is None else f"({', '.join(map(json.dumps, binding.shape))})"
     groups = "None" if binding.groups is None else f"({', '.join(map(json.dumps, binding.groups))})"

@@ -112,7 +112,7 @@ class RecipeText:
     has_kernels: bool
     products: list[str]
     has_products: bool
-    has_files: bool
+    bindings: list[str]
     hooks: HooksText
     reference: ReferenceText
 
@@ -171,7 +171,7 @@ def recipe_text(plan: Plan, sha256: str, has_kernels: bool) -> RecipeText:
         has_kernels=has_kernels,
         products=products_lines(plan),
         has_products=plan.products is not None,
-        has_files=bool(layout.files),
+        bindings=[name for name in ("CONTAINERS", "FILES") if getattr(layout, name.lower())],
         hooks=hooks_text(plan),
         reference=reference_text(plan),
     )

@@ -12,6 +12,7 @@ from layoutc.spec.notation import AS_STORED, MATRICES, FileLayout, parse_file_la
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from layoutc.layout.records import Record
     from layoutc.spec.bindings import FileBinding, FileTensor, PlaneKey
 
 
@@ -58,6 +59,20 @@ class Binding:
     plain: str
 
 
+@dataclass(frozen=True)
+class RecordBinding:
+    """How one container holds a weight: a tensor of its own type, whose bytes are the weight's rowwise records."""
+
+    name: str
+    summary: str
+    container: str
+    type: str
+    number: int
+    buffer: str
+    elements: int  # of a record
+    nbytes: int
+
+
 class Stored(NamedTuple):
     """A plane as bindings see it: its name, the bits of a value, and those of a code that has a byte of its own."""
 
@@ -93,6 +108,26 @@ def bindings(
             plain=stated.plain or "",
         )
         for name, stated in files.items()
+        if stated.record is None
+    )
+
+
+def record_bindings(files: dict[str, FileBinding], records: Sequence[Record]) -> tuple[RecordBinding, ...]:
+    """The bindings of a checked spec that hold weights as records of the rowwise orientation."""
+    return tuple(
+        RecordBinding(
+            name=name,
+            summary=stated.summary.rstrip("."),
+            container=stated.record.container,
+            type=stated.record.type,
+            number=stated.record.number,
+            buffer=record.name,
+            elements=record.size,
+            nbytes=record.nbytes,
+        )
+        for name, stated in files.items()
+        for record in records
+        if stated.record is not None and record.orientation == "rowwise"
     )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from layoutc.ints.sizes import cdiv, up
-from layoutc.layout.bindings import Binding, Stored, bindings
+from layoutc.layout.bindings import Binding, RecordBinding, Stored, bindings, record_bindings
 from layoutc.layout.chain import Chain, Pad, Permute, Repeat, Shape, Split, Step
 from layoutc.layout.formula import Formula, FormulaStep, RepeatUpTo, Size, of_plane
 from layoutc.layout.planes import AMAX, ORIENTATIONS, Kind, Plane, Source, codes_per_group, stream_of
@@ -183,6 +183,7 @@ class Layout:
     swizzle: Swizzle | None
     others: OtherOperands | None  # None: the spec states no products in low precision
     files: tuple[Binding, ...]  # how files of other programs hold the first source
+    containers: tuple[RecordBinding, ...]  # those that hold its records
     records: tuple[Record, ...] = ()  # buffers in which codes and scales lie in records
 
     @property
@@ -269,6 +270,7 @@ def resolve(spec: schema.Spec) -> Layout:
             sources[0].quantization.block.k,
             sources[0].quantization.element.values,
         ),
+        containers=record_bindings(spec.files, records),
         records=tuple(records),
     )
 

@@ -21,7 +21,9 @@ Status = Literal["unchanged", "changed", "removed", "added", "renamed"]
 SHOWN = 6  # differences that a message lists
 
 # Facts that no stored byte and no operation depends on; they are not part of the layout id either.
-_LABELS = frozenset({"name", "summary", "multiple_m", "multiple_k", "swizzle", "others", "files", "torch", "rule"})
+_LABELS = frozenset(
+    {"name", "summary", "multiple_m", "multiple_k", "swizzle", "others", "files", "containers", "torch", "rule"}
+)
 _ABSENT = "none"
 
 

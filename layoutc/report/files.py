@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from layoutc.layout.bindings import Binding, BoundPlane
+from layoutc.layout.bindings import Binding, BoundPlane, RecordBinding
 from layoutc.layout.layout import Layout
 from layoutc.report.tables import Table
 from layoutc.spec.notation import AS_STORED
@@ -12,9 +12,24 @@ from layoutc.spec.notation import AS_STORED
 
 def file_tables(layout: Layout) -> list[Table]:
     """A table of tensors for each binding, and what else it says; a sentence for a recipe without any."""
-    if not layout.files:
+    if not layout.files and not layout.containers:
         return [Table(f"{layout.name}: its spec states no files of other programs", (), ())]
-    return [table for binding in layout.files for table in _tables(layout, binding)]
+    return [
+        *(table for binding in layout.files for table in _tables(layout, binding)),
+        *(_container(layout, binding) for binding in layout.containers),
+    ]
+
+
+def _container(layout: Layout, binding: RecordBinding) -> Table:
+    """The type of a container's tensors that holds a weight, as its records."""
+    record = next(one for one in layout.records if one.name == binding.buffer)
+    rows = (
+        ("a weight is", f"one tensor of type {binding.type} ({binding.number}) in a {binding.container} file"),
+        ("its bytes", f"{binding.buffer}, row by row: {binding.nbytes} bytes for {binding.elements} elements"),
+        ("a record has", ", ".join(plane.name for plane in record.planes)),
+        ("its name", f"that of the parameter, by the architecture that the {binding.container} file states"),
+    )
+    return Table(f"{layout.name}/{binding.name}: {binding.summary}", (), rows)
 
 
 def _tables(layout: Layout, binding: Binding) -> list[Table]:

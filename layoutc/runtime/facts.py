@@ -13,7 +13,7 @@ import torch
 
 from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.ints.sizes import cdiv, up
-from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.facts import Binding, RecordBinding
 
 PassName = Literal["forward", "backward", "both"]
 
@@ -156,6 +156,7 @@ class Layout:
     operands: Mapping[str, Operand | str]  # orientation -> how scaled_mm reads it, or why it can't
     products: Products | None = None  # None: the spec states none, and weights are dequantized
     files: Mapping[str, Binding] = field(default_factory=dict)  # how files of other programs hold the first source
+    containers: Sequence[RecordBinding] = ()  # those that hold its records
     planes: Callable[[int, int], dict[str, Facts]]
     buffers: Callable[[int, int], dict[str, Facts]]
 

@@ -50,14 +50,26 @@ class FileTensor(_Model):
         return {key: value for key, value in data.items() if key not in sizes} | {"sizes": sizes}
 
 
+class FileRecord(_Model):
+    """A type of a container's tensors, whose bytes are the records of this recipe."""
+
+    container: Literal["gguf"] = Field(description="the kind of file: `gguf`")
+    type: Annotated[str, Field(min_length=1, max_length=16)] = Field(description="the type's name: `Q8_0`")
+    number: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(description="the type's number in files")
+
+
 class FileBinding(_Model):
-    """How files of one program hold this recipe."""
+    """How files of one program hold this recipe: a tensor for each plane, or records of the rowwise orientation."""
 
     summary: str = Field(description="one line: whose files these are", min_length=1, max_length=100)
+    record: FileRecord | None = Field(
+        default=None, description="a tensor of a weight is its rowwise records; in place of all other keys"
+    )
     tensors: dict[PlaneKey, FileTensor] = Field(
+        default={},
         description="plane -> the tensor that holds it; `shape` for one with the weight's two sizes, `groups` for one "
         "with the number of each column's block, `codebook` for one with the value of each code, `text` for one "
-        "with JSON"
+        "with JSON",
     )
     ignore: tuple[Pattern, ...] = Field(
         default=(), description="names of tensors beside a weight that are left alone, such as scales of activations"
@@ -67,9 +79,10 @@ class FileBinding(_Model):
         description="a parameter whose files hold it in parts: its rows in equal shares, one after another; "
         "`{expert}` in the name of a part counts the matrices of a weight of experts",
     )
-    config: dict[str, Any] = Field(description="the `quantization_config` of config.json")
-    recognize: Annotated[tuple[Pattern, ...], Field(min_length=1)] = Field(
-        description="dotted paths in `config` whose values tell that files are these; `*` stands for any key"
+    config: dict[str, Any] = Field(default={}, description="the `quantization_config` of config.json")
+    recognize: tuple[Pattern, ...] = Field(
+        default=(),
+        description="dotted paths in `config` whose values tell that files are these; `*` stands for any key",
     )
     plain: str | None = Field(
         default=None, description="the key of `config` that lists the modules whose weights are not quantized"

@@ -36,6 +36,22 @@ class BoundPlane(NamedTuple):
     spread: bool = False
 
 
+class RecordBinding(NamedTuple):
+    """How one container holds a weight: in a tensor of a type of its own, whose bytes are a buffer of records.
+
+    container: the kind of file. type, number: the type's name, and its number in files. elements, nbytes: of a record.
+    """
+
+    name: str
+    summary: str
+    container: str
+    type: str
+    number: int
+    buffer: str
+    elements: int
+    nbytes: int
+
+
 class Binding(NamedTuple):
     """How the files of one program hold the planes of a recipe's first source.
 

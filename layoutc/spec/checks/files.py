@@ -59,7 +59,9 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
         help = "delete `columnwise`, which is then dequantized from rowwise, or `files`"
         yield source.find("LC361", headline, label, why=why, help=help)
     for name, binding in spec.files.items():
-        where: Path = ("files", name, "tensors")
+        if binding.record is not None:
+            continue
+        where: Path = ("files", name, "tensors") if binding.tensors else ("files", name)
         for kind in planes.keys() - binding.tensors.keys():
             suffix = {"data": "", "amax": "_amax"}.get(kind, f"_{kind}")
             help = f'write `{kind}: {{name: "{{name}}{suffix}", dtype: {_usual(planes[kind])}}}`'
@@ -69,6 +71,31 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             why = f"the rowwise planes of this recipe are {listed(list(planes))}"
             label = source.key((*where, kind))
             yield source.find("LC361", f"the recipe has no {kind}", label, why=why, help=f"delete `{kind}`")
+
+
+def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """A container's type is the records of the rowwise orientation, and says all: no tensors, names or config beside."""
+    types: dict[tuple[str, int], str] = {}
+    for name, binding in spec.files.items():
+        where: Path = ("files", name, "record")
+        if binding.record is None:
+            continue
+        if not re.fullmatch(r"[A-Za-z]\w*", binding.record.type, re.ASCII):
+            label, help = source.value((*where, "type")), "letters, digits and underscores: `Q8_0`"
+            yield source.find("LC367", "no type is named so", label, help=help)
+        if spec.orientations.rowwise.record is None:
+            label = source.key(where)
+            help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
+            yield source.find("LC367", "the rowwise orientation has no records", label, help=help)
+        for key in ("tensors", "ignore", "parts", "config", "recognize", "plain"):
+            if getattr(binding, key):
+                label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
+                yield source.find("LC367", f"`{key}` beside `record`", label, used, help=f"delete `{key}`, or `record`")
+        kind = (binding.record.container, binding.record.number)
+        if kind in types:
+            message = f"`{name}` and `{types[kind]}` are the same type of {kind[0]}"
+            yield source.find("LC367", message, source.value((*where, "number")), help=f"delete `{name}`")
+        types.setdefault(kind, name)
 
 
 def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
@@ -201,6 +228,12 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """What tells files apart is part of the config that is written."""
     for name, binding in spec.files.items():
+        if binding.record is None and not binding.recognize:
+            label, help = (
+                source.key(("files", name)),
+                "add `config: {quant_method: mine}` and `recognize: [quant_method]`",
+            )
+            yield source.find("LC366", f"nothing tells files `{name}` from others", label, help=help)
         for i, path in enumerate(binding.recognize):
             if not _follow(binding.config, path.split(".")):
                 label = source.value(("files", name, "recognize", i))
@@ -216,6 +249,7 @@ def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 CHECKS = (
     files_are_named,
     planes_have_tensors,
+    containers_hold_records,
     names_are_patterns,
     layouts_of_files_are_readable,
     dtypes_hold_values,

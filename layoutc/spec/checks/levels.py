@@ -194,7 +194,7 @@ def levels_stand_alone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             at = source.key(("scale", "history"))
             message = "a history keeps the amax of one scale, which has no other above it"
             yield source.find("LC325", message, at, label, help="delete `history`, or `super`")
-        if spec.files and name == "rowwise":
+        if name == "rowwise" and any(binding.record is None for binding in spec.files.values()):
             at = source.key(("files",))
             message = "files of other programs are bound to planes of data, scales and zero points alone"
             yield source.find("LC347", message, at, label, help="delete `files`")
