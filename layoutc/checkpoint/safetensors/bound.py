@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from layoutc.runtime.facts import Facts
 
 Read = Callable[[Stored, tuple[slice, ...]], Tensor]
 LONGEST_TEXT = 1 << 16  # bytes
+
+
+class PlaneSource(Protocol):
+    """A plane of a weight in files that hold it in a form of their own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The plane's shape."""
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
 
 
 class BoundSource(NamedTuple):

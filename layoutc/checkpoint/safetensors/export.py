@@ -166,7 +166,7 @@ def bindings_of(state: Mapping[str, Tensor], files: str | None, dtype: torch.dty
         return []
     if dtype is not None:
         raise ValueError(f"files={files!r} keeps weights quantized, and dtype={dtype} does not: pass one of them")
-    classes = {cls: None for cls in map(_class_of, state.values()) if cls is not None}
+    classes = {cls: None for cls in map(class_of, state.values()) if cls is not None}
     found = recognize.chosen(files, recognize.bindings_of(classes))
     have = {one.cls.LAYOUT.layout_id for one in found}
     if lacking := [cls.LAYOUT.name for cls in classes if cls.LAYOUT.layout_id not in have]:
@@ -221,7 +221,7 @@ def _check(name: str, value: Tensor) -> None:
         )
 
 
-def _class_of(value: Tensor) -> type[QuantizedTensor] | None:
+def class_of(value: Tensor) -> type[QuantizedTensor] | None:
     """What a weight is quantized as, or as it is gathered; None for a plain one."""
     local = meshes.local_of(value)
     if isinstance(local, CastOnGather):
@@ -232,7 +232,7 @@ def _class_of(value: Tensor) -> type[QuantizedTensor] | None:
 def _held(name: str, value: Tensor, theirs: list[Bound]) -> tuple[Held, ...]:
     """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
     one, and without a binding."""
-    local, cls = meshes.local_of(value), _class_of(value)
+    local, cls = meshes.local_of(value), class_of(value)
     if not theirs or cls is None:
         return ()
     one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
@@ -271,7 +271,7 @@ def _beside(source: str | PathLike[str] | None, items: Sequence[Item], theirs: l
     weights = [
         (item.name, prod(item.value.shape[:-2]) if item.value.dim() > 2 else None, of[cls.LAYOUT.layout_id])
         for item in items
-        if item.held and (cls := _class_of(item.value)) is not None
+        if item.held and (cls := class_of(item.value)) is not None
     ]
     taken = {tensor for item in items for tensor in item.tensors}
     return [
@@ -340,7 +340,7 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
 def whole_planes(item: Item, whole: Tensor) -> dict[str, Tensor]:
     """The planes of a gathered weight; one that is cast on gather is quantized as a gather does it."""
     if not isinstance(whole, QuantizedTensor):
-        cls = _class_of(item.value)
+        cls = class_of(item.value)
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))
         whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))

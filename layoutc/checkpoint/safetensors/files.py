@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -199,6 +199,13 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> dict[str, Mapping[str
 
 
 # ------------------------------------------------------------------------------------------------------------- contents
+class Reader(Protocol):
+    """What reads slices of tensors in files."""
+
+    def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+        """A slice of a tensor on the CPU, to be copied and dropped; all of it without an index."""
+
+
 class Slices:
     """Files of a folder, mapped into memory at first use. Only slices that are asked for are read."""
 

@@ -16,8 +16,17 @@ from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
-from layoutc.checkpoint.safetensors.bound import BoundSource
-from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Slices, Stored, crc32_of, library, read_folder
+from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
+from layoutc.checkpoint.safetensors.files import (
+    DTYPES,
+    Contents,
+    Reader,
+    Slices,
+    Stored,
+    crc32_of,
+    library,
+    read_folder,
+)
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather
@@ -72,7 +81,7 @@ def load_safetensors(
             steps, loaded, unread = planning.plan(model, contents, rename, strict, theirs, problems)
             for step in steps:
                 with noted(problems):
-                    _check(step, convert)
+                    check(step, convert)
                 for source in planning.sources_of(step):
                     slices.open(source.path)
                 _check_single_values(step, slices)
@@ -81,14 +90,14 @@ def load_safetensors(
             _verify(contents, process_group)
         agree(problems, process_group)
         for step in steps:
-            _write(step, slices)
+            write(step, slices)
     if rank_of(process_group) == 0:
         warn_left(Path(folder), unread)
     return loaded
 
 
 # ---------------------------------------------------------------------------------------------------------------- check
-def _check(step: Step, convert: bool) -> None:
+def check(step: Step, convert: bool) -> None:
     """Raises LayoutError if the source can't be written into the parameter."""
     name, param, source = step
     local = meshes.local_of(param)
@@ -98,7 +107,7 @@ def _check(step: Step, convert: bool) -> None:
         raise LayoutError(f"{name} is on the meta device: call model.to_empty(device=...) first")
     if isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements):
         raise LayoutError(f"{name} holds partial sums: redistribute it first")
-    if not _holds(param):
+    if not holds(param):
         return
     try:
         box = box_of(param)
@@ -127,18 +136,18 @@ def _check(step: Step, convert: bool) -> None:
         weights.check_out(local.LAYOUT, local, local, None, alone=not groups)
 
 
-def _check_single_values(step: Step, slices: Slices) -> None:
+def _check_single_values(step: Step, slices: Reader) -> None:
     """Reads those planes of other programs' files that have one row for all, whose values may not fit the recipe; and
     what must follow from the weight's shape."""
     if isinstance(step.source, Entry) and step.source.found is not None:
         step.source.found.check_stated(slices.read)
-    if isinstance(step.source, Entry) and _holds(step.param):
+    if isinstance(step.source, Entry) and holds(step.param):
         for plane in step.source.planes.values():
             if isinstance(plane, BoundSource) and plane.shared:
                 plane.read(tuple(slice(0, size) for size in plane.shape), slices.read)
 
 
-def _holds(param: Tensor) -> bool:
+def holds(param: Tensor) -> bool:
     """False for a DTensor that only other ranks have."""
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
@@ -166,7 +175,7 @@ def _unfit(source: Stored, local: Tensor) -> str:
 def _check_bytes(name: str, local: QuantizedTensor, source: Entry, runs: list[Rect]) -> None:
     layout = local.LAYOUT
     lacking = [plane for plane in local._planes if plane not in source.planes]
-    if lacking and not any(isinstance(plane, BoundSource) for plane in source.planes.values()):
+    if lacking and all(isinstance(plane, Stored) for plane in source.planes.values()):
         raise LayoutError(
             f"{name}: the files have its {', '.join(source.planes)}, but the model also needs {', '.join(lacking)}"
         )
@@ -212,10 +221,10 @@ def _sharing(name: str, param: Tensor, local: QuantizedTensor) -> tuple[list[dis
     return shards.amax_groups(local)[0], shards.row_sharding(local)
 
 
-def _write(step: Step, slices: Slices) -> None:
+def write(step: Step, slices: Reader) -> None:
     """Writes a parameter. Collective if its shards share amaxes, or blocks that cuts split."""
     name, param, source = step
-    if not _holds(param):
+    if not holds(param):
         return
     local = meshes.local_of(param).detach()
     if isinstance(source, Entry):
@@ -227,7 +236,7 @@ def _write(step: Step, slices: Slices) -> None:
                 completing.complete_(local, source.planes, groups=groups or None, tag=tag, row_sharding=row_sharding)
             return
         dtype = torch.float32 if isinstance(local, QuantizedTensor) else local.dtype
-        values = _dequantized(param, local, source, slices, dtype)
+        values = dequantized(param, local, source, slices, dtype)
     else:
         values = slices.read(source, box_of(param).slices)
     if isinstance(local, QuantizedTensor):
@@ -245,12 +254,12 @@ def _write(step: Step, slices: Slices) -> None:
         local.copy_(values)
 
 
-def _read(slices: Slices, source: Stored | BoundSource, index: tuple[slice, ...]) -> Tensor:
+def _read(slices: Reader, source: Stored | PlaneSource, index: tuple[slice, ...]) -> Tensor:
     """Entries of a plane, as layoutc's own files hold it or as those of other programs do."""
     return slices.read(source, index) if isinstance(source, Stored) else source.read(index, slices.read)
 
 
-def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Slices) -> None:
+def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: Reader) -> None:
     """Writes the entries that cover the shard's own rows, run by run. Shared planes are written even without rows."""
     layout, k, box = local.LAYOUT, param.shape[-1], box_of(param)
     all_rows, runs = [Rect(0, 0, box.first[-1], box.last[-1])], rows_of(source.shape, box)
@@ -263,7 +272,7 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
     written([local])
 
 
-def _dequantized(param: Tensor, local: Tensor, source: Entry, slices: Slices, dtype: torch.dtype) -> Tensor:
+def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
     """The values of this rank's part in its local shape, dequantized from the whole blocks that it touches."""
     cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
     runs = []

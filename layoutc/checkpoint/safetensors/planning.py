@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
 from layoutc.checkpoint.safetensors import bound, choosing, recognize
-from layoutc.checkpoint.safetensors.bound import BoundSource
+from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
 from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     cls: type[QuantizedTensor]
     shape: tuple[int, ...]
     orientations: tuple[str, ...]
-    planes: Mapping[str, Stored | BoundSource]
+    planes: Mapping[str, Stored | PlaneSource]
     found: bound.Found | None = None
 
 
@@ -168,4 +168,5 @@ def sources_of(step: Step) -> list[Stored]:
     if isinstance(step.source, Stored):
         return [step.source]
     planes = step.source.planes.values()
-    return [one for plane in planes for one in ([plane] if isinstance(plane, Stored) else [p for p, _ in plane.parts])]
+    parts = [part for plane in planes if isinstance(plane, BoundSource) for part, _ in plane.parts]
+    return [*(plane for plane in planes if isinstance(plane, Stored)), *parts]

@@ -58,11 +58,16 @@ def bindings_of(classes: Iterable[type[QuantizedTensor]]) -> list[Bound]:
 
 
 def installed() -> list[Bound]:
-    """All bindings of the recipes that come with layoutc, and of packages that register theirs."""
+    """All bindings of `classes`."""
+    return bindings_of(classes())
+
+
+def classes() -> list[type[QuantizedTensor]]:
+    """Those of the recipes that come with layoutc, and of packages that register theirs."""
     recipes = importlib.import_module("layoutc.recipes")
     packages = [getattr(recipes, name) for name in recipes.RECIPES]
     packages += [point.load() for point in entry_points(group="layoutc.recipes")]
-    return bindings_of(package.Tensor for package in packages)
+    return [package.Tensor for package in packages]
 
 
 def chosen(files: str, bound: Iterable[Bound]) -> list[Bound]:

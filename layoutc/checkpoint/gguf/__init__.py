@@ -1,0 +1,1 @@
+"""GGUF, one file of tensors and of what a program needs to run them: read, filled into models, and written."""

@@ -1,0 +1,245 @@
+"""Reads the header of a GGUF file. Nothing that it says is believed before it is compared with the file's size.
+
+Source: the format's definition, docs/gguf.md of ggml, versions 2 and 3. A file is a header (magic, version, counts,
+key-values, an entry for each tensor), padding up to the alignment, and tensors, each padded up to the alignment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from layoutc.checkpoint.gguf.types import TYPES
+from layoutc.checkpoint.untrusted.files import open_file, read_at, short
+from layoutc.runtime.errors import DamagedError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # the layout of bytes is the same
+HEADER = 100_000_000  # the most bytes of a header, as of safetensors: vocabularies of a million words have a third
+ALIGNMENT = "general.alignment"
+MOST_ALIGNED = 1 << 20
+NESTED = 4  # arrays in arrays
+MOST_DIMS, MOST_NAME, MOST_KEY = 4, 64, 65_535
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+CHUNK = 1 << 20
+
+Value = int | float | str
+
+
+class Held(NamedTuple):
+    """A tensor as the header describes it. shape: outermost dim first. It is bytes `begin` to `end` of the file."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def type(self) -> str:
+        """The name of its type."""
+        return TYPES[self.number].name
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    values: numbers and strings by key; arrays are left out. keys: the bytes of the key-values in the file. digest: of
+    all bytes of the header.
+    """
+
+    path: Path
+    version: int
+    alignment: int
+    values: Mapping[str, Value]
+    key_count: int
+    keys: tuple[int, int]
+    tensors: Mapping[str, Held]
+    digest: str
+
+
+class _Cursor:
+    """The bytes of a header, read when they are needed, and never beyond the file's end or the limit."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self.size, self.at, self.bytes = path, size, 0, b""
+        self._file = file
+
+    def need(self, count: int, what: str) -> int:
+        """The place of the next `count` bytes, which are then there. Raises DamagedError if the file has fewer."""
+        begin, self.at = self.at, self.at + count
+        if self.at > self.size:
+            raise DamagedError(
+                f"{self.path} is truncated or damaged: {what} should end at byte {self.at}, the file ends at {self.size}"
+            )
+        if self.at > HEADER:
+            raise DamagedError(f"{self.path}: the header has more than {HEADER:,} bytes, the most that is read")
+        if self.at > len(self.bytes):
+            more = max(self.at - len(self.bytes), min(CHUNK + len(self.bytes), HEADER - len(self.bytes)))
+            self.bytes += read_at(self._file, len(self.bytes), more)
+            if self.at > len(self.bytes):
+                raise DamagedError(f"{self.path} was truncated while it was read; something else writes into it")
+        return begin
+
+    def number(self, code: str, what: str) -> int | float:
+        """The next number, of a code of struct."""
+        value: int | float = struct.unpack_from(f"<{code}", self.bytes, self.need(struct.calcsize(f"<{code}"), what))[0]
+        return value
+
+    def integer(self, code: str, what: str) -> int:
+        """The next number, of a code of integers."""
+        return int(self.number(code, what))
+
+    def count(self, least: int, what: str) -> int:
+        """The next count, of things of `least` bytes each. Raises DamagedError if the file can't hold so many."""
+        count = self.integer("Q", what)
+        if count * least > self.size - self.at:
+            raise DamagedError(
+                f"{self.path} is truncated or damaged: {what} is {count:,}, and the {self.size - self.at} bytes that "
+                "follow can't hold so many"
+            )
+        return count
+
+    def string(self, most: int, what: str) -> str:
+        """The next string. Raises DamagedError if it is longer, or no UTF-8."""
+        length = self.count(1, f"the length of {what}")
+        if length > most:
+            raise DamagedError(f"{self.path}: {what} has {length} bytes, and the most is {most}")
+        begin = self.need(length, what)
+        try:
+            return self.bytes[begin : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise DamagedError(f"{self.path}: {what} is not UTF-8") from error
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file. No bytes of tensors are read.
+
+    Raises FileNotFoundError; DamagedError for a file that is not GGUF as defined, or not whole: in big-endian order, of
+    another version, truncated, with types that nobody knows, or tensors that overlap, or lie otherwise than defined.
+    """
+    with open_file(path) as file:
+        cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
+        version = _begin(cursor)
+        entries = cursor.count(8 + 4 + 8 + 4 + 8, "the number of tensors")
+        count = cursor.count(8 + 4 + 1, "the number of key-values")
+        begin, values = cursor.at, dict[str, Value]()
+        keys = set[str]()
+        for _ in range(count):
+            key = cursor.string(MOST_KEY, "a key")
+            if key in keys:
+                raise DamagedError(f"{path} has the key {short(key)} twice")
+            keys.add(key)
+            found = _value(cursor, cursor.integer("I", f"the type of {short(key)}"), f"the value of {short(key)}")
+            if found is not None:
+                values[key] = found
+        end = cursor.at
+        alignment = _alignment(path, values)
+        described = [_entry(cursor) for _ in range(entries)]
+        start = cursor.at + -cursor.at % alignment
+        digest = hashlib.sha256(f"{cursor.size} ".encode() + cursor.bytes[: cursor.at]).hexdigest()
+        tensors = _placed(path, described, start, cursor.size, alignment)
+    return Header(path, version, alignment, values, count, (begin, end), tensors, digest)
+
+
+def _begin(cursor: _Cursor) -> int:
+    """The version, after the magic."""
+    path = cursor.path
+    if cursor.size < 24 or cursor.need(4, "the magic") or cursor.bytes[:4] != MAGIC:
+        raise DamagedError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()} and a header")
+    version = cursor.integer("I", "the version")
+    if version and version & 0xFFFF == 0:
+        raise DamagedError(
+            f"{path} is a GGUF file in big-endian order, which is not read: convert it with gguf-convert-endian, of the "
+            "package gguf"
+        )
+    if version not in VERSIONS:
+        raise DamagedError(
+            f"{path} is of version {version} of GGUF, and versions {' and '.join(map(str, VERSIONS))} are read: write it "
+            "anew with llama.cpp's llama-quantize, type COPY"
+        )
+    return version
+
+
+def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | None:
+    """The next value; None for an array, which is passed over."""
+    if kind in SCALARS:
+        return cursor.number(SCALARS[kind], what)
+    if kind == STRING:
+        return cursor.string(HEADER, what)
+    if kind != ARRAY:
+        raise DamagedError(f"{cursor.path}: {what} is of type {kind}, which GGUF does not define")
+    if depth == NESTED:
+        raise DamagedError(f"{cursor.path}: {what} has arrays nested more than {NESTED} deep")
+    of = cursor.integer("I", f"the type of the array in {what}")
+    if of in SCALARS:
+        size = struct.calcsize(f"<{SCALARS[of]}")
+        cursor.need(cursor.count(size, f"the length of {what}") * size, what)
+        return None
+    if of not in (STRING, ARRAY):
+        raise DamagedError(f"{cursor.path}: {what} is an array of type {of}, which GGUF does not define")
+    for _ in range(cursor.count(8 if of == STRING else 12, f"the length of {what}")):
+        if of == STRING:
+            cursor.need(cursor.count(1, f"the length of a string in {what}"), what)
+        else:
+            _value(cursor, ARRAY, what, depth + 1)
+    return None
+
+
+def _alignment(path: Path, values: Mapping[str, Value]) -> int:
+    alignment = values.get(ALIGNMENT, 32)
+    sound = isinstance(alignment, int) and 8 <= alignment <= MOST_ALIGNED and alignment & (alignment - 1) == 0
+    if not sound or not isinstance(alignment, int):
+        raise DamagedError(
+            f"{path}: {ALIGNMENT} is {short(alignment)}, but is a power of two from 8 to {MOST_ALIGNED:,}"
+        )
+    return alignment
+
+
+def _entry(cursor: _Cursor) -> Held:
+    """The next tensor; its bytes as an offset from where tensors begin, and their number."""
+    name = cursor.string(MOST_NAME, "the name of a tensor")
+    about = f"{cursor.path}: {short(name)}"
+    dims = cursor.integer("I", f"the dims of {short(name)}")
+    if not 1 <= dims <= MOST_DIMS:
+        raise DamagedError(f"{about} has {dims} dims, and a tensor has 1 to {MOST_DIMS}")
+    shape = tuple(cursor.integer("Q", f"the sizes of {short(name)}") for _ in range(dims))[::-1]
+    number = cursor.integer("I", f"the type of {short(name)}")
+    offset = cursor.integer("Q", f"the offset of {short(name)}")
+    if (kind := TYPES.get(number)) is None:
+        raise DamagedError(f"{about} is of type {number}, which this version of layoutc does not know")
+    if min(shape) < 1 or shape[-1] % kind.elements:
+        multiple = f", and rows of {kind.name} are multiples of {kind.elements}" if kind.elements > 1 else ""
+        raise DamagedError(f"{about} has shape {list(shape)}{multiple or ', and a size is 1 or more'}")
+    nbytes = prod(shape) // kind.elements * kind.nbytes
+    if nbytes > cursor.size:
+        raise DamagedError(f"{about} of {list(shape)} {kind.name} has {nbytes:,} bytes, the file {cursor.size:,}")
+    return Held(name, number, shape, offset, nbytes)
+
+
+def _placed(path: Path, described: list[Held], start: int, size: int, alignment: int) -> dict[str, Held]:
+    """Tensors at their bytes of the file, in its order: one after another, each padded up to the alignment."""
+    tensors, end = dict[str, Held](), start
+    for one in sorted(described, key=lambda one: one.begin):
+        if one.name in tensors:
+            raise DamagedError(f"{path} has the tensor {short(one.name)} twice")
+        begin = start + one.begin
+        if begin != end:
+            raise DamagedError(
+                f"{path}: {short(one.name)} begins at byte {begin}, but what precedes it ends at {end}, padded to a "
+                f"multiple of {alignment}"
+            )
+        last = begin + one.end
+        if last > size:
+            raise DamagedError(f"{path} is truncated: {short(one.name)} ends at byte {last}, the file at {size}")
+        tensors[one.name] = one._replace(begin=begin, end=last)
+        end = last + -last % alignment
+    if tensors and size > end:
+        raise DamagedError(f"{path} has {size} bytes, but its header describes {end}")
+    return tensors

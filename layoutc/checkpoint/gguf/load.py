@@ -1,0 +1,63 @@
+"""Loads a GGUF file into a model of quantized and sharded weights: each rank reads only its part."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layoutc.checkpoint.common.verdicts import Problem, agree, noted
+from layoutc.checkpoint.gguf.container import read_header
+from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, Rename, plan
+from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.safetensors.load import check, write
+
+
+@torch.no_grad()
+def load_gguf(
+    model: nn.Module,
+    file: str | PathLike[str],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    convert: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadedGguf:
+    """Loads a GGUF file of versions 2 or 3 into a sharded or whole model, whose names are those of transformers' model.
+
+    Weights of a type that a recipe states as its records (Q8_0 of `q8_0`, Q4_K of `q4_k`) go into weights of this recipe
+    byte for byte. Plain parameters, and weights that are cast on gather, take tensors of every type: those of other
+    types than F32, F16 and BF16 are dequantized, and named in the result. Types that no recipe states are dequantized by
+    the package gguf. convert: also dequantize for weights that the model has quantized in another layout. Rows of q and k
+    that llama.cpp has in another order come back into transformers' order.
+
+    Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
+    state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected
+    there.
+
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it.
+
+    Everything is checked before anything is written. If any rank finds a problem, every rank raises it:
+    FileNotFoundError; DamagedError for a file that is not whole or not GGUF as defined; LayoutError for architectures,
+    names, shapes and types that don't fit; ImportError if the package gguf is needed and missing.
+    """
+    problems: list[Problem] = []
+    made: tuple[Plan, Mapped] | None = None
+    digest = ""
+    with noted(problems):
+        header = read_header(Path(file))
+        digest = header.digest
+        made = plan(model, header, rename, strict, convert, problems)
+        for step in made[0].steps:
+            with noted(problems):
+                check(step, convert or step.name in made[0].dequantized)
+    agree(problems, process_group, digest, f"read different files as {file}")
+    assert made is not None
+    (steps, _, loaded), mapped = made
+    for step in steps:
+        write(step, mapped)
+        mapped.forget()
+    return loaded

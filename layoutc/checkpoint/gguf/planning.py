@@ -1,0 +1,163 @@
+"""What a load of a GGUF file will do: each parameter of a model, and the tensor that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from layoutc.checkpoint.common.verdicts import Problem, noted
+from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
+from layoutc.checkpoint.gguf.container import Header
+from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
+from layoutc.checkpoint.gguf.types import PLAIN
+from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, library
+from layoutc.checkpoint.safetensors.files import Stored
+from layoutc.checkpoint.safetensors.planning import Entry, Step, file_name
+from layoutc.checkpoint.untrusted.files import short
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+ARCHITECTURE, SPLIT = "general.architecture", "split.count"
+Rename = Callable[[str], str]
+
+
+class LoadedGguf(NamedTuple):
+    """What a load did beyond copying: names of the model that it found nothing for, names of the file that the model
+    does not have, and parameters whose values were dequantized, since they are plain."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    dequantized: tuple[str, ...]
+
+
+class Plan(NamedTuple):
+    """Steps in the order of the model's state dict, and those of them that dequantize into plain parameters."""
+
+    steps: list[Step]
+    dequantized: frozenset[str]
+    loaded: LoadedGguf
+
+
+def names_of(header: Header) -> Names:
+    """The names of a file's architecture. Raises LayoutError for one that is not known, and for a part of a model."""
+    count = header.values.get(SPLIT, 1)
+    if count not in (0, 1):
+        raise LayoutError(
+            f"{header.path} is one of {short(count)} files of a model: join them first, with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    found = header.values.get(ARCHITECTURE)
+    if not isinstance(found, str) or found not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise LayoutError(f"{header.path} is of architecture {short(found)}; names are known of {known}")
+    return Names(ARCHITECTURES[found])
+
+
+def source_of(name: str, module: str, names: Names, header: Header) -> Source:
+    """The tensor of a name that the file has, with the order of its rows. Raises LayoutError."""
+    held = header.tensors[name]
+    keys = [key.format(arch=header.values[ARCHITECTURE]) for key in names.architecture.rotated.get(module, ())]
+    if not keys:
+        return Source(held, None)
+    heads = next((header.values[key] for key in keys if key in header.values), None)
+    rows = held.shape[0]
+    if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
+        raise LayoutError(
+            f"{header.path}: the {rows} rows of {name} are not pairs in heads, of which {keys[0]} says {short(heads)}"
+        )
+    return Source(held, Rotated(rows, heads))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state dict: tied ones are one object, and weights that are cast on gather as they are."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def plan(
+    model: nn.Module, header: Header, rename: Rename | None, strict: bool, convert: bool, problems: list[Problem]
+) -> tuple[Plan, Mapped]:
+    """What a load does, and the file that it reads. Raises LayoutError for a file that no model can be found in."""
+    names, sources = names_of(header), dict[str, Source]()
+    file, steps, missing, expected = Mapped(header, sources), list[Step](), list[str](), set[str]()
+    state, aliases = parameters_of(model), dict[int, list[str]]()
+    for name, value in state.items():
+        aliases.setdefault(id(value), []).append(name)
+    kinds = list[Kind]()
+    with noted(problems):
+        local = (meshes.local_of(value) for value in state.values())
+        kinds = [*kinds_of({type(one): None for one in local if isinstance(one, QuantizedTensor)}), *installed()]
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for tied in aliases.values():
+        in_files = {name: names.in_files(file_name(name, rename)) for name in tied}
+        there = {name: one for name, one in in_files.items() if one is not None and one[0] in header.tensors}
+        expected |= {one[0] for one in there.values()}
+        with noted(problems):
+            if len({one[0] for one in there.values()}) > 1:
+                both = " and ".join(one[0] for one in there.values())
+                raise LayoutError(f"{header.path} holds {both}, which are one parameter of the model: untie {tied[0]}")
+            if there:
+                name, (tensor, module) = next(iter(there.items()))
+                sources[tensor] = source_of(tensor, module, names, header)
+                steps.append(Step(name, state[name], entry(name, state[name], sources[tensor], file, kinds, convert)))
+            elif tied[0] not in buffers or any(in_files.values()):
+                missing.append(tied[0])
+    unexpected = sorted(header.tensors.keys() - expected - {*names.architecture.ignored})
+    if strict:
+        problems += [_absent(name, names, rename) for name in missing]
+        problems += [Problem("LayoutError", f"{name} is in the file, but not in the model") for name in unexpected]
+    dequantized = [step.name for step in steps if sources[_tensor(step)].held.type not in PLAIN]
+    plain = [step.name for step in steps if not isinstance(meshes.local_of(step.param), QuantizedTensor)]
+    done = tuple(name for name in dequantized if name in {*plain})
+    return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done)), file
+
+
+def _tensor(step: Step) -> str:
+    """The name of the tensor that a step reads."""
+    if isinstance(step.source, Stored):
+        return step.source.name
+    return next(plane.stored.name for plane in step.source.planes.values() if isinstance(plane, RecordSource))
+
+
+def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
+    renamed = file_name(name, rename)
+    found = names.in_files(renamed)
+    why = (
+        f"not in the file, as {found[0]}"
+        if found
+        else f"no name that its architecture has (as {renamed}): pass rename="
+    )
+    return Problem("LayoutError", f"{name} is {why}")
+
+
+def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Kind], convert: bool) -> Stored | Entry:
+    """Where a parameter's values come from: plain values, records of a recipe, or what another type stands for.
+
+    kinds: the types that recipes state, the model's own first. Raises LayoutError for a type that no recipe states, of a
+    weight that is quantized, unless `convert`; ImportError if the package that knows such types is missing.
+    """
+    held, local, path = source.held, meshes.local_of(param), file.path
+    if held.type in PLAIN:
+        return source.stored(path)
+    of_type = [kind for kind in kinds if kind.binding.number == held.number]
+    own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else ""
+    for cls, binding in sorted(of_type, key=lambda kind: kind.cls.LAYOUT.layout_id != own):
+        layout = cls.LAYOUT
+        try:
+            m, k = layout.check_shape(held.shape, name)
+        except ValueError:
+            break  # of one dim: the values that it stands for
+        first = next(iter(layout.sources.values()))
+        orientations = tuple(one for one, planes in layout.sources.items() if planes == first)
+        records, facts = source.records(path), layout.planes(m, k)
+        planes = {one: RecordSource(one, cls, binding, records, facts[one], file) for one in first}
+        return Entry(cls, held.shape, orientations, planes)
+    if isinstance(local, QuantizedTensor) and not convert:
+        raise LayoutError(
+            f"{name} is {held.type} in the file, whose records no installed recipe states, and {local.LAYOUT.name} in the "
+            "model: leave it plain, as quantize_as_stored does, or pass convert=True, which dequantizes it"
+        )
+    library()
+    return source.stored(path)

@@ -1,0 +1,176 @@
+"""The values of tensors in a GGUF file: slices of plain ones, planes of records, and what other types stand for."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.gguf.container import Header, Held
+from layoutc.checkpoint.gguf.types import PLAIN
+from layoutc.checkpoint.safetensors.bound import Read
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
+from layoutc.runtime.bindings.facts import RecordBinding
+from layoutc.runtime.facts import Facts
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+CHUNK = 1 << 22  # bytes of records that are read or made at a time: their bits take some thirty times as many
+BYTES = "U8"
+
+
+def library() -> ModuleType:
+    """The module gguf.quants. Raises ImportError if it is not installed."""
+    try:
+        import gguf.quants
+    except ImportError as error:
+        raise ImportError(
+            "gguf, which says what other types of GGUF stand for, is not installed: pip install gguf"
+        ) from error
+    return gguf.quants
+
+
+class Rotated(NamedTuple):
+    """Rows of so many heads: in a file, the two rotary dims of a pair lie beside each other; in a model, all first ones
+    of a head lie before all second ones."""
+
+    rows: int
+    heads: int
+
+    def in_file(self, rows: Tensor) -> Tensor:
+        """The rows of a file that hold these rows of a model."""
+        each = self.rows // self.heads
+        head, within = rows // each, rows % each
+        return head * each + within % (each // 2) * 2 + within // (each // 2)
+
+    def in_model(self, rows: Tensor) -> Tensor:
+        """The inverse of `in_file`."""
+        each = self.rows // self.heads
+        head, within = rows // each, rows % each
+        return head * each + within % 2 * (each // 2) + within // 2
+
+
+class Source(NamedTuple):
+    """A tensor of a file as a parameter holds it. rotated: how its rows are ordered; None: as in the parameter."""
+
+    held: Held
+    rotated: Rotated | None
+
+    def stored(self, path: Path) -> Stored:
+        """It, as what is read by slices: plain values, those that its type stands for, or rows of records as bytes."""
+        held = self.held
+        return Stored(path, held.name, PLAIN.get(held.type, "F32"), held.shape, held.begin, held.end)
+
+    def records(self, path: Path) -> Stored:
+        """Rows of its bytes."""
+        held, rows = self.held, prod(self.held.shape[:-1])
+        return Stored(path, held.name, BYTES, (rows, (held.end - held.begin) // rows), held.begin, held.end)
+
+
+class Mapped:
+    """A file that is mapped into memory at first use. Only slices that are asked for are read."""
+
+    def __init__(self, header: Header, sources: dict[str, Source]) -> None:
+        self.path, self._size = header.path, max((one.end for one in header.tensors.values()), default=0)
+        self.sources = sources  # by the names of tensors
+        self._bytes: Tensor | None = None
+        self._last: tuple[object, dict[str, Tensor]] | None = None
+
+    def bytes_of(self, held: Held) -> Tensor:
+        """All bytes of a tensor, as they lie in the file."""
+        if self._bytes is None:
+            self._bytes = torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
+        return self._bytes[held.begin : held.end]
+
+    def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+        """A slice of a tensor on the CPU, rows in the model's order; to be copied and dropped."""
+        source = self.sources[stored.name]
+        raw = self.bytes_of(source.held)
+        if stored.dtype != BYTES and source.held.type not in PLAIN:
+            return self._dequantized(source, raw, stored.shape, index)
+        dtype = OF_OTHERS[stored.dtype]
+        return _rows(source, raw.view(dtype).view(stored.shape), index)
+
+    def _dequantized(self, source: Source, raw: Tensor, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """What other types stand for, fp32, some rows at a time."""
+        import gguf
+
+        kind, quants = gguf.GGMLQuantizationType(source.held.number), library()
+        inner, rest = prod(shape[1:-1]), index[1:]
+        rows = _rows(source, raw.view(shape[0], -1), index[:1])
+        each, pieces = max(1, CHUNK // max(1, prod(shape[1:]))), list[Tensor]()
+        for first in range(0, len(rows), each):
+            part = rows[first : first + each].contiguous()
+            values = torch.from_numpy(quants.dequantize(part.view(len(part) * inner, -1).numpy(), kind))
+            pieces.append(values.view(len(part), *shape[1:])[(slice(None), *rest)].clone())
+        return torch.cat(pieces) if pieces else torch.empty((0, *shape[1:]))[(slice(None), *rest)]
+
+    def planes(
+        self, cls: type[QuantizedTensor], binding: RecordBinding, part: tuple[Stored, range, range]
+    ) -> dict[str, Tensor]:
+        """The planes of whole records: rows of a weight, and columns, as numbers of records. The last are kept."""
+        if self._last is not None and self._last[0] == (cls, part):
+            return self._last[1]
+        stored, rows, records = part
+        k, planes = len(records) * binding.elements, dict[str, Tensor]()
+        facts = cls.LAYOUT.planes(len(rows), k)
+        each = max(1, CHUNK // max(1, len(records) * binding.nbytes))
+        for first in range(0, len(rows), each):
+            last = min(first + each, len(rows))
+            index = (
+                slice(rows.start + first, rows.start + last),
+                slice(records.start * binding.nbytes, records.stop * binding.nbytes),
+            )
+            made = cls.REFERENCE.read_record(
+                self.read(stored, index).contiguous(), last - first, k, orientation_of(binding)
+            )
+            for name, plane in made.items():
+                into = planes.setdefault(name, torch.empty(facts[name].shape, dtype=facts[name].dtype))
+                into[first:last].copy_(plane)
+        self._last = (cls, part), planes
+        return planes
+
+    def forget(self) -> None:
+        """Drops the planes that are kept."""
+        self._last = None
+
+
+def orientation_of(binding: RecordBinding) -> str:
+    """The orientation whose records a container holds."""
+    return binding.buffer.rpartition("_")[0]
+
+
+def _rows(source: Source, values: Tensor, index: tuple[slice, ...]) -> Tensor:
+    """Entries of a tensor whose first dim, or first two, are rows of a weight."""
+    if source.rotated is None or not index:
+        whole = values if source.rotated is None else values[source.rotated.in_file(torch.arange(len(values)))]
+        return whole[index]
+    rows = source.rotated.in_file(torch.arange(len(values))[index[0]])
+    return values[:, *index[1:]][rows] if index[1:] else values[rows]
+
+
+class RecordSource(NamedTuple):
+    """A plane of a weight that a file holds as records."""
+
+    name: str
+    cls: type[QuantizedTensor]
+    binding: RecordBinding
+    stored: Stored
+    facts: Facts
+    file: Mapped
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The plane's shape."""
+        return self.facts.shape
+
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+        """Entries of the plane, of its dtype. `fetch` is not used: planes are read with those beside them."""
+        rows, entries = (range(size)[one] for size, one in zip(self.shape, index, strict=True))
+        each = self.facts.shape[1] * self.binding.nbytes // self.stored.shape[1]  # entries of a record
+        records = range(entries.start // each, -(-entries.stop // each))
+        plane = self.file.planes(self.cls, self.binding, (self.stored, rows, records))[self.name]
+        return plane[:, entries.start - records.start * each : entries.stop - records.start * each]
