@@ -4,9 +4,11 @@ It builds on torch.distributed.checkpoint, whose own functions work too. It adds
 there, that every byte is checked before a live model is written, and that precisions may differ.
 """
 
+from layoutc.checkpoint.as_stored import quantize_as_stored as quantize_as_stored
+from layoutc.checkpoint.gguf.export import export_gguf as export_gguf
+from layoutc.checkpoint.gguf.load import load_gguf as load_gguf
 from layoutc.checkpoint.inspection import inspect as inspect
 from layoutc.checkpoint.loading import load as load
-from layoutc.checkpoint.safetensors.as_stored import quantize_as_stored as quantize_as_stored
 from layoutc.checkpoint.safetensors.convert import convert_safetensors as convert_safetensors
 from layoutc.checkpoint.safetensors.export import export_safetensors as export_safetensors
 from layoutc.checkpoint.safetensors.load import load_safetensors as load_safetensors

@@ -46,7 +46,7 @@ class CheckpointFacts:
     """A checkpoint: its entries in stored order, and the totals of each kind, largest first."""
 
     folder: str
-    form: str  # "torch.distributed.checkpoint" or "safetensors"
+    form: str  # "torch.distributed.checkpoint", "safetensors" or "gguf"
     thorough: bool  # the headers of all pieces were read, not only one for each tensor
     entries: tuple[EntryFacts, ...]
     totals: tuple[TotalFacts, ...]
@@ -56,7 +56,8 @@ class CheckpointFacts:
 
 
 def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
-    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files.
+    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files; or of
+    a GGUF file.
 
     thorough: reads the headers of all pieces, not only of each tensor's largest one, and so finds tensors whose pieces
     have different layouts. Loads no weights, and runs no code from the files.
@@ -65,13 +66,17 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
     not finish.
     """
     path = Path(folder)
-    if not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
+    if path.is_file():
+        from layoutc.checkpoint.gguf import inspection as of_file
+
+        form, entries = "gguf", of_file.entries(path)
+    elif not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
         from layoutc.checkpoint.safetensors import inspection
 
         form, entries = "safetensors", inspection.entries(path)
     else:
         form, entries = "torch.distributed.checkpoint", tuple(_entries(path, thorough))
-    sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file()]
     return CheckpointFacts(
         str(path),
         form,

@@ -49,9 +49,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --picture, the buffer's whole index map.")
 @click.option(
     "--checkpoint",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Instead of a spec: what a folder of a saved model holds.",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Instead of a spec: what a folder of a saved model holds, or a GGUF file.",
 )
 @click.option("--thorough", is_flag=True, help="With --checkpoint: read the header of every piece of a tensor.")
 @click.option("--html", type=_FILE, metavar="FILE", help="Write a page to explore one or more recipes in a browser.")
@@ -81,8 +81,8 @@ def show(
 ) -> None:
     """Show what a spec means: buffers, what cuts between shards cost, what is gathered, what is exact.
 
-    Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote: entries,
-    layouts, bytes. No weights are loaded, and nothing in the folder is trusted.
+    Or, with --checkpoint, what is in a folder that layoutc, torch.distributed.checkpoint or safetensors wrote, or in a
+    GGUF file: entries, layouts, bytes. No weights are loaded, and nothing in the files is trusted.
 
     \b
     layoutc show mxfp8                                        a recipe of specs/, or one that comes with layoutc
@@ -103,8 +103,10 @@ def show(
         spec_only = ("folder", "shape", "world", "picture", *PARTS, *drawing)
         spec_options = [name for name in spec_only if _is_given(ctx, name)]
         if recipes or spec_options:
-            raise click.UsageError("--checkpoint shows a folder; RECIPE and the options for specs do not go with it")
-        if not checkpoint.is_dir():
+            raise click.UsageError(
+                "--checkpoint shows a folder or a file; RECIPE and the options for specs do not go with it"
+            )
+        if not checkpoint.exists():
             raise click.UsageError(f"{checkpoint} does not exist")
         _show_checkpoint(checkpoint, thorough, as_json)
         return

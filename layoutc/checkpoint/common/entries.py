@@ -59,14 +59,15 @@ def entry_of(
     headers: Sequence[Mapping[str, Any] | None],
     pieces: int,
     stored_bytes: int,
+    kind: str = "",
 ) -> EntryFacts:
-    """The facts of a tensor, from the headers of its pieces."""
+    """The facts of a tensor, from the headers of its pieces. kind: how it is stored, if there are none."""
     layouts = [header for header in headers if header is not None and "layout_id" in header]
     plain = sum(header is not None and "layout_id" not in header for header in headers)
     ids = dict.fromkeys(header["layout_id"] for header in layouts)
     value = str(dtype).removeprefix("torch.")
     kinds = {header["recipe"] for header in layouts} | ({value} if plain else set())
-    kind = UNREAD if not kinds else kinds.pop() if len(kinds) == 1 and len(ids) < 2 else MIXED
+    kind = (kind or UNREAD) if not kinds else kinds.pop() if len(kinds) == 1 and len(ids) < 2 else MIXED
     elements, as_dtype = math.prod(shape), vars(torch).get(value)
     itemsize = as_dtype.itemsize if isinstance(as_dtype, torch.dtype) else 0
     floating = isinstance(as_dtype, torch.dtype) and as_dtype.is_floating_point

@@ -76,7 +76,8 @@ class _Cursor:
         begin, self.at = self.at, self.at + count
         if self.at > self.size:
             raise DamagedError(
-                f"{self.path} is truncated or damaged: {what} should end at byte {self.at}, the file ends at {self.size}"
+                f"{self.path} is truncated or damaged: {what} should end at byte {self.at}, and the file ends at "
+                f"{self.size}"
             )
         if self.at > HEADER:
             raise DamagedError(f"{self.path}: the header has more than {HEADER:,} bytes, the most that is read")
@@ -156,13 +157,13 @@ def _begin(cursor: _Cursor) -> int:
     version = cursor.integer("I", "the version")
     if version and version & 0xFFFF == 0:
         raise DamagedError(
-            f"{path} is a GGUF file in big-endian order, which is not read: convert it with gguf-convert-endian, of the "
-            "package gguf"
+            f"{path} is a GGUF file in big-endian order, which is not read: convert it with gguf-convert-endian, "
+            "of the package gguf"
         )
     if version not in VERSIONS:
         raise DamagedError(
-            f"{path} is of version {version} of GGUF, and versions {' and '.join(map(str, VERSIONS))} are read: write it "
-            "anew with llama.cpp's llama-quantize, type COPY"
+            f"{path} is of version {version} of GGUF, and versions {' and '.join(map(str, VERSIONS))} are read: write "
+            "it anew with llama.cpp's llama-quantize, type COPY"
         )
     return version
 

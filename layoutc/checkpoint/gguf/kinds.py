@@ -33,8 +33,8 @@ def kinds_of(classes: Iterable[type[QuantizedTensor]]) -> list[Kind]:
         stated = (kind.binding.type, kind.binding.elements, kind.binding.nbytes)
         if (known := TYPES.get(kind.binding.number)) != stated:
             raise LayoutError(
-                f"{kind.label} states type {kind.binding.number} of GGUF as {stated[0]}, {stated[2]} bytes for {stated[1]} "
-                f"elements, which is {known or 'no type'}: its spec is wrong"
+                f"{kind.label} states type {kind.binding.number} of GGUF as {stated[0]}, {stated[2]} bytes for "
+                f"{stated[1]} elements, which is {known or 'no type'}: its spec is wrong"
             )
     return found
 

@@ -59,20 +59,25 @@ def names_of(header: Header) -> Names:
 def source_of(name: str, module: str, names: Names, header: Header) -> Source:
     """The tensor of a name that the file has, with the order of its rows. Raises LayoutError."""
     held = header.tensors[name]
+    return Source(held, rotation_of(name, module, held.shape, names, header))
+
+
+def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, header: Header) -> Rotated | None:
+    """The order of the rows of a tensor; None for the parameter's. Raises LayoutError."""
     keys = [key.format(arch=header.values[ARCHITECTURE]) for key in names.architecture.rotated.get(module, ())]
     if not keys:
-        return Source(held, None)
+        return None
     heads = next((header.values[key] for key in keys if key in header.values), None)
-    rows = held.shape[0]
+    rows = shape[0]
     if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
         raise LayoutError(
             f"{header.path}: the {rows} rows of {name} are not pairs in heads, of which {keys[0]} says {short(heads)}"
         )
-    return Source(held, Rotated(rows, heads))
+    return Rotated(rows, heads)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state dict: tied ones are one object, and weights that are cast on gather as they are."""
+    """The tensors of a model's state dict: tied ones are one object, and those that are cast on gather as they are."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
@@ -125,9 +130,7 @@ def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
     renamed = file_name(name, rename)
     found = names.in_files(renamed)
     why = (
-        f"not in the file, as {found[0]}"
-        if found
-        else f"no name that its architecture has (as {renamed}): pass rename="
+        f"not in the file, as {found[0]}" if found else f"none of its architecture's names (as {renamed}): pass rename="
     )
     return Problem("LayoutError", f"{name} is {why}")
 
@@ -135,8 +138,8 @@ def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
 def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Kind], convert: bool) -> Stored | Entry:
     """Where a parameter's values come from: plain values, records of a recipe, or what another type stands for.
 
-    kinds: the types that recipes state, the model's own first. Raises LayoutError for a type that no recipe states, of a
-    weight that is quantized, unless `convert`; ImportError if the package that knows such types is missing.
+    kinds: the types that recipes state. Raises LayoutError for a type that no recipe states, of a weight that is
+    quantized, unless `convert`; ImportError if the package that knows such types is missing.
     """
     held, local, path = source.held, meshes.local_of(param), file.path
     if held.type in PLAIN:
@@ -156,7 +159,7 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
         return Entry(cls, held.shape, orientations, planes)
     if isinstance(local, QuantizedTensor) and not convert:
         raise LayoutError(
-            f"{name} is {held.type} in the file, whose records no installed recipe states, and {local.LAYOUT.name} in the "
+            f"{name} is {held.type} in the file, which no installed recipe states, and {local.LAYOUT.name} in the "
             "model: leave it plain, as quantize_as_stored does, or pass convert=True, which dequantizes it"
         )
     library()

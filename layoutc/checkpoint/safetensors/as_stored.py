@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.files import read_folder
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
-from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.train.convert import quantize_
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -46,21 +46,24 @@ def quantize_as_stored(
     for group in groups:
         if len(group) > 1:
             raise choosing.several([fit.bound for fit in group], "the files", "files=")
-    recipes = dict[str, str]()
-    for bound, in_files in (group[0] for group in groups):
-        for name, shape in (parameters[one] for one in in_files):
-            _check_shape(bound, name, shape)
-            recipes[name] = bound.cls.LAYOUT.name
-    for bound, in_files in (group[0] for group in groups):
-        chosen = frozenset(parameters[one][0] for one in in_files)
-        package = importlib.import_module(bound.cls.__module__.rpartition(".")[0])
-        quantize_(model, package, param_filter=lambda name, _, chosen=chosen: name in chosen, keep_values=False)
-    return recipes
+    return quantize_each(
+        model, {parameters[one][0]: bound.cls for bound, in_files in (group[0] for group in groups) for one in in_files}
+    )
 
 
-def _check_shape(bound: Bound, name: str, shape: tuple[int, ...]) -> None:
-    """Raises LayoutError for a shape that a recipe does not take."""
-    try:
-        bound.cls.LAYOUT.check_shape(shape, name)
-    except ValueError as error:
-        raise LayoutError(str(error)) from error
+def quantize_each(model: nn.Module, chosen: Mapping[str, type[QuantizedTensor]]) -> dict[str, str]:
+    """Quantizes parameters, each as it is chosen, without values to keep; returns parameter -> recipe.
+
+    Raises LayoutError, before anything is changed, for a shape that a recipe does not take.
+    """
+    parameters, by_class = dict(model.named_parameters()), dict[type[QuantizedTensor], set[str]]()
+    for name, cls in chosen.items():
+        try:
+            cls.LAYOUT.check_shape(tuple(parameters[name].shape), name)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
+        by_class.setdefault(cls, set()).add(name)
+    for cls, names in by_class.items():
+        package = importlib.import_module(cls.__module__.rpartition(".")[0])
+        quantize_(model, package, param_filter=lambda name, _, names=names: name in names, keep_values=False)
+    return {name: cls.LAYOUT.name for name, cls in chosen.items()}

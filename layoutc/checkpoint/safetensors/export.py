@@ -187,7 +187,7 @@ def items_of(
     items, taken = [], dict[str, str]()
     for name, value in state.items():
         with noted(problems):
-            _check(name, value)
+            check_exportable(name, value)
             to = file_name(name, rename)
             tensors = _held(to, value, theirs)
             named = {one.name: one.facts for one in tensors} if tensors else _tensors(to, value, dtype)
@@ -204,7 +204,8 @@ def items_of(
     return items
 
 
-def _check(name: str, value: Tensor) -> None:
+def check_exportable(name: str, value: Tensor) -> None:
+    """Raises LayoutError for a tensor that is no weight, or not one of this rank's."""
     local = meshes.local_of(value)
     if local.is_meta:
         raise LayoutError(f"{name} is on the meta device and has no values to export: load the model first")
@@ -337,10 +338,13 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
     return len(json.dumps(_metadata(described)))
 
 
-def whole_planes(item: Item, whole: Tensor) -> dict[str, Tensor]:
-    """The planes of a gathered weight; one that is cast on gather is quantized as a gather does it."""
+def whole_planes(value: Tensor, whole: Tensor) -> dict[str, Tensor]:
+    """The planes of a gathered weight; one that is cast on gather is quantized as a gather does it.
+
+    value: the weight before it was gathered.
+    """
     if not isinstance(whole, QuantizedTensor):
-        cls = class_of(item.value)
+        cls = class_of(value)
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))
         whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
@@ -351,7 +355,7 @@ def whole_planes(item: Item, whole: Tensor) -> dict[str, Tensor]:
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
-        planes = {name: plane.cpu() for name, plane in whole_planes(item, whole).items()}
+        planes = {name: plane.cpu() for name, plane in whole_planes(item.value, whole).items()}
         yield from ((one.name, one.made(planes)) for one in item.held)
         return
     if not isinstance(whole, QuantizedTensor):

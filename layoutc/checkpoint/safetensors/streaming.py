@@ -49,7 +49,7 @@ def _tensors(item: Item) -> Iterator[tuple[str, Tensor]]:
     """A weight's tensors. What a caller does between two of them runs in its own grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
-        planes = whole_planes(item, whole) if item.held else {}
+        planes = whole_planes(item.value, whole) if item.held else {}
     if not item.held:
         yield item.name, whole
     del whole

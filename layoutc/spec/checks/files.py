@@ -74,7 +74,7 @@ def planes_have_tensors(spec: Spec, source: Source) -> Iterator[Diagnostic]:
 
 
 def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
-    """A container's type is the records of the rowwise orientation, and says all: no tensors, names or config beside."""
+    """A container's type is the records of the rowwise orientation, and says all: no tensors or config beside."""
     types: dict[tuple[str, int], str] = {}
     for name, binding in spec.files.items():
         where: Path = ("files", name, "record")

@@ -1,0 +1,228 @@
+"""Exports a model to a GGUF file, with the key-values of another one: vocabulary, config, chat template."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layoutc.checkpoint.common.regions import box_of
+from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of
+from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.gguf.container import Header, read_header
+from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
+from layoutc.checkpoint.gguf.planning import Rename, entry, names_of, rotation_of, source_of
+from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN
+from layoutc.checkpoint.gguf.values import Mapped, Rotated, Source
+from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
+from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of, whole_planes
+from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS
+from layoutc.checkpoint.safetensors.load import dequantized
+from layoutc.checkpoint.safetensors.planning import Entry, file_name
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import meshes
+
+BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of failures
+
+
+class Item(NamedTuple):
+    """A tensor that is written. value: the model's; None for one of the source that no parameter holds. kind: of a
+    quantized weight. kept: the source's bytes, since they stand for the values of a plain one."""
+
+    planned: Planned
+    value: Tensor | None
+    kind: Kind | None
+    rotated: Rotated | None
+    kept: bool
+
+
+@torch.no_grad()
+def export_gguf(
+    model_or_state_dict: nn.Module | Mapping[str, Any],
+    file: str | PathLike[str],
+    *,
+    source: str | PathLike[str],
+    rename: Rename | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a model as one GGUF file, for llama.cpp and the programs around it.
+
+    source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
+    vocabulary, template) are copied byte for byte, and tensors come in its order. Weights that are quantized, or cast
+    on gather, are written as the type that their recipe states. A plain tensor whose values are those that the source's
+    tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more. So
+    a model that was loaded and not trained gives the source's file. rename: a name of the state dict -> the one in
+    transformers' model. Of tied weights only the first is written.
+
+    Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
+    gathered one weight at a time, and the first rank writes. The file is written beside, and gets its name when it is
+    complete.
+
+    If any rank finds a problem, every rank raises it: FileExistsError if there is such a file; FileNotFoundError,
+    DamagedError, LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
+    """
+    problems: list[Problem] = []
+    path, items = Path(file), list[Item]()
+    first, digest = rank_of(process_group) == 0, ""
+    header: Header | None = None
+    mapped: Mapped | None = None
+    with noted(problems):
+        header = read_header(Path(source))
+        mapped = Mapped(header, {})
+        items = _items(state_of(model_or_state_dict), header, mapped, rename, problems)
+        if first:
+            check_new(path)
+        facts = repr([(item.planned, item.value is None) for item in items]) + header.digest
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+    agree(problems, process_group, digest, "export different names, shapes or types, or beside different sources")
+    assert header is not None
+    assert mapped is not None
+    with noted(problems):
+        every = installed()
+        items = [_as_source(item, mapped, every) for item in items]
+    kept = everywhere([item.kept for item in items], process_group)
+    agree(problems, process_group)
+    items = [_decided(item, header, all(of_ranks)) for item, *of_ranks in zip(items, *kept, strict=True)]
+    out: OpenGguf | None = None
+    try:
+        with noted(problems):
+            out = OpenGguf(path, header, [item.planned for item in items]) if first else None
+        agree(problems, process_group)
+        since = 0
+        for item in items:
+            whole = None if item.kept or item.value is None else gathered_whole(item.value)
+            if out is not None and not problems:
+                with noted(problems):
+                    _put(out, item, whole, mapped)
+            del whole
+            if (since := since + item.planned.nbytes) > BETWEEN:
+                agree(problems, process_group)
+                since = 0
+        agree(problems, process_group)
+        with noted(problems):
+            if out is not None:
+                out.finish()
+        agree(problems, process_group)
+    finally:
+        if out is not None:
+            out.abandon()
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+def _items(
+    state: Mapping[str, Tensor], header: Header, mapped: Mapped, rename: Rename | None, problems: list[Problem]
+) -> list[Item]:
+    """What is written, in the source's order, then what it lacks; types of plain tensors are as for new ones."""
+    names, found = names_of(header), dict[str, Item]()
+    kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
+    for name, value in state.items():
+        with noted(problems):
+            check_exportable(name, value)
+            in_file = names.in_files(file_name(name, rename))
+            if in_file is None:
+                raise LayoutError(f"{name} has no name in the architecture of {header.path}: pass rename=")
+            tensor, module = in_file
+            if tensor in found:
+                raise LayoutError(f"{name} and another tensor of the model would both be {tensor}: check rename=")
+            if tensor in header.tensors and header.tensors[tensor].shape != tuple(value.shape):
+                raise LayoutError(
+                    f"{name} has shape {tuple(value.shape)} in the model, and {header.tensors[tensor].shape} in "
+                    f"{header.path}"
+                )
+            kind = _kind(name, value, kinds)
+            planned = Planned(tensor, _number(name, value, kind), tuple(value.shape))
+            if tensor in header.tensors:
+                mapped.sources[tensor] = source_of(tensor, module, names, header)
+            rotated = rotation_of(tensor, module, planned.shape, names, header)
+            found[tensor] = Item(planned, value, kind, rotated, False)
+    for tensor, held in header.tensors.items():
+        if tensor in names.architecture.ignored:
+            mapped.sources[tensor] = Source(held, None)
+            found[tensor] = Item(Planned(tensor, held.number, held.shape), None, None, None, True)
+        elif tensor not in found:
+            text = f"{tensor} is in {header.path}, but not in the model"
+            problems.append(Problem("LayoutError", text))
+    order = {tensor: number for number, tensor in enumerate(header.tensors)}
+    return sorted(found.values(), key=lambda item: order.get(item.planned.name, len(order)))
+
+
+def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
+    """The type that a quantized weight is written as; None for a plain one. Raises LayoutError."""
+    if (cls := class_of(value)) is None:
+        return None
+    kind = next((one for one in kinds if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id), None)
+    if kind is None:
+        there = ", ".join(sorted({one.label for one in installed()}))
+        raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
+    local = meshes.local_of(value)
+    lacking = [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in getattr(local, "_planes", (one,))]
+    if lacking:
+        raise LayoutError(f"{name} holds no {lacking[0]}, which {kind.binding.type} has: {local!r}")
+    return kind
+
+
+def _first(kind: Kind) -> str:
+    return next(iter(kind.cls.LAYOUT.sources))
+
+
+def _number(name: str, value: Tensor, kind: Kind | None) -> int:
+    """The type of a tensor, for a plain one as it is written anew. Raises LayoutError for a dtype that has none."""
+    if kind is not None:
+        return kind.binding.number
+    plain = "F32" if value.dim() < 2 and value.is_floating_point() else NAMES.get(value.dtype, "")
+    if plain not in PLAIN:
+        raise LayoutError(f"{name} is {value.dtype}, which is no type of GGUF")
+    return NUMBERS[plain]
+
+
+def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
+    """The item, kept if this rank's values of a plain tensor are those that the source's stands for."""
+    if item.value is None or item.kind is not None or (source := mapped.sources.get(item.planned.name)) is None:
+        return item
+    local = meshes.local_of(item.value)
+    if isinstance(item.value, DTensor) and item.value.device_mesh.get_coordinate() is None:
+        return item._replace(kept=True)
+    stored = entry(item.planned.name, local, source, mapped, kinds, False)
+    if isinstance(stored, Entry):
+        values = dequantized(item.value, local, stored, mapped, local.dtype)
+        mapped.forget()
+    else:
+        values = mapped.read(stored, box_of(item.value).slices)
+    values = values.to(local.device, local.dtype)
+    return item._replace(kept=torch.equal(_bits(values), _bits(local)))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _decided(item: Item, header: Header, kept: bool) -> Item:
+    """The item, of the source's type if its bytes are kept."""
+    if not kept:
+        return item._replace(kept=False)
+    held = header.tensors[item.planned.name]
+    return item._replace(kept=True, planned=item.planned._replace(number=held.number))
+
+
+# ---------------------------------------------------------------------------------------------------------------- write
+def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped) -> None:
+    """Writes a tensor on the rank that writes."""
+    name = item.planned.name
+    if whole is None:
+        out.put(name, copied(mapped.bytes_of(mapped.sources[name].held)))
+        return
+    if item.kind is None:
+        dtype = OF_OTHERS[next(plain for plain, number in NUMBERS.items() if number == item.planned.number)]
+        out.put(name, values_of(whole.detach(), dtype, item.rotated))
+        return
+    assert item.value is not None
+    planes = whole_planes(item.value, whole)
+    needed = {plane: planes[plane] for plane in item.kind.cls.LAYOUT.sources[_first(item.kind)]}
+    out.put(name, records_of(item.kind, needed, item.planned.shape[-1], item.rotated))

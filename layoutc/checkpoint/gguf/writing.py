@@ -1,0 +1,131 @@
+"""Writes a GGUF file: the key-values of another one, and tensors in its order, one after another."""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.gguf.container import MAGIC, Header
+from layoutc.checkpoint.gguf.kinds import Kind
+from layoutc.checkpoint.gguf.types import TYPES
+from layoutc.checkpoint.gguf.values import CHUNK, Rotated, orientation_of
+from layoutc.checkpoint.untrusted.files import open_file, read_at
+from layoutc.runtime.errors import DamagedError, LayoutError
+
+COPIED = 1 << 24  # bytes of another file that are copied at a time
+
+
+class Planned(NamedTuple):
+    """A tensor that a file will hold. shape: outermost dim first."""
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, without padding."""
+        kind = TYPES[self.number]
+        return prod(self.shape) // kind.elements * kind.nbytes
+
+
+class OpenGguf:
+    """A file that is written beside its name, and gets it when all that was planned is there.
+
+    Raises OSError if writing fails, DamagedError if the source changed, LayoutError for tensors of other sizes.
+    """
+
+    def __init__(self, path: Path, source: Header, planned: Sequence[Planned]) -> None:
+        self._path, self._planned, self._alignment = path, list(planned), source.alignment
+        self._partly = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partly")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = open(self._partly, "xb")  # noqa: SIM115 - closed by `finish` or `abandon`
+        begin, end = source.keys
+        with open_file(source.path) as file:
+            keys = read_at(file, begin, end - begin)
+        if len(keys) != end - begin:
+            raise DamagedError(f"{source.path} was truncated while it was read; something else writes into it")
+        counts = struct.pack("<IQQ", source.version, len(planned), source.key_count)
+        self._file.write(MAGIC + counts + keys + b"".join(self._entries()))
+        self._pad()
+
+    def _entries(self) -> Iterator[bytes]:
+        offset = 0
+        for name, number, shape in self._planned:
+            raw = name.encode()
+            yield struct.pack("<Q", len(raw)) + raw + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+            yield struct.pack("<IQ", number, offset)
+            nbytes = Planned(name, number, shape).nbytes
+            offset += nbytes + -nbytes % self._alignment
+
+    def _pad(self) -> None:
+        self._file.write(bytes(-self._file.tell() % self._alignment))
+
+    def put(self, name: str, pieces: Iterator[Tensor]) -> None:
+        """Writes the next tensor, in contiguous pieces on the CPU."""
+        planned, begin = self._planned.pop(0), self._file.tell()
+        for piece in pieces:
+            self._file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if planned.name != name or self._file.tell() - begin != planned.nbytes:
+            raise LayoutError(f"{name} has {self._file.tell() - begin} bytes, not those of {planned} as planned")
+        self._pad()
+
+    def finish(self) -> None:
+        """Gives the file its name, when it is on the disk. Raises FileExistsError if something has it by now."""
+        if self._planned:
+            raise LayoutError(f"{self._planned[0].name} was planned, and not made")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        check_new(self._path)
+        os.replace(self._partly, self._path)
+        sync(self._path.parent)
+
+    def abandon(self) -> None:
+        """Removes what was written, unless it has its name."""
+        self._file.close()
+        self._partly.unlink(missing_ok=True)
+
+
+def check_new(path: Path) -> None:
+    """Raises FileExistsError if a name is taken."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists: export into a new file")
+
+
+def records_of(kind: Kind, planes: dict[str, Tensor], k: int, rotated: Rotated | None) -> Iterator[Tensor]:
+    """A whole weight's records, some rows at a time, in the order of a file."""
+    cls, binding = kind
+    orientation, m = orientation_of(binding), len(next(iter(planes.values())))
+    each = max(1, CHUNK // max(1, k // binding.elements * binding.nbytes))
+    for first in range(0, m, each):
+        some = _in_model(range(first, min(first + each, m)), rotated)
+        part = {name: plane[some].cpu() for name, plane in planes.items()}
+        yield cls.REFERENCE.lay_out(part, min(each, m - first), k, (orientation,))[binding.buffer]
+
+
+def values_of(values: Tensor, dtype: torch.dtype, rotated: Rotated | None) -> Iterator[Tensor]:
+    """A whole tensor's values in a dtype, some rows at a time, in the order of a file."""
+    each = max(1, CHUNK // max(1, prod(values.shape[1:])))
+    for first in range(0, len(values), each):
+        yield values[_in_model(range(first, min(first + each, len(values))), rotated)].to("cpu", dtype)
+
+
+def _in_model(rows: range, rotated: Rotated | None) -> slice | Tensor:
+    """The rows of a model that lie at these of a file."""
+    return slice(rows.start, rows.stop) if rotated is None else rotated.in_model(torch.arange(rows.start, rows.stop))
+
+
+def copied(raw: Tensor) -> Iterator[Tensor]:
+    """Bytes of a mapped file, some at a time."""
+    for first in range(0, len(raw), COPIED):
+        yield raw[first : first + COPIED]
