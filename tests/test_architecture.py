@@ -76,9 +76,14 @@ ABOVE = {
         "checkpoint.common checkpoint.untrusted",
         "torch safetensors",
     ),
+    "checkpoint.gguf": (
+        "runtime runtime.bindings runtime.sharding runtime.weight checkpoint.common checkpoint.untrusted "
+        "checkpoint.safetensors",
+        "torch gguf",
+    ),
     "checkpoint": (
         "layoutc runtime runtime.sharding runtime.weight runtime.quantize checkpoint.common checkpoint.untrusted "
-        "checkpoint.safetensors",
+        "checkpoint.safetensors checkpoint.gguf",
         "torch",
     ),
     "integrations": (

@@ -20,8 +20,8 @@ def quantize_as_stored(
     `load_safetensors` or `load_gguf` fills them, byte for byte.
 
     path: a folder of safetensors files, or a GGUF file, of which tables of embeddings stay plain. The model may be on
-    the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`; by
-    default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
+    the meta device. Only headers and config.json are read. files: the binding, as `deepseek` or `fp8_block/deepseek`;
+    by default the one that the folder's config.json tells of, or the file's types. rename: as for the load.
 
     Raises FileNotFoundError without files, DamagedError for damaged ones, and LayoutError, before anything is changed,
     if no binding of an installed recipe fits, or several do: with their names, of which `files` takes one.

@@ -56,8 +56,8 @@ class CheckpointFacts:
 
 
 def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> CheckpointFacts:
-    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files; or of
-    a GGUF file.
+    """The facts of a checkpoint folder, saved by layoutc or torch.distributed.checkpoint, or of safetensors files; or
+    those of a GGUF file.
 
     thorough: reads the headers of all pieces, not only of each tensor's largest one, and so finds tensors whose pieces
     have different layouts. Loads no weights, and runs no code from the files.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 VOCABULARY = 72
@@ -19,6 +20,28 @@ def config(layers: int = 1, **more: Any) -> Any:
     return LlamaConfig(
         vocab_size=VOCABULARY, num_hidden_layers=layers, use_cache=False, tie_word_embeddings=False, **SIZES, **more
     )
+
+
+def skeleton(layers: int = 1, device: str = "cpu") -> nn.Module:
+    """The parameters of such a Llama under transformers' names, without transformers."""
+    h, i = SIZES["hidden_size"], SIZES["intermediate_size"]
+    kv = h * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
+
+    def linear(rows: int, columns: int) -> nn.Linear:
+        return nn.Linear(columns, rows, bias=False, device=device)
+
+    def layer() -> nn.ModuleDict:
+        attention = {"q_proj": linear(h, h), "k_proj": linear(kv, h), "v_proj": linear(kv, h), "o_proj": linear(h, h)}
+        mlp = {"gate_proj": linear(i, h), "up_proj": linear(i, h), "down_proj": linear(h, i)}
+        norms = {name: nn.RMSNorm(h, device=device) for name in ("input_layernorm", "post_attention_layernorm")}
+        return nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp)} | norms)
+
+    inner = {
+        "embed_tokens": nn.Embedding(VOCABULARY, h, device=device),
+        "layers": nn.ModuleList(layer() for _ in range(layers)),
+        "norm": nn.RMSNorm(h, device=device),
+    }
+    return nn.ModuleDict({"model": nn.ModuleDict(inner), "lm_head": linear(VOCABULARY, h)})
 
 
 def records(kind: str, rows: int, columns: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -37,7 +60,9 @@ def records(kind: str, rows: int, columns: int, seed: int) -> np.ndarray[Any, np
 
 def in_file(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows of q or k as llama.cpp's converter orders them."""
-    return values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return (
+        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    )
 
 
 KINDS = {
@@ -118,5 +143,5 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
             name = f"model.layers.{number}.{parts[part]}"
         else:
             name = names[name]
-        found[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(values))
+        found[f"{name}.weight"] = torch.from_numpy(np.array(values))
     return found

@@ -1,7 +1,7 @@
 """What tensors are called in GGUF files of an architecture, and how they differ from those of transformers' models.
 
-Source: the tables of llama.cpp's converter, which the package gguf has as `MODEL_TENSORS` and `tensor_mapping`; and the
-converter's `permute`. Architectures whose converter changes values, as Gemma's adds 1 to norms, are left out.
+Source: the tables of llama.cpp's converter, which the package gguf has as constants and as its tensor mapping; and how
+the converter permutes rows. Architectures whose converter changes values, as Gemma's adds 1 to norms, are left out.
 """
 
 from __future__ import annotations

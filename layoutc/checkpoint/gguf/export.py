@@ -28,6 +28,7 @@ from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, file_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of failures
 
@@ -120,15 +121,16 @@ def _items(
     state: Mapping[str, Tensor], header: Header, mapped: Mapped, rename: Rename | None, problems: list[Problem]
 ) -> list[Item]:
     """What is written, in the source's order, then what it lacks; types of plain tensors are as for new ones."""
-    names, found = names_of(header), dict[str, Item]()
+    names, found, expected = names_of(header), dict[str, Item](), set[str]()
     kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
     for name, value in state.items():
         with noted(problems):
-            check_exportable(name, value)
             in_file = names.in_files(file_name(name, rename))
             if in_file is None:
                 raise LayoutError(f"{name} has no name in the architecture of {header.path}: pass rename=")
             tensor, module = in_file
+            expected.add(tensor)
+            check_exportable(name, value)
             if tensor in found:
                 raise LayoutError(f"{name} and another tensor of the model would both be {tensor}: check rename=")
             if tensor in header.tensors and header.tensors[tensor].shape != tuple(value.shape):
@@ -146,7 +148,7 @@ def _items(
         if tensor in names.architecture.ignored:
             mapped.sources[tensor] = Source(held, None)
             found[tensor] = Item(Planned(tensor, held.number, held.shape), None, None, None, True)
-        elif tensor not in found:
+        elif tensor not in expected:
             text = f"{tensor} is in {header.path}, but not in the model"
             problems.append(Problem("LayoutError", text))
     order = {tensor: number for number, tensor in enumerate(header.tensors)}
@@ -163,7 +165,7 @@ def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
         raise LayoutError(f"{name} is {cls.LAYOUT.name}, which is no type of GGUF; those that are: {there}")
     local = meshes.local_of(value)
     lacking = [one for one in kind.cls.LAYOUT.sources[_first(kind)] if one not in getattr(local, "_planes", (one,))]
-    if lacking:
+    if lacking and isinstance(local, QuantizedTensor):
         raise LayoutError(f"{name} holds no {lacking[0]}, which {kind.binding.type} has: {local!r}")
     return kind
 

@@ -30,9 +30,9 @@ def load_gguf(
 
     Weights of a type that a recipe states as its records go into weights of this recipe byte for byte. Plain
     parameters, and weights that are cast on gather, take tensors of every type: quantized ones are dequantized, and
-    named in the result. Types that no recipe states are dequantized by the package gguf. convert: also dequantize for weights that
-    the model has quantized in another layout. Rows of q and k that llama.cpp has in another order come back into
-    transformers' order.
+    named in the result. Types that no recipe states are dequantized by the package gguf. convert: also dequantize for
+    weights that the model has quantized in another layout. Rows of q and k that llama.cpp has in another order come
+    back into transformers' order.
 
     Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
     state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected

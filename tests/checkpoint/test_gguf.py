@@ -1,0 +1,461 @@
+"""GGUF files: as the package gguf writes and reads them, by hand where nobody would write them so, and hostile ones."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import random
+import re
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import hostile
+import pytest
+import torch
+
+import layoutc
+from layoutc import checkpoint
+from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
+from layoutc.checkpoint.gguf.container import read_header
+from layoutc.checkpoint.gguf.types import TYPES
+from layoutc.checkpoint.gguf.values import Rotated
+from layoutc.recipes import q8_0
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf: pip install 'layoutc[formats]'")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("gguf", reason="needs gguf: pip install 'layoutc[formats]'")
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def loaded(file: Path) -> Any:
+    """A model quantized as the file is, and filled."""
+    model = gguf_files.skeleton()
+    checkpoint.quantize_as_stored(model, file)
+    checkpoint.load_gguf(model, file)
+    return model
+
+
+# -------------------------------------------------------------------------------------------------- beside the package
+@needs_gguf
+def test_types_are_those_of_the_package() -> None:
+    import gguf
+
+    theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: tuple(one) for number, one in TYPES.items() if number in theirs} == theirs
+
+
+@needs_gguf
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_names_are_those_of_the_package(name: str) -> None:
+    """Every name there, both ways; and the package's architecture has such tensors."""
+    import gguf
+
+    number = next(one for one, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    theirs, names = gguf.get_tensor_name_map(number, 12), Names(ARCHITECTURES[name])
+    there = {gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[number]}
+    for in_file, ours in ARCHITECTURES[name].modules.items():
+        parameter, tensor = ours.replace("{n}", "11"), in_file.replace("{n}", "11")
+        assert theirs.get_name(parameter) == tensor
+        assert in_file.replace("{n}", "{bid}") in there
+        for last in ("weight", "bias"):
+            assert names.in_files(f"{parameter}.{last}") == (f"{tensor}.{last}", in_file)
+    assert names.in_files("model.layers.x.mlp.up_proj.weight") is None
+    assert names.in_files("lm_head.other") is None
+
+
+def test_rows_go_where_the_converter_has_them() -> None:
+    import numpy as np
+
+    rows, rotated = np.arange(96), Rotated(96, 3)
+    in_file = gguf_files.in_file(rows, 3)  # row of the model at each row of the file
+    assert rotated.in_model(torch.arange(96)).tolist() == in_file.tolist()
+    assert rotated.in_file(torch.from_numpy(in_file)).tolist() == rows.tolist()
+
+
+@needs_gguf
+def test_values_are_those_of_the_package_and_the_file_comes_back(file: Path, tmp_path: Path) -> None:
+    """Weights of types that recipes state keep their bytes; others are dequantized where the model is plain."""
+    model = gguf_files.skeleton(device="meta")
+    recipes = checkpoint.quantize_as_stored(model, file)
+    assert set(recipes.values()) == {"q8_0", "q4_k"}
+    assert len(recipes) == 7
+    model.to_empty(device="cpu")
+    done = checkpoint.load_gguf(model, file)
+    assert done == ((), (), ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"))
+    expected = gguf_files.expected(file)
+    for name, param in model.named_parameters():
+        ours = param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param
+        assert torch.equal(ours, expected[name]), name
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+@needs_gguf
+def test_a_plain_model_in_bf16_takes_every_type_and_gives_the_file_back(file: Path, tmp_path: Path) -> None:
+    """Bytes that stand for a plain tensor's values, in its dtype, are kept."""
+    model = gguf_files.skeleton().to(torch.bfloat16)
+    done = checkpoint.load_gguf(model, file)
+    assert len(done.dequantized) == 9
+    expected = gguf_files.expected(file)
+    assert all(torch.equal(param, expected[name].bfloat16()) for name, param in model.named_parameters())
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+
+
+@needs_gguf
+def test_what_was_trained_is_written_anew_and_the_rest_is_kept(file: Path, tmp_path: Path) -> None:
+    import gguf
+
+    model, out = loaded(file), tmp_path / "out.gguf"
+    with torch.no_grad():
+        model.model.norm.weight += 1
+        model.model.embed_tokens.weight += 1
+        model.lm_head.weight.copy_(torch.randn(72, 256, generator=torch.Generator().manual_seed(1)))
+    checkpoint.export_gguf(model, out, source=file)
+    expected, before = gguf_files.expected(out), gguf_files.expected(file)
+    for name, param in model.named_parameters():
+        ours = param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param
+        assert torch.equal(ours, expected[name]), name
+    changed = {name for name, value in expected.items() if not torch.equal(value, before[name])}
+    assert changed == {"model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"}
+    theirs, ours = gguf.GGUFReader(file), gguf.GGUFReader(out)
+    types = {a.name: b.tensor_type.name for a, b in zip(theirs.tensors, ours.tensors, strict=True)}
+    assert types["token_embd.weight"] == "F32"
+    assert types["blk.0.ffn_down.weight"] == "Q6_K"
+    assert [one.contents() for one in theirs.fields.values()] == [one.contents() for one in ours.fields.values()]
+    again = gguf_files.skeleton()
+    checkpoint.quantize_as_stored(again, out)
+    checkpoint.load_gguf(again, out)
+    checkpoint.export_gguf(again, tmp_path / "again.gguf", source=out)
+    assert filecmp.cmp(out, tmp_path / "again.gguf", shallow=False)
+
+
+@needs_gguf
+def test_weights_that_are_cast_on_gather_are_written_as_they_are_multiplied(file: Path, tmp_path: Path) -> None:
+    model = gguf_files.skeleton()
+    checkpoint.load_gguf(model, file)
+    wanted = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].detach().clone()
+    layoutc.cast_on_gather_(model, "q8_0", param_filter=["*.q_proj.weight"])
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    found = gguf_files.expected(tmp_path / "out.gguf")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found, q8_0.quantize(wanted).dequantize(torch.float32))
+
+
+@needs_gguf
+def test_listing_names_recipes_and_types(file: Path) -> None:
+    facts = checkpoint.inspect(file)
+    kinds = {entry.name: entry.kind for entry in facts.entries}
+    assert facts.form == "gguf"
+    assert facts.bytes_on_disk == file.stat().st_size
+    assert kinds["token_embd.weight"] == "Q6_K"
+    assert kinds["blk.0.attn_q.weight"] == "q8_0/gguf"
+    assert kinds["blk.0.ffn_up.weight"] == "q4_k/gguf"
+    assert kinds["output_norm.weight"] == "float32"
+
+
+# ---------------------------------------------------------------------------------------------------- what does not fit
+@needs_gguf
+def test_what_does_not_fit_is_refused_before_anything_is_written(file: Path, tmp_path: Path) -> None:
+    model = gguf_files.skeleton()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layoutc.quantize_(model, "q4_k", param_filter=["*.down_proj.weight", "*.q_proj.weight"])
+    with pytest.raises(LayoutError) as caught:
+        checkpoint.load_gguf(model, file)
+    text = str(caught.value)
+    assert (
+        "down_proj.weight is Q6_K in the file, which no installed recipe states, and q4_k in the model: leave" in text
+    )
+    assert "q_proj.weight: layout 64846d8d7432 in the files" in text
+    kept = model.model.norm.weight  # type: ignore[union-attr]
+    assert torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
+    checkpoint.load_gguf(model, file, convert=True)
+    assert not torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
+    small = gguf_files.skeleton()
+    del small.lm_head
+    with pytest.raises(LayoutError, match=r"output\.weight is in the file, but not in the model"):
+        checkpoint.load_gguf(small, file)
+    with pytest.raises(LayoutError, match=r"output\.weight is in .*tiny\.gguf, but not in the model"):
+        checkpoint.export_gguf(small, tmp_path / "out.gguf", source=file)
+    more = gguf_files.skeleton(2)
+    with pytest.raises(
+        LayoutError, match=r"layers\.1\.input_layernorm\.weight is not in the file, as blk\.1\.attn_norm"
+    ):
+        checkpoint.load_gguf(more, file)
+    tied = gguf_files.skeleton()
+    tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr, assignment]
+    with pytest.raises(LayoutError, match=r"token_embd\.weight and output\.weight, which are one parameter .*: untie"):
+        checkpoint.load_gguf(tied, file)
+    other = gguf_files.skeleton()
+    layoutc.quantize_(other, "int8_block", param_filter=["*.q_proj.weight"])
+    with pytest.raises(LayoutError, match=r"q_proj\.weight is int8_block, which is no type of GGUF; .*q4_k/gguf, q8_0"):
+        checkpoint.export_gguf(other, tmp_path / "out.gguf", source=file)
+    (tmp_path / "out.gguf").touch()
+    with pytest.raises(FileExistsError, match="export into a new file"):
+        checkpoint.export_gguf(loaded(file), tmp_path / "out.gguf", source=file)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_names_are_translated_where_a_model_has_its_own(file: Path, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"llama": gguf_files.skeleton()})
+
+    def rename(name: str) -> str:
+        return name.removeprefix("llama.")
+
+    with pytest.raises(LayoutError, match=r"none of its architecture's names \(as llama\.model.*: pass rename="):
+        checkpoint.load_gguf(model, file)
+    checkpoint.quantize_as_stored(model, file, rename=rename)
+    checkpoint.load_gguf(model, file, rename=rename)
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file, rename=rename)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+U8, U16, U32, STRING, ARRAY, U64 = 0, 2, 4, 8, 9, 10
+F32_TYPE, Q8_0_TYPE = 0, 8
+Tensors = dict[str, tuple[tuple[int, ...], int, int, bytes]]  # dims, innermost first; type; offset; bytes
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+LLAMA = key("general.architecture", STRING, text("llama"))
+VALUES = struct.pack("<4f", 1, 2, 3, 4)
+TWO: Tensors = {"output_norm.weight": ((4,), F32_TYPE, 0, VALUES), "token_embd.weight": ((4, 1), F32_TYPE, 32, VALUES)}
+
+
+def by_hand(
+    keys: list[bytes] | None = None,
+    tensors: Tensors = TWO,
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    alignment: int = 32,
+    order: str = "<",
+) -> bytes:
+    """A file by the definition, of key-values and tensors."""
+    keys = [LLAMA] if keys is None else keys
+    made = magic + struct.pack(f"{order}IQQ", version, *(counts or (len(tensors), len(keys)))) + b"".join(keys)
+    for name, (dims, kind, offset, _) in tensors.items():
+        made += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    made += bytes(-len(made) % alignment)
+    for *_, data in tensors.values():
+        made += data + bytes(-len(data) % alignment)
+    return made
+
+
+class Small(torch.nn.Module):
+    """What the file of two tensors holds, under transformers' names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm, table = torch.nn.RMSNorm(4), torch.nn.Embedding(1, 4)
+        self.model = torch.nn.ModuleDict({"norm": norm, "embed_tokens": table})
+        torch.nn.init.zeros_(norm.weight)
+        torch.nn.init.zeros_(table.weight)
+
+
+def load(path: Path) -> str:
+    """How a load is refused; "" where it gives what the file holds. Nothing else may happen."""
+    model = Small()
+    try:
+        checkpoint.load_gguf(model, path)
+    except LayoutError as error:
+        assert not any(value.any() for value in model.state_dict().values())
+        return f"{type(error).__name__}: {error}"
+    expected = torch.tensor([1.0, 2, 3, 4])
+    same = all(torch.equal(value.flatten(), expected) for value in model.state_dict().values())
+    return "" if same else "other values"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (by_hand(), ""),
+        (by_hand(version=2), ""),
+        (by_hand(tensors=dict(reversed(TWO.items()))), ""),  # entries in another order than bytes
+        (by_hand([key("general.alignment", U32, struct.pack("<I", 64)), LLAMA],
+                 {n: (d, k, 2 * o, v) for n, (d, k, o, v) in TWO.items()}, alignment=64), ""),
+        (by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", ARRAY, 2) + 2 * struct.pack("<IQB", U8, 1, 7))]), ""),
+        (by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text(""))]), ""),
+        (by_hand(tensors=TWO | {"rope_freqs.weight": ((4,), F32_TYPE, 64, VALUES)}), ""),
+        (by_hand([key("general.architecture", STRING, text("gemma"))]), "is of architecture 'gemma'; names are known"),
+        (by_hand([]), "is of architecture None; names are known of llama"),
+        (by_hand([LLAMA, key("split.count", U16, struct.pack("<H", 3))]), "is one of 3 files of a model: join them"),
+        (by_hand([LLAMA, key("split.count", U16, struct.pack("<H", 1))]), ""),
+        (by_hand(tensors=TWO | {"blk.0.attn_q.weight": ((4, 1), F32_TYPE, 64, VALUES)}), "in the file, but not in the"),
+        (by_hand(tensors=TWO | {"output_norm.weight": ((2, 2), F32_TYPE, 0, VALUES)}), "norm.weight: shape .2, 2. in"),
+        (by_hand(tensors=TWO | {"output_norm.weight": ((4,), 26, 0, VALUES)}), "I32 in the files, but the model has"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_files_by_the_definition(made: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(made)
+    told = load(tmp_path / "a.gguf")
+    assert re.search(words, told) if words else not told, told
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"head_count": 3}, "the 4 rows of blk.0.attn_q.weight are not pairs in heads, of which .*head_count says 3"),
+        ({"head_count_kv": 2}, "attn_q.weight are not pairs in heads, of which llama.attention.head_count says None"),
+        ({"head_count": 0}, "head_count says 0"),
+    ],
+)
+def test_heads_that_rows_are_not_made_of_are_refused(keys: dict[str, int], words: str, tmp_path: Path) -> None:
+    made = [key(f"llama.attention.{name}", U32, struct.pack("<I", value)) for name, value in keys.items()]
+    tensors: Tensors = {"blk.0.attn_q.weight": ((1, 4), F32_TYPE, 0, VALUES)}
+    (tmp_path / "a.gguf").write_bytes(by_hand([LLAMA, *made], tensors))
+    attention = torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"q_proj": torch.nn.Linear(1, 4, bias=False)})})
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([attention])})})
+    with pytest.raises(LayoutError, match=words):
+        checkpoint.load_gguf(model, tmp_path / "a.gguf")
+
+
+# ------------------------------------------------------------------------------------------------------------- hostile
+def entry(
+    dims: tuple[int, ...] = (4,), kind: int = F32_TYPE, offset: int = 0, name: str = "output_norm.weight"
+) -> bytes:
+    """A file of one entry and four values, as the entry says or not."""
+    return by_hand(tensors={name: (dims, kind, offset, VALUES)})
+
+
+def array(kind: int, count: int, rest: bytes = b"") -> bytes:
+    return by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", kind, count) + rest)])
+
+
+NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
+SOUND = by_hand()
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "not a GGUF file"),
+    "a short one": (SOUND[:23], "not a GGUF file"),
+    "another magic": (by_hand(magic=b"GGML"), "not a GGUF file"),
+    "big-endian": (by_hand(order=">"), "in big-endian order, which is not read: convert it"),
+    "version 1": (by_hand(version=1), "is of version 1 of GGUF"),
+    "version 0": (by_hand(version=0), "is of version 0 of GGUF"),
+    "version 4": (by_hand(version=4), "is of version 4 of GGUF"),
+    "many tensors": (by_hand(counts=(2**63, 1)), "number of tensors is 9,223,372,036,854,775,808"),
+    "some more tensors": (by_hand(counts=(3, 1)), "truncated|can't hold|has 0 dims|not UTF-8"),
+    "many keys": (by_hand(counts=(2, 2**62)), "number of key-values is 4,611"),
+    "a long key": (by_hand([struct.pack("<Q", 2**40) + bytes(99)]), "length of a key is 1,099,511,627,776"),
+    "a key beyond 65,535": (by_hand([key("a" * 65_536, U8, b"1")]), "a key has 65536 bytes, and the most is 65535"),
+    "a key of other bytes": (by_hand([text(b"\xff\xfe") + struct.pack("<IB", U8, 1)]), "a key is not UTF-8"),
+    "a key twice": (by_hand([LLAMA, LLAMA]), "the key 'general.architecture' twice"),
+    "a long string": (by_hand([key("a", STRING, struct.pack("<Q", 2**50))]), "length of the value of 'a' is 1,125"),
+    "a string of other bytes": (by_hand([key("a", STRING, text(b"\xff"))]), "the value of 'a' is not UTF-8"),
+    "a value of no type": (by_hand([key("a", 13, b"")]), "value of 'a' is of type 13, which GGUF does not define"),
+    "an array of no type": (array(99, 4), "is an array of type 99"),
+    "a long array": (array(U8, 2**61), "length of the value of 'a' is 2,305"),
+    "a long array of wide values": (array(U64, len(SOUND)), "can't hold so many"),
+    "a long array of strings": (array(STRING, 2**61), "length of the value of 'a' is 2,305"),
+    "an array of a long string": (array(STRING, 1, struct.pack("<Q", 2**60)), "length of a string in"),
+    "arrays in arrays": (array(ARRAY, 1, NESTED), "arrays nested more than 4 deep"),
+    "alignment 0": (by_hand([LLAMA, key("general.alignment", U32, bytes(4))]), "alignment is 0, but is a power of"),
+    "alignment 48": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 48))]), "alignment is 48"),
+    "a wide alignment": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 2**31))]), "alignment is 21"),
+    "alignment in words": (by_hand([LLAMA, key("general.alignment", STRING, text("32"))]), "alignment is '32'"),
+    "no dims": (entry(()), "has 0 dims, and a tensor has 1 to 4"),
+    "many dims": (entry((1,) * 5), "has 5 dims"),
+    "a size of 0": (entry((0,)), r"has shape \[0\]"),
+    "large sizes": (entry((2**63, 2**63, 2**63, 2**63)), "has 28,948"),
+    "an unknown type": (entry(kind=99), "is of type 99, which this version"),
+    "a type that is no more": (entry(kind=4), "is of type 4, which"),
+    "half a block": (entry((4,), Q8_0_TYPE), "rows of Q8_0 are multiples of 32"),
+    "a long name": (entry(name="x" * 65), "name of a tensor has 65 bytes, and the most is 64"),
+    "an offset beyond": (entry(offset=2**62), "begins at byte 46116860184273880"),
+    "an offset between": (entry(offset=8), "but what precedes it ends at"),
+    "overlapping": (by_hand(tensors=TWO | {"token_embd.weight": ((4, 1), F32_TYPE, 0, VALUES)}), "what precedes it"),
+    "a hole": (by_hand(tensors=TWO | {"token_embd.weight": ((4, 1), F32_TYPE, 64, VALUES)}), "what precedes it ends"),
+    "a name twice": (
+        by_hand(tensors={"aa": TWO["output_norm.weight"], "bb": TWO["token_embd.weight"]}).replace(b"bb", b"aa"),
+        "the tensor 'aa' twice",
+    ),
+    "more bytes": (SOUND + bytes(32), "but its header describes"),
+    "fewer bytes": (SOUND[:-17], "is truncated: 'token_embd.weight' ends at"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    made, words = HOSTILE[name]
+    path = tmp_path / "a.gguf"
+    path.write_bytes(made)
+    told = hostile.limited(lambda: load(path))
+    assert re.match(f"DamagedError: .*(?:{words})", told, re.DOTALL), told
+    assert len(told) < 1000
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: os.mkfifo(path), "is not a regular file"),
+        (lambda path: (path.write_bytes(by_hand(counts=(2**33, 1))), os.truncate(path, 2**40)), "has 0 dims"),
+        (lambda path: (path.write_bytes(array(U8, 2**39)), os.truncate(path, 2**40)), "header has more than 100,"),
+        (lambda path: (path.write_bytes(array(STRING, 2**36)), os.truncate(path, 2**40)), "header has more than 100,"),
+    ],
+    ids=["a pipe", "tensors", "an array", "strings"],
+)  # fmt: skip
+def test_large_sparse_files_take_no_memory_and_no_time(make: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+    make(tmp_path / "a.gguf")
+    told = hostile.limited(lambda: load(tmp_path / "a.gguf"))
+    assert re.match(f"DamagedError: .*(?:{words})", told), told
+
+
+MUTATIONS = 400
+
+
+def test_mutated_files_are_refused_or_load_as_they_say(tmp_path: Path) -> None:
+    """Bits flipped, parts cut out, repeated or filled: what is not refused in words changes values alone."""
+    dice, path = random.Random("gguf"), tmp_path / "a.gguf"
+
+    def run() -> str:
+        refused = 0
+        for number in range(MUTATIONS):
+            found = bytearray(SOUND)
+            at, length = dice.randrange(len(found)), dice.choice((1, 2, 4, 8))
+            match dice.randrange(4):
+                case 0:
+                    found[at] ^= 1 << dice.randrange(8)
+                case 1:
+                    del found[at : at + length]
+                case 2:
+                    found[at:at] = found[at : at + length] * dice.choice((1, 1, 1000))
+                case 3:
+                    found[at : at + length] = bytes([dice.choice((0, 0xFF, 0x7F, 0x80))]) * length
+            path.write_bytes(found)
+            told = load(path)
+            assert len(told) < 1000, f"{number}: {told}"
+            refused += told not in ("", "other values")
+        return f"{refused} were refused"
+
+    told = hostile.limited(run)
+    assert told.endswith(" were refused"), told
+    assert int(told.split()[0]) > MUTATIONS // 2
+
+
+def test_a_header_says_what_the_file_does(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(by_hand([LLAMA, key("x.y", U16, b"\1\2")]))
+    header = read_header(tmp_path / "a.gguf")
+    assert header.values == {"general.architecture": "llama", "x.y": 513}
+    assert [(one.name, one.type, one.shape) for one in header.tensors.values()] == [
+        ("output_norm.weight", "F32", (4,)),
+        ("token_embd.weight", "F32", (1, 4)),
+    ]
