@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,19 @@ def config(layers: int = 1, **more: Any) -> Any:
     )
 
 
-def skeleton(layers: int = 1, device: str = "cpu") -> nn.Module:
+class Part(nn.Module):
+    """Modules by name, which FSDP2 takes as one; nobody runs it."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self) -> None:
+        """As a module that is sharded must have."""
+
+
+def skeleton(layers: int = 1, device: str = "cpu") -> Any:
     """The parameters of such a Llama under transformers' names, without transformers."""
     h, i = SIZES["hidden_size"], SIZES["intermediate_size"]
     kv = h * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
@@ -30,18 +43,18 @@ def skeleton(layers: int = 1, device: str = "cpu") -> nn.Module:
     def linear(rows: int, columns: int) -> nn.Linear:
         return nn.Linear(columns, rows, bias=False, device=device)
 
-    def layer() -> nn.ModuleDict:
+    def layer() -> Part:
         attention = {"q_proj": linear(h, h), "k_proj": linear(kv, h), "v_proj": linear(kv, h), "o_proj": linear(h, h)}
         mlp = {"gate_proj": linear(i, h), "up_proj": linear(i, h), "down_proj": linear(h, i)}
         norms = {name: nn.RMSNorm(h, device=device) for name in ("input_layernorm", "post_attention_layernorm")}
-        return nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp)} | norms)
+        return Part({"self_attn": Part(attention), "mlp": Part(mlp)} | norms)
 
     inner = {
         "embed_tokens": nn.Embedding(VOCABULARY, h, device=device),
         "layers": nn.ModuleList(layer() for _ in range(layers)),
         "norm": nn.RMSNorm(h, device=device),
     }
-    return nn.ModuleDict({"model": nn.ModuleDict(inner), "lm_head": linear(VOCABULARY, h)})
+    return Part({"model": Part(inner), "lm_head": linear(VOCABULARY, h)})
 
 
 def records(kind: str, rows: int, columns: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -28,6 +28,8 @@ MOST_DIMS, MOST_NAME, MOST_KEY = 4, 64, 65_535
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 CHUNK = 1 << 20
+MOST_STRINGS = 4_000_000  # in one array: a vocabulary has some hundred thousand, and as many merges
+_LENGTH = struct.Struct("<Q")
 
 Value = int | float | str
 
@@ -90,7 +92,8 @@ class _Cursor:
 
     def number(self, code: str, what: str) -> int | float:
         """The next number, of a code of struct."""
-        value: int | float = struct.unpack_from(f"<{code}", self.bytes, self.need(struct.calcsize(f"<{code}"), what))[0]
+        begin = self.need(struct.calcsize(f"<{code}"), what)  # which may read more bytes
+        value: int | float = struct.unpack_from(f"<{code}", self.bytes, begin)[0]
         return value
 
     def integer(self, code: str, what: str) -> int:
@@ -106,6 +109,17 @@ class _Cursor:
                 "follow can't hold so many"
             )
         return count
+
+    def pass_strings(self, count: int, what: str) -> None:
+        """Passes over strings. Raises DamagedError if the file has fewer."""
+        for _ in range(count):
+            if self.at + 8 > len(self.bytes):
+                self.number("Q", what)
+                self.at -= 8
+            end = self.at + 8 + _LENGTH.unpack_from(self.bytes, self.at)[0]
+            if end > len(self.bytes):
+                self.need(end - self.at, what)
+            self.at = end
 
     def string(self, most: int, what: str) -> str:
         """The next string. Raises DamagedError if it is longer, or no UTF-8."""
@@ -185,11 +199,15 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int = 0) -> Value | Non
         return None
     if of not in (STRING, ARRAY):
         raise DamagedError(f"{cursor.path}: {what} is an array of type {of}, which GGUF does not define")
-    for _ in range(cursor.count(8 if of == STRING else 12, f"the length of {what}")):
-        if of == STRING:
-            cursor.need(cursor.count(1, f"the length of a string in {what}"), what)
-        else:
-            _value(cursor, ARRAY, what, depth + 1)
+    count = cursor.count(8 if of == STRING else 12, f"the length of {what}")
+    if count > MOST_STRINGS:
+        raise DamagedError(
+            f"{cursor.path}: {what} has {count:,} entries, and the most that are read is {MOST_STRINGS:,}"
+        )
+    if of == STRING:
+        cursor.pass_strings(count, what)
+    for _ in range(count if of == ARRAY else 0):
+        _value(cursor, ARRAY, what, depth + 1)
     return None
 
 

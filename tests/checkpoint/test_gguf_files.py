@@ -235,6 +235,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 
 LLAMA = key("general.architecture", STRING, text("llama"))
+WORDS = key("a", ARRAY, struct.pack("<IQ", STRING, 10**5) + b"".join(text("x" * (i % 50)) for i in range(10**5)))
 VALUES = struct.pack("<4f", 1, 2, 3, 4)
 TWO: Tensors = {"output_norm.weight": ((4,), F32_TYPE, 0, VALUES), "token_embd.weight": ((4, 1), F32_TYPE, 32, VALUES)}
 
@@ -294,6 +295,7 @@ def load(path: Path) -> str:
                  {n: (d, k, 2 * o, v) for n, (d, k, o, v) in TWO.items()}, alignment=64), ""),
         (by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", ARRAY, 2) + 2 * struct.pack("<IQB", U8, 1, 7))]), ""),
         (by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text(""))]), ""),
+        (by_hand([LLAMA, WORDS]), ""),  # some MB
         (by_hand(tensors=TWO | {"rope_freqs.weight": ((4,), F32_TYPE, 64, VALUES)}), ""),
         (by_hand([key("general.architecture", STRING, text("gemma"))]), "is of architecture 'gemma'; names are known"),
         (by_hand([]), "is of architecture None; names are known of llama"),
@@ -303,7 +305,7 @@ def load(path: Path) -> str:
         (by_hand(tensors=TWO | {"output_norm.weight": ((2, 2), F32_TYPE, 0, VALUES)}), "norm.weight: shape .2, 2. in"),
         (by_hand(tensors=TWO | {"output_norm.weight": ((4,), 26, 0, VALUES)}), "I32 in the files, but the model has"),
     ],
-    ids=range(14),
+    ids=range(15),
 )  # fmt: skip
 def test_files_by_the_definition(made: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(made)
@@ -341,6 +343,8 @@ def array(kind: int, count: int, rest: bytes = b"") -> bytes:
     return by_hand([LLAMA, key("a", ARRAY, struct.pack("<IQ", kind, count) + rest)])
 
 
+STRINGS = by_hand([key("a", ARRAY, struct.pack("<IQ", STRING, 2**36))], {}, alignment=1)
+MANY = by_hand([key(f"a{i}", ARRAY, struct.pack("<IQ", STRING, 10**6) + bytes(8 * 10**6)) for i in range(2)], {})
 NESTED = struct.pack("<IQ", ARRAY, 1) * 100_000
 SOUND = by_hand()
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -365,7 +369,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a long array": (array(U8, 2**61), "length of the value of 'a' is 2,305"),
     "a long array of wide values": (array(U64, len(SOUND)), "can't hold so many"),
     "a long array of strings": (array(STRING, 2**61), "length of the value of 'a' is 2,305"),
-    "an array of a long string": (array(STRING, 1, struct.pack("<Q", 2**60)), "length of a string in"),
+    "an array of a long string": (array(STRING, 1, struct.pack("<Q", 2**60)), "the value of 'a' should end at byte"),
     "arrays in arrays": (array(ARRAY, 1, NESTED), "arrays nested more than 4 deep"),
     "alignment 0": (by_hand([LLAMA, key("general.alignment", U32, bytes(4))]), "alignment is 0, but is a power of"),
     "alignment 48": (by_hand([LLAMA, key("general.alignment", U32, struct.pack("<I", 48))]), "alignment is 48"),
@@ -408,12 +412,16 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
     [
         (lambda path: os.mkfifo(path), "is not a regular file"),
         (lambda path: (path.write_bytes(by_hand(counts=(2**33, 1))), os.truncate(path, 2**40)), "has 0 dims"),
-        (lambda path: (path.write_bytes(array(U8, 2**39)), os.truncate(path, 2**40)), "header has more than 100,"),
-        (lambda path: (path.write_bytes(array(STRING, 2**36)), os.truncate(path, 2**40)), "header has more than 100,"),
+        (lambda path: (path.write_bytes(array(U8, 2**39)), os.truncate(path, 2**40)), "header has more than 10,"),
+        (lambda path: (path.write_bytes(STRINGS), os.truncate(path, 2**40)), "has 68,719,476,736 entries, and"),
+        (lambda path: (path.write_bytes(MANY), os.truncate(path, 2**40)), "header has more than 10,000,000 bytes"),
     ],
-    ids=["a pipe", "tensors", "an array", "strings"],
+    ids=["a pipe", "tensors", "an array", "strings", "many keys"],
 )  # fmt: skip
-def test_large_sparse_files_take_no_memory_and_no_time(make: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+def test_large_sparse_files_take_no_memory_and_no_time(
+    make: Callable[[Path], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layoutc.checkpoint.gguf.container.HEADER", 10**7)
     make(tmp_path / "a.gguf")
     told = hostile.limited(lambda: load(tmp_path / "a.gguf"))
     assert re.match(f"DamagedError: .*(?:{words})", told), told
