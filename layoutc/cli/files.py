@@ -30,7 +30,8 @@ def convert(
     source_files: str | None,
     as_json: bool,
 ) -> None:
-    """Rewrite a folder of safetensors as another program holds it, one weight at a time, without a model.
+    """Rewrite a folder of safetensors as another program holds it, or a GGUF file as plain safetensors; one weight at a
+    time, without a model.
 
     `layoutc show RECIPE --files` prints the bindings of a recipe. Weights of the same layout keep their bytes.
 
@@ -38,27 +39,27 @@ def convert(
     layoutc convert DeepSeek-V3 plain --dtype bfloat16
     layoutc convert Llama-3-8B served --files mxfp8/compressed_tensors --match "*_proj.weight"
     layoutc convert DeepSeek-V3 served --files fp8_block/compressed_tensors
+    layoutc convert Llama-3-8B.Q4_K_M.gguf plain --dtype bfloat16
     """
     if (files is None) == (dtype is None):
         refuse("say what to write: --files RECIPE/BINDING, or --dtype")
     if dtype is not None and match:
         refuse("--match chooses what --files quantizes; --dtype quantizes nothing")
-    if not source.is_dir():
-        refuse(f"{source} is no folder")
+    if source.is_file() and (dtype is None or source_files is not None):
+        refuse(f"{source} is a file: of GGUF files --dtype makes a plain folder, of which --files makes others")
+    if not source.is_dir() and not source.is_file():
+        refuse(f"{source} is no folder, and no file")
     try:
-        from layoutc.checkpoint import convert_safetensors
+        from layoutc.checkpoint import convert_gguf, convert_safetensors
         from layoutc.checkpoint.inspection import LayoutError
     except ImportError as error:
         raise click.UsageError(f"`layoutc convert` needs torch: {error}") from error
     try:
-        done = convert_safetensors(
-            source,
-            folder,
-            files=files,
-            dtype=dtype,
-            match=match,
-            source_files=source_files,
-        )
+        if source.is_file():
+            assert dtype is not None
+            done = convert_gguf(source, folder, dtype=dtype)
+        else:
+            done = convert_safetensors(source, folder, files=files, dtype=dtype, match=match, source_files=source_files)
     except (LayoutError, ValueError, OSError, ImportError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -83,25 +83,24 @@ def convert_safetensors(
     Raises FileExistsError if the folder is not empty, FileNotFoundError and DamagedError as `load_safetensors`, and
     LayoutError or ValueError before anything is written.
     """
-    if isinstance(dtype, str):
-        dtype = {str(one).removeprefix("torch."): one for one in weights.FLOATS}.get(dtype, torch.uint8)
+    to = dtype_of(dtype) if dtype is not None else None
     if (files is None) == (dtype is None):
         raise ValueError("pass files= for quantized weights, or dtype= for plain ones")
-    if dtype is not None and (match or dtype not in weights.FLOATS):
-        raise ValueError("match= goes with files=, and dtype= is float32, bfloat16 or float16")
+    if dtype is not None and match:
+        raise ValueError("match= goes with files=")
     library()
     path, out = Path(source), Path(folder)
     check_new(out, "convert")
     contents, every = read_folder(path), recognize.installed()
     into = _one(recognize.chosen(files, every)) if files is not None else None
     found = _quantized(path, contents, every, source_files, into)
-    jobs = _jobs(contents, found, into, dtype, match)
+    jobs = _jobs(contents, found, into, to, match)
     split = split_into_files(jobs, max_shard_bytes)
     partly = begin_folder(out)
     try:
         with Slices() as slices:
             for name, some in split.items():
-                made = (tensor for job in some for tensor in _made(job, slices, dtype))
+                made = (tensor for job in some for tensor in _made(job, slices, to))
                 write_streamed(partly / name, (one for job in some for one in job.tensors), made)
         plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
         _write_config(path, partly, into, plain)
@@ -112,6 +111,14 @@ def convert_safetensors(
     taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
     left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
     return Converted(tuple(split), tuple(job.name for job in jobs if job.into is not None), tuple(left))
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of plain values, by itself or its name. Raises ValueError for another."""
+    found = {str(one).removeprefix("torch."): one for one in weights.FLOATS}.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype= is float32, bfloat16 or float16, not {dtype}")
+    return found
 
 
 def _one(bound: Sequence[Bound]) -> Bound:

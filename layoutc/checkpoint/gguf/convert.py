@@ -1,0 +1,102 @@
+"""Converts a GGUF file to a folder of plain safetensors, with one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.gguf.container import read_header
+from layoutc.checkpoint.gguf.kinds import Kind, installed
+from layoutc.checkpoint.gguf.planning import entry, names_of, source_of
+from layoutc.checkpoint.gguf.types import PLAIN
+from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, library
+from layoutc.checkpoint.safetensors.load import dequantized
+from layoutc.checkpoint.safetensors.planning import Entry
+from layoutc.checkpoint.safetensors.writing import (
+    Planned,
+    begin_folder,
+    check_new,
+    finish_folder,
+    split_into_files,
+    write_streamed,
+)
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+
+class Job(NamedTuple):
+    """A tensor of the file, and what is written for it."""
+
+    tensor: str
+    planned: Planned
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
+        return self.planned.facts.nbytes
+
+
+@torch.no_grad()
+def convert_gguf(
+    file: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    dtype: torch.dtype | str,
+    max_shard_bytes: int = 5 * 2**30,
+) -> Converted:
+    """Writes the tensors of a GGUF file as plain safetensors under transformers' names, with rows in its order; in one
+    process, without a model.
+
+    dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are plain in the file are copied. Tensors
+    that follow from the config are left out, and named in the result. There is no config.json in a GGUF file, so none
+    is written. Raises FileExistsError if the folder is not empty, and what `load_gguf` raises, before anything is
+    written.
+    """
+    to = dtype_of(dtype)
+    library()
+    header, out = read_header(Path(file)), Path(folder)
+    check_new(out, "convert")
+    names, kinds = names_of(header), installed()
+    mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()
+    for tensor, held in header.tensors.items():
+        if tensor in names.architecture.ignored:
+            left.append(tensor)
+            continue
+        if (name := names.parameter(tensor)) is None:
+            raise LayoutError(f"{tensor} in {header.path} has no name in transformers' models of its architecture")
+        found = names.in_files(name)
+        assert found is not None
+        mapped.sources[tensor] = source_of(*found, names, header)
+        entry(name, torch.empty(0), mapped.sources[tensor], mapped, kinds, False)  # refuses what can't be read
+        facts = Facts(held.shape, OF_OTHERS[PLAIN[held.type]] if held.type in PLAIN else to)
+        jobs.append(Job(tensor, Planned(name, facts)))
+    split = split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
+    partly = begin_folder(out)
+    try:
+        for part, some in split.items():
+            write_streamed(partly / part, (job.planned for job in some), _made(some, mapped, kinds))
+        finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
+    finally:
+        shutil.rmtree(partly, ignore_errors=True)
+    return Converted(tuple(split), (), tuple(left))
+
+
+def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, each when it is asked for."""
+    for tensor, (name, facts) in jobs:
+        like = torch.empty((), dtype=facts.dtype).expand(facts.shape)  # its shape and dtype, in no memory
+        source = entry(name, like, mapped.sources[tensor], mapped, kinds, False)
+        if isinstance(source, Entry):
+            values = dequantized(like, like, source, mapped, facts.dtype)
+            mapped.forget()
+        else:
+            values = mapped.read(source, ())
+        yield name, values.to(facts.dtype).view(facts.shape)
