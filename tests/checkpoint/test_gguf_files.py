@@ -152,6 +152,26 @@ def test_weights_that_are_cast_on_gather_are_written_as_they_are_multiplied(file
 
 
 @needs_gguf
+def test_a_file_converts_to_a_plain_folder(file: Path, tmp_path: Path) -> None:
+    """Under transformers' names, which a plain model loads; files of others follow from that."""
+    done = checkpoint.convert_gguf(file, tmp_path / "plain", dtype=torch.bfloat16, max_shard_bytes=300_000)
+    assert len(done.files) > 1
+    assert done.left == ()
+    plain, model = gguf_files.skeleton().to(torch.bfloat16), gguf_files.skeleton().to(torch.bfloat16)
+    checkpoint.load_safetensors(plain, tmp_path / "plain")
+    checkpoint.load_gguf(model, file)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+    with pytest.raises(FileExistsError, match="convert into a new folder"):
+        checkpoint.convert_gguf(file, tmp_path / "plain", dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype= is float32, bfloat16 or float16, not int8"):
+        checkpoint.convert_gguf(file, tmp_path / "other", dtype="int8")
+    (tmp_path / "bad.gguf").write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(LayoutError, match="is truncated"):
+        checkpoint.convert_gguf(tmp_path / "bad.gguf", tmp_path / "other", dtype="bfloat16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf", "plain"]
+
+
+@needs_gguf
 def test_listing_names_recipes_and_types(file: Path) -> None:
     facts = checkpoint.inspect(file)
     kinds = {entry.name: entry.kind for entry in facts.entries}

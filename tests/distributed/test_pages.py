@@ -10,10 +10,12 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import gguf_files
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs" / "pages").glob("*.md"))]  # none outside of a checkout
 # What other tests run: CI README's two commands; tests/integrations the trainers; a card the graphs (tests/gpu).
 ELSEWHERE = {"trainers.md": "python sh", "graphs.md": "python"}
+GGUF = find_spec("gguf") is not None
 OF_CI = "python3 -m venv"
 
 
@@ -102,6 +105,12 @@ def quantized_plain() -> nn.Module:
     return sharded
 
 
+def needs_gguf(page: Path) -> None:
+    """Skips a page whose files the package gguf writes, where that is missing."""
+    if page.name == "files.md" and not GGUF:
+        pytest.skip("needs gguf: pip install 'layoutc[formats]'")
+
+
 def names() -> dict[str, Any]:
     """What blocks use and do not define."""
     torch.manual_seed(0)
@@ -113,6 +122,10 @@ def names() -> dict[str, Any]:
     checkpoint.save({"model": plain.state_dict()}, "run/bf16")
     checkpoint.export_safetensors(plain, "llama")
     checkpoint.export_safetensors(quantized_plain(), "DeepSeek-V3", files="deepseek")
+    if GGUF:
+        if dist.get_rank() == 0:
+            gguf_files.write(Path("Llama-3.gguf"))
+        dist.barrier()
     layoutc.quantize_(model, "fp8_block")
     for layer in model.layers:
         fully_shard(layer)
@@ -122,7 +135,14 @@ def names() -> dict[str, Any]:
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found = {"Transformer": Transformer, "config": None, "model": model, "optimizer": optimizer, "x": x}
+    found = {
+        "Transformer": Transformer,
+        "Llama": lambda _: gguf_files.skeleton(),
+        "config": None,
+        "model": model,
+        "optimizer": optimizer,
+        "x": x,
+    }
     found |= {"experts": experts, "tokens": torch.randn(6, 128), "offsets": torch.tensor([4, 6], dtype=torch.int32)}
     found |= {"get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
     return found | {"torch": torch, "F": F, "layoutc": layoutc, "fully_shard": fully_shard, "engine": Engine()}
@@ -145,6 +165,7 @@ def runs(page: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if of_page(page, "python")], ids=lambda page: page.name)
 def test_python(two: Ranks, page: Path, tmp_path: Path) -> None:
+    needs_gguf(page)
     two.run(runs, page, tmp_path)
 
 
@@ -166,7 +187,9 @@ def test_commands(two: Ranks, page: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """layoutc's own, and those that start a program of the page: torchrun itself once, with its last arguments."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # whose files pages name
+    needs_gguf(page)
     if page.name == "files.md":
+        gguf_files.write(tmp_path / "Llama-3.gguf")
         model = Transformer()
         layoutc.quantize_(model, "fp8_block")
         checkpoint.export_safetensors(model, "DeepSeek-V3", files="deepseek")
