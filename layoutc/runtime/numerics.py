@@ -6,6 +6,7 @@ Each function is the definition of its operation; kernels are compared with it b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import islice
 from math import gcd, prod
 
@@ -227,14 +228,17 @@ def to_records(values: Sequence[Tensor], records: int, bundles: Bundles) -> Tens
 
     bundles: slices (number of the plane, first entry, end, lowest bit, bits), whose entries lie in words, first lowest.
     """
-    bits_of = [one.contiguous().view(_INTS[one.itemsize]).long() & (1 << 8 * one.itemsize) - 1 for one in values]
-    lanes, parts = [one.view(len(one), records, -1) for one in bits_of], []
+    lanes = [one.contiguous().view(_INTS[one.itemsize]).view(len(one), records, -1) for one in values]
+    parts: list[Tensor] = []
     for bundle in bundles:
-        word, at = torch.zeros((), dtype=torch.int64), 0
+        width, at, pieces = sum(one[4] for one in bundle), 0, list[Tensor]()
         for plane, start, stop, low, bits in bundle:
-            word, at = word | (lanes[plane][..., start:stop] >> low & (1 << bits) - 1) << at, at + bits
-        whole = [(word >> 8 * byte & 0xFF).to(torch.uint8) for byte in range(at // 8)]
-        parts.append(torch.stack(whole, dim=-1).flatten(-2) if whole else pack(word, at, True))
+            some = (lane if (lane := lanes[plane][..., start:stop]).dtype == torch.uint8 else lane.long()) >> low
+            pieces.append((some & (1 << bits) - 1).to(torch.uint8 if width <= 8 else torch.int64) << at)
+            at += bits
+        word = reduce(torch.bitwise_or, pieces)
+        whole = [word if width == 8 else (word >> 8 * byte & 0xFF).to(torch.uint8) for byte in range(width // 8)]
+        parts.append(torch.stack(whole, dim=-1).flatten(-2) if whole else pack(word, width, True))
     return torch.cat(parts, dim=-1).flatten(1)
 
 
@@ -243,22 +247,20 @@ def from_records(
 ) -> list[Tensor]:
     """The inverse of to_records. planes: the entries of each in a record, and its dtype."""
     rows, at = joined.reshape(len(joined), records, -1), 0
-    lanes = [rows.new_zeros(*rows.shape[:2], count, dtype=torch.int64) for count, _ in planes]
+    lanes = [rows.new_zeros(*rows.shape[:2], count, dtype=_INTS[dtype.itemsize]) for count, dtype in planes]
     for bundle in bundles:
         width, count = sum(one[4] for one in bundle), bundle[0][2] - bundle[0][1]
         part, at = rows[..., at : at + count * width // 8], at + count * width // 8
-        words = unpack(part, width, True).long() if width < 8 else _words(part, width // 8)
-        for plane, start, stop, low, bits in bundle:
-            lanes[plane][..., start:stop] |= (words & (1 << bits) - 1) << low
-            words = words >> bits
-    dtypes = [dtype for _, dtype in planes]
-    return [one.flatten(1).to(_INTS[dtype.itemsize]).view(dtype) for one, dtype in zip(lanes, dtypes, strict=True)]
+        words = unpack(part, width, True) if width < 8 else part if width == 8 else _words(part, width // 8)
+        for place, (plane, start, stop, low, bits) in enumerate(bundle):
+            lane, past = lanes[plane][..., start:stop], sum(one[4] for one in bundle[:place])
+            lane |= (words >> past & (1 << bits) - 1).to(lane.dtype) << low
+    return [one.flatten(1).view(dtype) for one, (_, dtype) in zip(lanes, planes, strict=True)]
 
 
 def _words(part: Tensor, size: int) -> Tensor:
     """Words of so many bytes, the first lowest, as int64."""
-    shifts = torch.arange(size, device=part.device) * 8
-    return (part.reshape(*part.shape[:-1], -1, size).long() << shifts).sum(-1)
+    return (part.reshape(*part.shape[:-1], -1, size).long() << torch.arange(size, device=part.device) * 8).sum(-1)
 
 
 def hadamard(x: Tensor, axis: int, size: int, signs: int, scale: float) -> Tensor:
