@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import warnings
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,9 @@ from layoutc.checkpoint.gguf.container import Header, Held
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.safetensors.bound import Read
 from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
+from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.runtime.bindings.facts import RecordBinding
+from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -82,7 +86,12 @@ class Mapped:
     def bytes_of(self, held: Held) -> Tensor:
         """All bytes of a tensor, as they lie in the file."""
         if self._bytes is None:
-            self._bytes = torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
+            with open_file(self.path) as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this memory can't be written: nothing does
+                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                if len(whole) < self._size:
+                    raise DamagedError(f"{self.path} was truncated while it was read; something else writes into it")
+                self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
         return self._bytes[held.begin : held.end]
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
@@ -103,7 +112,7 @@ class Mapped:
         rows = _rows(source, raw.view(shape[0], -1), index[:1])
         each, pieces = max(1, CHUNK // max(1, prod(shape[1:]))), list[Tensor]()
         for first in range(0, len(rows), each):
-            part = rows[first : first + each].contiguous()
+            part = rows[first : first + each].clone(memory_format=torch.contiguous_format)
             values = torch.from_numpy(quants.dequantize(part.view(len(part) * inner, -1).numpy(), kind))
             pieces.append(values.view(len(part), *shape[1:])[(slice(None), *rest)].clone())
         return torch.cat(pieces) if pieces else torch.empty((0, *shape[1:]))[(slice(None), *rest)]
