@@ -27,7 +27,8 @@ def _head(facts: CheckpointFacts) -> Table:
 
 
 def _share(facts: CheckpointFacts) -> str:
-    return f"; the folder has {facts.bytes_on_disk / facts.bf16_bytes:.2%} of that" if facts.bf16_bytes else ""
+    what = "file" if facts.form == "gguf" else "folder"
+    return f"; the {what} has {facts.bytes_on_disk / facts.bf16_bytes:.2%} of that" if facts.bf16_bytes else ""
 
 
 def _entries(facts: CheckpointFacts) -> Table:

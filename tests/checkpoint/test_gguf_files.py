@@ -16,6 +16,8 @@ import gguf_files
 import hostile
 import pytest
 import torch
+import unshipped
+from numpy_models import recipe
 
 import layoutc
 from layoutc import checkpoint
@@ -149,6 +151,54 @@ def test_weights_that_are_cast_on_gather_are_written_as_they_are_multiplied(file
     checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
     found = gguf_files.expected(tmp_path / "out.gguf")["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(found, q8_0.quantize(wanted).dequantize(torch.float32))
+
+
+Q6_K = """layoutc: 1
+name: my_q6_k
+summary: GGUF Q6_K
+formats: {i6: {integer: 6, offset: 32}, i8: {integer: 8}}
+shape: {k: 256}
+element: {format: i6}
+scale: {format: i8, rule: scale-first, super: {format: f16, rule: scale-first, block: {m: 1, k: 256}}}
+orientations:
+  rowwise:
+    block: {m: 1, k: 16}
+    data: {layout: m k}
+    scale: {layout: m k/16}
+    record:
+      size: 256
+      fields:
+        - data 0:64 bits 0:4 | data 64:128 bits 0:4
+        - data 128:192 bits 0:4 | data 192:256 bits 0:4
+        - data 0:32 bits 4:6 | data 32:64 bits 4:6 | data 64:96 bits 4:6 | data 96:128 bits 4:6
+        - data 128:160 bits 4:6 | data 160:192 bits 4:6 | data 192:224 bits 4:6 | data 224:256 bits 4:6
+        - scale
+        - super
+files:
+  gguf: {summary: GGUF, record: {container: gguf, type: Q6_K, number: 14}}
+"""
+
+
+@needs_gguf
+def test_a_recipe_of_ones_own_adds_a_type(file: Path, tmp_path: Path) -> None:
+    """Its weights keep their bytes, without a line of code."""
+    unshipped.add("my_q6_k", Q6_K)
+    model = gguf_files.skeleton()
+    checkpoint.quantize_as_stored(model, file)
+    layoutc.quantize_(model, recipe("my_q6_k"), param_filter=["*.down_proj.weight"])
+    done = checkpoint.load_gguf(model, file)
+    assert done.dequantized == ("model.embed_tokens.weight",)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(
+        weight.dequantize(torch.float32), gguf_files.expected(file)["model.layers.0.mlp.down_proj.weight"]
+    )
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+    unshipped.add("wrong_q6_k", Q6_K.replace("my_", "wrong_").replace("number: 14", "number: 13"))
+    wrong = gguf_files.skeleton()
+    layoutc.quantize_(wrong, recipe("wrong_q6_k"), param_filter=["*.down_proj.weight"])
+    with pytest.raises(LayoutError, match=r"wrong_q6_k/gguf states type 13 of GGUF as Q6_K, 210 bytes .* is wrong"):
+        checkpoint.load_gguf(wrong, file)
 
 
 @needs_gguf
@@ -349,6 +399,25 @@ def test_heads_that_rows_are_not_made_of_are_refused(keys: dict[str, int], words
     model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([attention])})})
     with pytest.raises(LayoutError, match=words):
         checkpoint.load_gguf(model, tmp_path / "a.gguf")
+
+
+def test_rows_of_heads_are_moved_in_biases_too(tmp_path: Path) -> None:
+    """Pairs (0, 1), (2, 3) of a head become its halves (0, 2), (1, 3)."""
+    rows = struct.pack("<8f", *range(8))
+    tensors: Tensors = {
+        "blk.0.attn_q.weight": ((1, 8), F32_TYPE, 0, rows),
+        "blk.0.attn_q.bias": ((8,), F32_TYPE, 32, rows),
+        "blk.0.attn_k.bias": ((8,), F32_TYPE, 64, rows),
+    }
+    heads = key("llama.attention.head_count", U32, struct.pack("<I", 2))
+    (tmp_path / "a.gguf").write_bytes(by_hand([LLAMA, heads], tensors))
+    attention = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(1, 8), "k_proj": torch.nn.Linear(1, 8)})
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"self_attn": attention})])
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": layers})})
+    done = checkpoint.load_gguf(model, tmp_path / "a.gguf", strict=False)
+    assert done == (("model.layers.0.self_attn.k_proj.weight",), (), ())
+    for value in (attention["q_proj"].weight, attention["q_proj"].bias, attention["k_proj"].bias):
+        assert value.flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # ------------------------------------------------------------------------------------------------------------- hostile

@@ -10,7 +10,7 @@ from typing import Any
 import gguf_files
 import pytest
 import torch
-from harness import Ranks
+from harness import Ranks, mesh_of
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
@@ -101,6 +101,31 @@ def test_ranks_load_their_slices_and_write_the_same_file(file: Path, two: Ranks,
         assert ranks.run(exports, str(source), str(out)) == [True] * ranks.world
         assert filecmp.cmp(file, out, shallow=False)
         source = out
+
+
+def exports_of_parts(file: str, out: str) -> bool:
+    """On ranks that tensor parallelism cuts weights over: by rows inside heads, and by columns inside of rows."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    model, plan = gguf_files.skeleton(LAYERS), dict[str, ParallelStyle]()
+    quantize_as_stored(model, file)
+    for n in range(LAYERS):
+        by_rows = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
+        plan |= {f"model.layers.{n}.{name}": ColwiseParallel() for name in by_rows}
+        plan[f"model.layers.{n}.mlp.down_proj"] = RowwiseParallel()
+    parallelize_module(model, mesh_of(dist.get_world_size()), plan)
+    load_gguf(model, file)
+    expected = gguf_files.expected(Path(file))
+    same = all(torch.equal(value, expected[name]) for name, value in values_of(model).items())
+    export_gguf(model, out, source=file)
+    return same
+
+
+def test_parts_of_heads_and_of_rows_come_together(two: Ranks, tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "in.gguf", LAYERS, gguf_files.KINDS | {"ffn_down": "Q4_K"})
+    assert two.run(exports_of_parts, str(file), str(tmp_path / "out.gguf")) == [True, True]
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
 
 
 def tunes(file: str, out: str) -> list[float]:

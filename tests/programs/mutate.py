@@ -57,7 +57,7 @@ AREAS: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "distributed/test_async*",
                 "distributed/test_checkpoint*",
             ),
-            *("distributed/test_safetensors*", "distributed/test_state.py"),
+            *("distributed/test_safetensors*", "distributed/test_state.py", "integrations/test_gguf*"),
         ),
     ),
     *((f"layoutc/runtime/{room}/*", KERNELS) for room in ("kernels", "triton")),

@@ -87,6 +87,8 @@ def read_folder(folder: Path) -> Contents:
     elif (folder / INDEX).is_file():
         files = _index(folder / INDEX)
     else:
+        if folder.is_file():
+            raise FileNotFoundError(f"{folder} is a file, not a folder; load_gguf loads GGUF files")
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX} (it has: {there or 'nothing'})")
     contents, digest = Contents({}, {}, ""), hashlib.sha256()
