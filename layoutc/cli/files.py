@@ -30,10 +30,10 @@ def convert(
     source_files: str | None,
     as_json: bool,
 ) -> None:
-    """Rewrite a folder of safetensors as another program holds it, or a GGUF file as plain safetensors; one weight at a
-    time, without a model.
+    """Rewrite a folder of safetensors as another program holds it, or a GGUF file as plain safetensors.
 
-    `layoutc show RECIPE --files` prints the bindings of a recipe. Weights of the same layout keep their bytes.
+    One weight is in memory at a time, and no model is needed. `layoutc show RECIPE --files` prints the bindings of a
+    recipe. Weights of the same layout keep their bytes.
 
     \b
     layoutc convert DeepSeek-V3 plain --dtype bfloat16

@@ -250,6 +250,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(file: Path, tmp
     assert torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
     checkpoint.load_gguf(model, file, convert=True)
     assert not torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
+    with pytest.raises(
+        LayoutError, match="no installed recipe has files 'deepseek' of GGUF; there are q4_k/gguf, q8_0"
+    ):
+        checkpoint.quantize_as_stored(gguf_files.skeleton(), file, files="deepseek")
     small = gguf_files.skeleton()
     del small.lm_head
     with pytest.raises(LayoutError, match=r"output\.weight is in the file, but not in the model"):

@@ -138,7 +138,6 @@ def test_damaged_and_torn_folders(saved: Path, tmp_path: Path) -> None:
         (["--checkpoint", ".", "--picture", "x"], "do not go with it"),
         (["--checkpoint", ".", "--specs", "specs"], "do not go with it"),
         (["--checkpoint", "nowhere"], "does not exist"),
-        (["--checkpoint", __file__], "is a file"),
         (["mxfp8", "--thorough"], "--thorough needs --checkpoint"),
     ],
 )
@@ -146,6 +145,12 @@ def test_usage_errors(args: list[str], message: str) -> None:
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_a_file_that_is_no_gguf_file_is_refused() -> None:
+    result = run("--checkpoint", __file__)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is not a GGUF file" in result.stderr
 
 
 def test_without_torch_it_says_so(tmp_path: Path) -> None:

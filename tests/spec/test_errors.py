@@ -179,9 +179,10 @@ def test_never_raises_on_exchanged_words(name: str, data: st.DataObject) -> None
 def test_the_language_page_shows_what_there_is() -> None:
     """Its example is a spec that passes; its names of rules, parameters and formats are those in the data."""
     text = (SPECS / "README.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    first, second, third = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert read_spec(first, "specs/nvfp4.yaml")[1] == []
     assert read_spec(patched("fp8_current", second), "specs/fp8_current.yaml")[1] == []
+    assert read_spec(patched("q8_0", third), "specs/q8_0.yaml")[1] == []
     for name in (*RULES, *BUILTIN, *(key for rule in RULES.values() for key in rule.parameters)):
         assert re.search(rf"(`|\b){name}(`|\b)", text), f"specs/README.md says nothing of {name}"
     keys = {key for model in (Spec, Scale, Buffer, Block, Element, FormatDef) for key in model.model_fields}

@@ -27,7 +27,11 @@ def quantize_as_gguf(
     """
     header = read_header(Path(file))
     names, by_number = names_of(header), dict[int, list[Kind]]()
-    for kind in installed():
+    every = installed()
+    if files is not None and not any(files in (kind.label, kind.binding.name) for kind in every):
+        there = ", ".join(sorted(kind.label for kind in every))
+        raise LayoutError(f"no installed recipe has files {files!r} of GGUF; there are {there}")
+    for kind in every:
         by_number.setdefault(kind.binding.number, []).append(kind)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     chosen = dict[str, type[QuantizedTensor]]()
