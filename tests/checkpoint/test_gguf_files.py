@@ -201,6 +201,42 @@ def test_a_recipe_of_ones_own_adds_a_type(file: Path, tmp_path: Path) -> None:
         checkpoint.load_gguf(wrong, file)
 
 
+BOTH_WAYS = """layoutc: 1
+name: my_q8_0
+summary: GGUF Q8_0, with codes of its own for the backward pass
+shape: {m: 32, k: 32}
+element: {format: int8}
+scale: {format: f16, rule: scale-first, unrounded: true}
+orientations:
+  rowwise:
+    block: {m: 1, k: 32}
+    data: {layout: m k}
+    scale: {layout: m k/32}
+    record: {size: 32, fields: [scale, data]}
+  columnwise:
+    block: {m: 32, k: 1}
+    data: {layout: k m}
+    scale: {layout: k m/32}
+files:
+  gguf: {summary: GGUF, record: {container: gguf, type: Q8_0, number: 8}}
+"""
+
+
+@needs_gguf
+def test_codes_that_files_do_not_have_are_quantized_from_their_values(file: Path, tmp_path: Path) -> None:
+    unshipped.add("my_q8_0", BOTH_WAYS)
+    model = gguf_files.skeleton()
+    layoutc.quantize_(model, recipe("my_q8_0"), param_filter=["*.k_proj.weight"])
+    checkpoint.load_gguf(model, file)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    values = gguf_files.expected(file)["model.layers.0.self_attn.k_proj.weight"]
+    made = recipe("my_q8_0").quantize(values, orientations=("columnwise",)).planes()
+    assert torch.equal(weight.dequantize(torch.float32), values)
+    assert all(torch.equal(plane, weight.planes()[name]) for name, plane in made.items())
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+
+
 @needs_gguf
 def test_a_file_converts_to_a_plain_folder(file: Path, tmp_path: Path) -> None:
     """Under transformers' names, which a plain model loads; files of others follow from that."""

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed
-from layoutc.checkpoint.gguf.planning import Rename, names_of
+from layoutc.checkpoint.gguf.planning import names_of
 from layoutc.checkpoint.safetensors.as_stored import quantize_each
-from layoutc.checkpoint.safetensors.planning import file_name
+from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 

@@ -17,7 +17,7 @@ from layoutc.checkpoint.gguf.planning import entry, names_of, source_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, library
+from layoutc.checkpoint.safetensors.files import OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry
 from layoutc.checkpoint.safetensors.writing import (
@@ -61,7 +61,6 @@ def convert_gguf(
     written.
     """
     to = dtype_of(dtype)
-    library()
     header, out = read_header(Path(file)), Path(folder)
     check_new(out, "convert")
     names, kinds = names_of(header), installed()

@@ -18,14 +18,14 @@ from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.gguf.container import Header, read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
-from layoutc.checkpoint.gguf.planning import Rename, entry, names_of, rotation_of, source_of
+from layoutc.checkpoint.gguf.planning import entry, names_of, rotation_of, source_of
 from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Source
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of, whole_planes
 from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
-from layoutc.checkpoint.safetensors.planning import Entry, file_name
+from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor

@@ -11,9 +11,10 @@ from torch import nn
 
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted
 from layoutc.checkpoint.gguf.container import read_header
-from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, Rename, plan
+from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors.load import check, write
+from layoutc.checkpoint.safetensors.planning import Rename
 
 
 @torch.no_grad()

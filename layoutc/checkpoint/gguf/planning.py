@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,14 +13,13 @@ from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, library
 from layoutc.checkpoint.safetensors.files import Stored
-from layoutc.checkpoint.safetensors.planning import Entry, Step, file_name
+from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 ARCHITECTURE, SPLIT = "general.architecture", "split.count"
-Rename = Callable[[str], str]
 
 
 class LoadedGguf(NamedTuple):

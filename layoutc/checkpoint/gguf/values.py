@@ -124,8 +124,11 @@ class Mapped:
         if self._last is not None and self._last[0] == (cls, part):
             return self._last[1]
         stored, rows, records = part
-        k, planes = len(records) * binding.elements, dict[str, Tensor]()
+        k, orientation = len(records) * binding.elements, orientation_of(binding)
         facts = cls.LAYOUT.planes(len(rows), k)
+        planes = {
+            name: torch.empty(facts[name].shape, dtype=facts[name].dtype) for name in cls.LAYOUT.sources[orientation]
+        }
         each = max(1, CHUNK // max(1, len(records) * binding.nbytes))
         for first in range(0, len(rows), each):
             last = min(first + each, len(rows))
@@ -133,12 +136,9 @@ class Mapped:
                 slice(rows.start + first, rows.start + last),
                 slice(records.start * binding.nbytes, records.stop * binding.nbytes),
             )
-            made = cls.REFERENCE.read_record(
-                self.read(stored, index).contiguous(), last - first, k, orientation_of(binding)
-            )
-            for name, plane in made.items():
-                into = planes.setdefault(name, torch.empty(facts[name].shape, dtype=facts[name].dtype))
-                into[first:last].copy_(plane)
+            raw = self.read(stored, index).contiguous()
+            for name, plane in cls.REFERENCE.read_record(raw, last - first, k, orientation).items():
+                planes[name][first:last].copy_(plane)
         self._last = (cls, part), planes
         return planes
 

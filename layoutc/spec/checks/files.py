@@ -87,6 +87,13 @@ def containers_hold_records(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             label = source.key(where)
             help = "add `record` to `orientations.rowwise`, or name tensors: `tensors: {data: ..., scale: ...}`"
             yield source.find("LC367", "the rowwise orientation has no records", label, help=help)
+        if spec.tensor is not None:
+            label, used = (
+                source.key(where),
+                source.key(("tensor",), "the weight's amax, which is in no record"),
+            )
+            help = "delete `record`, and name tensors: `tensors: {data: ..., scale: ..., amax: ...}`"
+            yield source.find("LC367", "records do not hold a whole weight", label, used, help=help)
         for key in ("tensors", "ignore", "parts", "config", "recognize", "plain"):
             if getattr(binding, key):
                 label, used = source.key(("files", name, key)), source.key(where, "is all that such files state")
