@@ -6,6 +6,7 @@ there, that every byte is checked before a live model is written, and that preci
 
 from layoutc.checkpoint.as_stored import quantize_as_stored as quantize_as_stored
 from layoutc.checkpoint.gguf.convert import convert_gguf as convert_gguf
+from layoutc.checkpoint.gguf.convert import convert_to_gguf as convert_to_gguf
 from layoutc.checkpoint.gguf.export import export_gguf as export_gguf
 from layoutc.checkpoint.gguf.load import load_gguf as load_gguf
 from layoutc.checkpoint.inspection import inspect as inspect

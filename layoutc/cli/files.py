@@ -20,6 +20,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Instead: plain values of weights that are quantized.")
 @click.option("--match", multiple=True, metavar="PATTERN", help="Names of plain matrices to quantize as well.")
 @click.option("--from", "source_files", metavar="RECIPE/BINDING", help="What SRC holds.  [default: by its config.json]")
+@click.option(
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Instead: one GGUF file, of the types and key-values of this one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="What was written, as one JSON object.")
 def convert(
     source: Path,
@@ -28,9 +34,10 @@ def convert(
     dtype: str | None,
     match: tuple[str, ...],
     source_files: str | None,
+    like: Path | None,
     as_json: bool,
 ) -> None:
-    """Rewrite a folder of safetensors as another program holds it, or a GGUF file as plain safetensors.
+    """Rewrite a folder of safetensors as another program holds it, or a GGUF file as plain safetensors; and back.
 
     One weight is in memory at a time, and no model is needed. `layoutc show RECIPE --files` prints the bindings of a
     recipe. Weights of the same layout keep their bytes.
@@ -39,10 +46,13 @@ def convert(
     layoutc convert DeepSeek-V3 plain --dtype bfloat16
     layoutc convert Llama-3-8B served --files mxfp8/compressed_tensors --match "*_proj.weight"
     layoutc convert DeepSeek-V3 served --files fp8_block/compressed_tensors
-    layoutc convert Llama-3-8B.Q4_K_M.gguf plain --dtype bfloat16
+    layoutc convert Llama-3-8B.Q8_0.gguf plain --dtype bfloat16
+    layoutc convert tuned tuned.gguf --like Llama-3-8B.Q8_0.gguf
     """
-    if (files is None) == (dtype is None):
-        refuse("say what to write: --files RECIPE/BINDING, or --dtype")
+    if sum(one is not None for one in (files, dtype, like)) != 1:
+        refuse("say what to write: --files RECIPE/BINDING, --dtype, or --like FILE.gguf")
+    if like is not None and (match or source_files is not None or not source.is_dir()):
+        refuse("--like writes a folder of plain safetensors as a GGUF file; --match and --from do not go with it")
     if dtype is not None and match:
         refuse("--match chooses what --files quantizes; --dtype quantizes nothing")
     if source.is_file() and (dtype is None or source_files is not None):
@@ -50,12 +60,14 @@ def convert(
     if not source.is_dir() and not source.is_file():
         refuse(f"{source} is no folder, and no file")
     try:
-        from layoutc.checkpoint import convert_gguf, convert_safetensors
+        from layoutc.checkpoint import convert_gguf, convert_safetensors, convert_to_gguf
         from layoutc.checkpoint.inspection import LayoutError
     except ImportError as error:
         raise click.UsageError(f"`layoutc convert` needs torch: {error}") from error
     try:
-        if source.is_file():
+        if like is not None:
+            done = convert_to_gguf(source, folder, source=like)
+        elif source.is_file():
             assert dtype is not None
             done = convert_gguf(source, folder, dtype=dtype)
         else:
@@ -66,7 +78,7 @@ def convert(
     if as_json:
         click.echo(json.dumps(done._asdict()))
         return
-    what = f"{len(done.quantized)} weights quantized" if files else "no weight quantized"
+    what = f"{len(done.quantized)} weights quantized" if files or like else "no weight quantized"
     click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
     if done.left:
         shown = ", ".join(done.left[:4]) + (f" and {len(done.left) - 4} more" if len(done.left) > 4 else "")

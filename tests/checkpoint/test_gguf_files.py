@@ -258,6 +258,39 @@ def test_a_file_converts_to_a_plain_folder(file: Path, tmp_path: Path) -> None:
 
 
 @needs_gguf
+def test_a_plain_folder_becomes_a_file_like_another(file: Path, tmp_path: Path) -> None:
+    """What has not changed keeps its bytes; the rest is quantized to the same types, where recipes state them."""
+    checkpoint.convert_gguf(file, tmp_path / "plain", dtype=torch.float32)
+    done = checkpoint.convert_to_gguf(tmp_path / "plain", tmp_path / "same.gguf", source=file)
+    assert done.files == ("same.gguf",)
+    assert len(done.quantized) == 9
+    assert filecmp.cmp(file, tmp_path / "same.gguf", shallow=False)
+    model = gguf_files.skeleton()
+    checkpoint.load_safetensors(model, tmp_path / "plain")
+    changed = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
+    with torch.no_grad():
+        for name in changed:
+            model.get_submodule(name).weight.mul_(0.75)
+    checkpoint.export_safetensors(model, tmp_path / "tuned")
+    types = checkpoint.convert_to_gguf(tmp_path / "tuned", tmp_path / "tuned.gguf", source=file).quantized
+    assert "blk.0.attn_q.weight" in types
+    assert "blk.0.ffn_down.weight" not in types  # Q6_K, which no recipe states: plain
+    found, before = gguf_files.expected(tmp_path / "tuned.gguf"), gguf_files.expected(file)
+    for name, kind in zip(changed, ("q8_0", "q4_k", ""), strict=True):
+        values = before[f"{name}.weight"] * 0.75
+        made = recipe(kind).quantize(values).dequantize(torch.float32) if kind else values
+        assert torch.equal(found[f"{name}.weight"], made), name
+    left = before.keys() - {f"{name}.weight" for name in changed}
+    assert all(torch.equal(found[name], before[name]) for name in left)
+    assert checkpoint.export_gguf(model, tmp_path / "live.gguf", source=file, quantize=True)["output.weight"] == "Q8_0"
+    assert filecmp.cmp(tmp_path / "tuned.gguf", tmp_path / "live.gguf", shallow=False)
+    layoutc.quantize_(model, "mxfp4", param_filter=["*.q_proj.weight"])
+    checkpoint.export_safetensors(model, tmp_path / "quantized")
+    with pytest.raises(LayoutError, match="holds quantized weights: make them plain first"):
+        checkpoint.convert_to_gguf(tmp_path / "quantized", tmp_path / "other.gguf", source=file)
+
+
+@needs_gguf
 def test_listing_names_recipes_and_types(file: Path) -> None:
     facts = checkpoint.inspect(file)
     kinds = {entry.name: entry.kind for entry in facts.entries}

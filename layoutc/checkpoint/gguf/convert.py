@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a folder of plain safetensors, with one tensor in memory at a time."""
+"""Converts a GGUF file to a folder of plain safetensors, and back, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.gguf.container import read_header
+from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.planning import entry, names_of, source_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
-from layoutc.checkpoint.safetensors.files import OF_OTHERS
+from layoutc.checkpoint.safetensors.files import OF_OTHERS, Slices, library, read_folder
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry
 from layoutc.checkpoint.safetensors.writing import (
@@ -86,6 +88,33 @@ def convert_gguf(
     finally:
         shutil.rmtree(partly, ignore_errors=True)
     return Converted(tuple(split), (), tuple(left))
+
+
+def convert_to_gguf(
+    folder: str | PathLike[str],
+    file: str | PathLike[str],
+    *,
+    source: str | PathLike[str],
+) -> Converted:
+    """Writes a folder of plain safetensors, under transformers' names, as one GGUF file; without a model.
+
+    source: a GGUF file of the same architecture, whose key-values, order and types the new one has: tensors whose
+    values are those that the source's stand for keep its bytes, and others are quantized to its types, where recipes
+    state these. As `export_gguf` with `quantize=True`, and it raises the same; LayoutError for a folder of quantized weights.
+    """
+    path = Path(folder)
+    library()
+    contents = read_folder(path)
+    if contents.described or recognize.quantization_config(path):
+        raise LayoutError(
+            f"{path} holds quantized weights: make them plain first, with `layoutc convert {path} plain --dtype "
+            "bfloat16`"
+        )
+    with Slices() as slices:
+        state = {name: slices.read(stored, ()) for name, stored in contents.tensors.items()}  # views of mapped files
+        types = export_gguf(state, file, source=source, quantize=True)
+        del state
+    return Converted((Path(file).name,), tuple(name for name, kind in types.items() if kind not in PLAIN), ())
 
 
 def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.gguf.container import Header, read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.planning import entry, names_of, rotation_of, source_of
-from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN
+from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Source
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of, whole_planes
@@ -35,7 +35,7 @@ BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of fail
 
 class Item(NamedTuple):
     """A tensor that is written. value: the model's; None for one of the source that no parameter holds. kind: of a
-    quantized weight. kept: the source's bytes, since they stand for the values of a plain one."""
+    weight that is quantized, or will be. kept: the source's bytes, since they stand for the values of a plain one."""
 
     planned: Planned
     value: Tensor | None
@@ -50,16 +50,18 @@ def export_gguf(
     file: str | PathLike[str],
     *,
     source: str | PathLike[str],
+    quantize: bool = False,
     rename: Rename | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Writes a model as one GGUF file, for llama.cpp and the programs around it.
+) -> dict[str, str]:
+    """Writes a model as one GGUF file, for llama.cpp and the programs around it; returns tensor -> type.
 
     source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
     vocabulary, template) are copied byte for byte, and tensors come in its order. Weights that are quantized, or cast
     on gather, are written as the type that their recipe states. A plain tensor whose values are those that the source's
     tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more. So
-    a model that was loaded and not trained gives the source's file. rename: a name of the state dict -> the one in
+    a model that was loaded and not trained gives the source's file. quantize: plain tensors too are quantized to the
+    types that the source has them in, where recipes state these. rename: a name of the state dict -> the one in
     transformers' model. Of tied weights only the first is written.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
@@ -70,14 +72,16 @@ def export_gguf(
     DamagedError, LayoutError before anything is written; OSError if writing fails, and then nothing is left behind.
     """
     problems: list[Problem] = []
-    path, items = Path(file), list[Item]()
+    path, items, every = Path(file), list[Item](), list[Kind]()
     first, digest = rank_of(process_group) == 0, ""
     header: Header | None = None
     mapped: Mapped | None = None
     with noted(problems):
         header = read_header(Path(source))
         mapped = Mapped(header, {})
-        items = _items(state_of(model_or_state_dict), header, mapped, rename, problems)
+        every = installed()
+        into = {kind.binding.number: kind for kind in every} if quantize else {}
+        items = _items(state_of(model_or_state_dict), header, mapped, into, rename, problems)
         if first:
             check_new(path)
         facts = repr([(item.planned, item.value is None) for item in items]) + header.digest
@@ -86,7 +90,6 @@ def export_gguf(
     assert header is not None
     assert mapped is not None
     with noted(problems):
-        every = installed()
         items = [_as_source(item, mapped, every) for item in items]
     kept = everywhere([item.kept for item in items], process_group)
     agree(problems, process_group)
@@ -114,13 +117,22 @@ def export_gguf(
     finally:
         if out is not None:
             out.abandon()
+    return {item.planned.name: TYPES[item.planned.number].name for item in items}
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 def _items(
-    state: Mapping[str, Tensor], header: Header, mapped: Mapped, rename: Rename | None, problems: list[Problem]
+    state: Mapping[str, Tensor],
+    header: Header,
+    mapped: Mapped,
+    into: Mapping[int, Kind],
+    rename: Rename | None,
+    problems: list[Problem],
 ) -> list[Item]:
-    """What is written, in the source's order, then what it lacks; types of plain tensors are as for new ones."""
+    """What is written, in the source's order, then what it lacks; types of plain tensors are as for new ones.
+
+    into: the types that plain weights are quantized to where the source has them, by number.
+    """
     names, found, expected = names_of(header), dict[str, Item](), set[str]()
     kinds = kinds_of({cls: None for cls in map(class_of, state.values()) if cls is not None})
     for name, value in state.items():
@@ -139,6 +151,8 @@ def _items(
                     f"{header.path}"
                 )
             kind = _kind(name, value, kinds)
+            if kind is None and tensor in header.tensors and value.dim() > 1:
+                kind = into.get(header.tensors[tensor].number)
             planned = Planned(tensor, _number(name, value, kind), tuple(value.shape))
             if tensor in header.tensors:
                 mapped.sources[tensor] = source_of(tensor, module, names, header)
@@ -186,7 +200,11 @@ def _number(name: str, value: Tensor, kind: Kind | None) -> int:
 
 def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
     """The item, kept if this rank's values of a plain tensor are those that the source's stands for."""
-    if item.value is None or item.kind is not None or (source := mapped.sources.get(item.planned.name)) is None:
+    if (
+        item.value is None
+        or class_of(item.value) is not None
+        or (source := mapped.sources.get(item.planned.name)) is None
+    ):
         return item
     local = meshes.local_of(item.value)
     if isinstance(item.value, DTensor) and item.value.device_mesh.get_coordinate() is None:
@@ -210,7 +228,7 @@ def _decided(item: Item, header: Header, kept: bool) -> Item:
     if not kept:
         return item._replace(kept=False)
     held = header.tensors[item.planned.name]
-    return item._replace(kept=True, planned=item.planned._replace(number=held.number))
+    return item._replace(kept=True, kind=None, planned=item.planned._replace(number=held.number))
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
@@ -224,7 +242,6 @@ def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped) -> Non
         dtype = OF_OTHERS[next(plain for plain, number in NUMBERS.items() if number == item.planned.number)]
         out.put(name, values_of(whole.detach(), dtype, item.rotated))
         return
-    assert item.value is not None
-    planes = whole_planes(item.value, whole)
+    planes = whole_planes(item.kind.cls, whole)
     needed = {plane: planes[plane] for plane in item.kind.cls.LAYOUT.sources[_first(item.kind)]}
     out.put(name, records_of(item.kind, needed, item.planned.shape[-1], item.rotated))

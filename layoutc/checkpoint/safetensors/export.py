@@ -338,13 +338,9 @@ def _room_for_descriptions(items: Sequence[Item], dtype: torch.dtype | None) -> 
     return len(json.dumps(_metadata(described)))
 
 
-def whole_planes(value: Tensor, whole: Tensor) -> dict[str, Tensor]:
-    """The planes of a gathered weight; one that is cast on gather is quantized as a gather does it.
-
-    value: the weight before it was gathered.
-    """
+def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor) -> dict[str, Tensor]:
+    """The planes of a gathered weight; plain values are quantized to this class, as a gather casts them."""
     if not isinstance(whole, QuantizedTensor):
-        cls = class_of(value)
         assert cls is not None
         first = next(iter(cls.LAYOUT.sources))
         whole = weights.quantize(cls, whole.contiguous(), orientations=(first,))
@@ -355,7 +351,7 @@ def whole_planes(value: Tensor, whole: Tensor) -> dict[str, Tensor]:
 def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
-        planes = {name: plane.cpu() for name, plane in whole_planes(item.value, whole).items()}
+        planes = {name: plane.cpu() for name, plane in whole_planes(class_of(item.value), whole).items()}
         yield from ((one.name, one.made(planes)) for one in item.held)
         return
     if not isinstance(whole, QuantizedTensor):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted
 from layoutc.checkpoint.common.whole_weights import gathered_whole
-from layoutc.checkpoint.safetensors.export import Item, bindings_of, items_of, state_of, whole_planes
+from layoutc.checkpoint.safetensors.export import Item, bindings_of, class_of, items_of, state_of, whole_planes
 from layoutc.checkpoint.safetensors.planning import Rename
 
 
@@ -49,7 +49,7 @@ def _tensors(item: Item) -> Iterator[tuple[str, Tensor]]:
     """A weight's tensors. What a caller does between two of them runs in its own grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
-        planes = whole_planes(item.value, whole) if item.held else {}
+        planes = whole_planes(class_of(item.value), whole) if item.held else {}
     if not item.held:
         yield item.name, whole
     del whole
