@@ -100,7 +100,8 @@ def convert_to_gguf(
 
     source: a GGUF file of the same architecture, whose key-values, order and types the new one has: tensors whose
     values are those that the source's stand for keep its bytes, and others are quantized to its types, where recipes
-    state these. As `export_gguf` with `quantize=True`, and it raises the same; LayoutError for a folder of quantized weights.
+    state these. As `export_gguf` with `quantize=True`, and it raises the same; LayoutError for a folder of quantized
+    weights.
     """
     path = Path(folder)
     library()

@@ -22,7 +22,7 @@ from layoutc.checkpoint.gguf.planning import entry, names_of, rotation_of, sourc
 from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Source
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
-from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of, whole_planes
+from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of
 from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
@@ -242,6 +242,4 @@ def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped) -> Non
         dtype = OF_OTHERS[next(plain for plain, number in NUMBERS.items() if number == item.planned.number)]
         out.put(name, values_of(whole.detach(), dtype, item.rotated))
         return
-    planes = whole_planes(item.kind.cls, whole)
-    needed = {plane: planes[plane] for plane in item.kind.cls.LAYOUT.sources[_first(item.kind)]}
-    out.put(name, records_of(item.kind, needed, item.planned.shape[-1], item.rotated))
+    out.put(name, records_of(item.kind, whole.detach(), item.rotated))

@@ -18,8 +18,10 @@ from layoutc.checkpoint.gguf.container import MAGIC, Header
 from layoutc.checkpoint.gguf.kinds import Kind
 from layoutc.checkpoint.gguf.types import TYPES
 from layoutc.checkpoint.gguf.values import CHUNK, Rotated, orientation_of
+from layoutc.checkpoint.safetensors.export import whole_planes
 from layoutc.checkpoint.untrusted.files import open_file, read_at
 from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 COPIED = 1 << 24  # bytes of another file that are copied at a time
 
@@ -102,15 +104,21 @@ def check_new(path: Path) -> None:
         raise FileExistsError(f"{path} exists: export into a new file")
 
 
-def records_of(kind: Kind, planes: dict[str, Tensor], k: int, rotated: Rotated | None) -> Iterator[Tensor]:
-    """A whole weight's records, some rows at a time, in the order of a file."""
+def records_of(kind: Kind, whole: Tensor, rotated: Rotated | None) -> Iterator[Tensor]:
+    """A whole weight's records, some rows at a time, in the order of a file: of its planes; or of plain values, which
+    are quantized as a gather casts them. A record is of one row, and nothing of a weight is in none of them."""
     cls, binding = kind
-    orientation, m = orientation_of(binding), len(next(iter(planes.values())))
+    orientation, k, first = orientation_of(binding), whole.shape[-1], next(iter(cls.LAYOUT.sources))
+    quantized = isinstance(whole, QuantizedTensor) or cls.LAYOUT.stochastic  # whose bits follow from places
+    planes = whole_planes(cls, whole) if quantized else {}
+    values, m = (None if quantized else whole.reshape(-1, k)), prod(whole.shape[:-1])
     each = max(1, CHUNK // max(1, k // binding.elements * binding.nbytes))
-    for first in range(0, m, each):
-        some = _in_model(range(first, min(first + each, m)), rotated)
-        part = {name: plane[some].cpu() for name, plane in planes.items()}
-        yield cls.REFERENCE.lay_out(part, min(each, m - first), k, (orientation,))[binding.buffer]
+    for start in range(0, m, each):
+        rows = _in_model(range(start, min(start + each, m)), rotated)
+        made = planes if values is None else whole_planes(cls, values[rows])
+        held = {name: made[name][rows] if planes else made[name] for name in cls.LAYOUT.sources[first]}
+        part = {name: plane.cpu() for name, plane in held.items()}
+        yield cls.REFERENCE.lay_out(part, min(each, m - start), k, (orientation,))[binding.buffer]
 
 
 def values_of(values: Tensor, dtype: torch.dtype, rotated: Rotated | None) -> Iterator[Tensor]:

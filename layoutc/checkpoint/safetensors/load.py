@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -37,6 +38,8 @@ from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.weight import gathered_in_graphs, stored_form
 from layoutc.runtime.weight.pending_writes import check_writable
 from layoutc.runtime.weight.tensor import QuantizedTensor, written
+
+DEQUANTIZED = 1 << 22  # values that are dequantized at a time
 
 
 @torch.no_grad()
@@ -275,8 +278,8 @@ def _write_planes(param: Tensor, local: QuantizedTensor, source: Entry, slices: 
 def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dtype: torch.dtype) -> Tensor:
     """The values of this rank's part in its local shape, dequantized from the whole blocks that it touches."""
     cls, layout, (m, k) = source.cls, source.cls.LAYOUT, (prod(source.shape[:-1]), source.shape[-1])
-    runs = []
-    for rows in rows_of(source.shape, box_of(param)):
+    out, at = torch.empty(local.shape, dtype=dtype, device=local.device), 0
+    for rows in _some_at_a_time(rows_of(source.shape, box_of(param)), layout.block_rows):
         blocks = whole_blocks(rows, layout.block_rows, layout.column_multiple, m, k)
         matrix = blocks.shape
         planes = {}
@@ -284,7 +287,18 @@ def dequantized(param: Tensor, local: Tensor, source: Entry, slices: Reader, dty
             piece = _read(slices, file, entries_of(layout.stored[name], file.shape, blocks, k))
             planes[name] = piece.to(local.device).contiguous().view(layout.dtypes[name])
         values = cls(planes, matrix, dtype, matrix=matrix, orientations=source.orientations).dequantize(dtype)
-        runs.append(values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0])
-    if not runs:
-        return torch.empty(local.shape, dtype=dtype, device=local.device)
-    return torch.cat(runs).view(local.shape)
+        own = values[rows.r0 - blocks.r0 :, rows.c0 - blocks.c0 :][: rows.r1 - rows.r0, : rows.c1 - rows.c0]
+        out.view(-1, local.shape[-1])[at : at + len(own)].copy_(own)
+        at += len(own)
+    return out
+
+
+def _some_at_a_time(runs: list[Rect], block_rows: int) -> Iterator[Rect]:
+    """Runs of rows in pieces that end where blocks do: dequantizing takes many times the bytes of what it gives."""
+    for rows in runs:
+        each = max(1, DEQUANTIZED // (block_rows * max(1, rows.c1 - rows.c0))) * block_rows
+        first = rows.r0
+        while first < rows.r1:
+            last = min(first // block_rows * block_rows + each, rows.r1)
+            yield Rect(first, last, rows.c0, rows.c1)
+            first = last
