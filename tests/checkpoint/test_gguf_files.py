@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import random
 import re
 import struct
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ import hostile
 import pytest
 import torch
 import unshipped
+from click.testing import CliRunner
 from numpy_models import recipe
 
 import layoutc
@@ -25,6 +28,7 @@ from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
 from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.types import TYPES
 from layoutc.checkpoint.gguf.values import Rotated
+from layoutc.cli.app import main
 from layoutc.recipes import q8_0
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
@@ -291,6 +295,29 @@ def test_a_plain_folder_becomes_a_file_like_another(file: Path, tmp_path: Path) 
 
 
 @needs_gguf
+def test_the_command_converts_files_both_ways(file: Path, tmp_path: Path) -> None:
+    plain, again = str(tmp_path / "plain"), str(tmp_path / "again.gguf")
+    done = CliRunner().invoke(main, ["convert", str(file), plain, "--dtype", "float32", "--json"])
+    assert json.loads(done.stdout) == {"files": ["model.safetensors"], "quantized": [], "left": []}
+    done = CliRunner().invoke(main, ["convert", plain, again, "--like", str(file)])
+    assert done.exit_code == 0
+    assert "again.gguf; 9 weights quantized" in done.stderr
+    assert filecmp.cmp(file, again, shallow=False)
+    for arguments, code, words in (
+        ((str(file), "x", "--files", "mxfp8/compressed_tensors"), 2, "is a file: of GGUF files --dtype makes a plain"),
+        ((str(file), "x"), 2, "say what to write: --files RECIPE/BINDING, --dtype, or --like FILE.gguf"),
+        ((str(file), "x", "--like", str(file)), 2, "--like writes a folder of plain safetensors"),
+        ((plain, "x", "--like", str(file), "--match", "*"), 2, "--match and --from do not go with it"),
+        ((str(tmp_path / "nothing"), "x", "--dtype", "float32"), 2, "is no folder, and no file"),
+        ((__file__, "x", "--dtype", "float32"), 1, "is not a GGUF file"),
+        ((plain, again, "--like", str(file)), 1, "exists: export into a new file"),
+    ):
+        done = CliRunner().invoke(main, ["convert", *arguments])
+        assert done.exit_code == code, done.output
+        assert words in " ".join(done.stderr.split())
+
+
+@needs_gguf
 def test_listing_names_recipes_and_types(file: Path) -> None:
     facts = checkpoint.inspect(file)
     kinds = {entry.name: entry.kind for entry in facts.entries}
@@ -454,6 +481,33 @@ def test_files_by_the_definition(made: bytes, words: str, tmp_path: Path) -> Non
     (tmp_path / "a.gguf").write_bytes(made)
     told = load(tmp_path / "a.gguf")
     assert re.search(words, told) if words else not told, told
+
+
+@needs_gguf
+def test_types_that_recipes_state_need_no_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {name: "Q8_0" if kind == "Q6_K" else kind for name, kind in gguf_files.KINDS.items()}
+    other = gguf_files.write(tmp_path / "in.gguf", kinds=kinds)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    checkpoint.export_gguf(loaded(other), tmp_path / "out.gguf", source=other)
+    assert filecmp.cmp(other, tmp_path / "out.gguf", shallow=False)
+    with pytest.raises(ImportError, match=r"is not installed: pip install gguf"):
+        checkpoint.load_gguf(gguf_files.skeleton(), file)
+
+
+@needs_gguf
+def test_types_whose_values_nobody_knows_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """ggml's Q8_K, which is for products alone."""
+    tensors: Tensors = {
+        "output_norm.weight": TWO["output_norm.weight"],
+        "token_embd.weight": ((256, 1), 15, 32, bytes(292)),
+    }
+    (tmp_path / "a.gguf").write_bytes(by_hand(tensors=tensors))
+    model = Small()
+    model.model["embed_tokens"] = torch.nn.Embedding(1, 256)
+    with pytest.raises(LayoutError, match=r"token_embd\.weight is Q8_K in the file, which the package gguf .* can't"):
+        checkpoint.load_gguf(model, tmp_path / "a.gguf")
+    assert not model.model["norm"].weight.any()
 
 
 @pytest.mark.parametrize(

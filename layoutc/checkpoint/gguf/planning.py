@@ -11,7 +11,7 @@ from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
 from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
-from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, library
+from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
 from layoutc.checkpoint.safetensors.files import Stored
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name
 from layoutc.checkpoint.untrusted.files import short
@@ -137,7 +137,7 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
     """Where a parameter's values come from: plain values, records of a recipe, or what another type stands for.
 
     kinds: the types that recipes state. Raises LayoutError for a type that no recipe states, of a weight that is
-    quantized, unless `convert`; ImportError if the package that knows such types is missing.
+    quantized, unless `convert`, and of which nobody knows the values; ImportError without the package that does.
     """
     held, local, path = source.held, meshes.local_of(param), file.path
     if held.type in PLAIN:
@@ -160,5 +160,5 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
             f"{name} is {held.type} in the file, which no installed recipe states, and {local.LAYOUT.name} in the "
             "model: leave it plain, as quantize_as_stored does, or pass convert=True, which dequantizes it"
         )
-    library()
+    check_known(held)
     return source.stored(path)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.gguf.container import Header, Held
-from layoutc.checkpoint.gguf.types import PLAIN
+from layoutc.checkpoint.gguf.types import PLAIN, TYPES
 from layoutc.checkpoint.safetensors.bound import Read
 from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
 from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.runtime.bindings.facts import RecordBinding
-from layoutc.runtime.errors import DamagedError
+from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -35,6 +35,20 @@ def library() -> ModuleType:
             "gguf, which says what other types of GGUF stand for, is not installed: pip install gguf"
         ) from error
     return gguf.quants
+
+
+def check_known(held: Held) -> None:
+    """Raises LayoutError for a tensor of a type that the package gguf does not know the values of, ImportError without
+    it."""
+    quants, one = library(), torch.zeros(1, TYPES[held.number].nbytes, dtype=torch.uint8)
+    import gguf
+
+    try:
+        quants.dequantize(one.numpy(), gguf.GGMLQuantizationType(held.number))
+    except (ValueError, NotImplementedError) as error:
+        raise LayoutError(
+            f"{held.name} is {held.type} in the file, which the package gguf that is installed can't dequantize"
+        ) from error
 
 
 class Rotated(NamedTuple):
