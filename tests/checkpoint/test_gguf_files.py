@@ -318,6 +318,23 @@ def test_the_command_converts_files_both_ways(file: Path, tmp_path: Path) -> Non
 
 
 @needs_gguf
+@pytest.mark.parametrize("what", ["struct.pack", "os.fsync", "os.replace"])
+def test_an_export_that_fails_leaves_nothing(
+    what: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its begin, at its end, and when it gets its name."""
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = loaded(file)
+    monkeypatch.setattr(f"layoutc.checkpoint.gguf.writing.{what}", fails)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_gguf
 def test_listing_names_recipes_and_types(file: Path) -> None:
     facts = checkpoint.inspect(file)
     kinds = {entry.name: entry.kind for entry in facts.entries}

@@ -51,12 +51,19 @@ class OpenGguf:
         self._partly = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partly")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(self._partly, "xb")  # noqa: SIM115 - closed by `finish` or `abandon`
+        try:
+            self._begin(source)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _begin(self, source: Header) -> None:
         begin, end = source.keys
         with open_file(source.path) as file:
             keys = read_at(file, begin, end - begin)
         if len(keys) != end - begin:
             raise DamagedError(f"{source.path} was truncated while it was read; something else writes into it")
-        counts = struct.pack("<IQQ", source.version, len(planned), source.key_count)
+        counts = struct.pack("<IQQ", source.version, len(self._planned), source.key_count)
         self._file.write(MAGIC + counts + keys + b"".join(self._entries()))
         self._pad()
 
