@@ -107,6 +107,43 @@ def test_values_are_those_of_the_package_and_the_file_comes_back(file: Path, tmp
 
 
 @needs_gguf
+def test_weights_are_read_and_written_some_rows_at_a_time(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few rows, the last one shorter, are those of the whole."""
+    for name, size in (("gguf.values.CHUNK", 5000), ("gguf.writing.CHUNK", 5000), ("gguf.writing.COPIED", 1000)):
+        monkeypatch.setattr(f"layoutc.checkpoint.{name}", size)
+    monkeypatch.setattr("layoutc.checkpoint.safetensors.load.DEQUANTIZED", 5000)
+    expected = gguf_files.expected(file)
+    for model in (loaded(file), gguf_files.skeleton()):
+        checkpoint.load_gguf(model, file)
+        for name, param in model.named_parameters():
+            ours = param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param
+            assert torch.equal(ours, expected[name]), name
+        checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
+        assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+        (tmp_path / "out.gguf").unlink()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(0.75)
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file, quantize=True)
+    found, name = gguf_files.expected(tmp_path / "out.gguf"), "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(found[name], q8_0.quantize(expected[name] * 0.75).dequantize(torch.float32))
+
+
+@needs_gguf
+def test_what_is_quantized_is_what_the_file_has_so(file: Path) -> None:
+    """Whichever recipe is named, weights of other types have theirs; what the file does not have stays plain."""
+    model = gguf_files.skeleton()
+    model.add_module("own", torch.nn.Linear(256, 256))
+    recipes = checkpoint.quantize_as_stored(model, file, files="q8_0/gguf")
+    assert "own.weight" not in recipes
+    assert recipes == checkpoint.quantize_as_stored(gguf_files.skeleton(), file)
+    other = torch.nn.ModuleDict({"own": torch.nn.Linear(256, 256)})
+    with pytest.raises(LayoutError, match=r"holds no parameter of the model in a type .*F32, Q4_K, Q6_K, Q8_0"):
+        checkpoint.quantize_as_stored(other, file)
+
+
+@needs_gguf
 def test_a_plain_model_in_bf16_takes_every_type_and_gives_the_file_back(file: Path, tmp_path: Path) -> None:
     """Bytes that stand for a plain tensor's values, in its dtype, are kept."""
     model = gguf_files.skeleton().to(torch.bfloat16)
@@ -339,6 +376,9 @@ def test_listing_names_recipes_and_types(file: Path) -> None:
     facts = checkpoint.inspect(file)
     kinds = {entry.name: entry.kind for entry in facts.entries}
     assert facts.form == "gguf"
+    assert sum(entry.stored_bytes for entry in facts.entries) < facts.bytes_on_disk
+    assert {entry.pieces for entry in facts.entries} == {1}
+    assert next(entry for entry in facts.entries if entry.name == "output_norm.weight").stored_bytes == 1024
     assert facts.bytes_on_disk == file.stat().st_size
     assert kinds["token_embd.weight"] == "Q6_K"
     assert kinds["blk.0.attn_q.weight"] == "q8_0/gguf"
@@ -545,7 +585,8 @@ def test_heads_that_rows_are_not_made_of_are_refused(keys: dict[str, int], words
         checkpoint.load_gguf(model, tmp_path / "a.gguf")
 
 
-def test_rows_of_heads_are_moved_in_biases_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "expected"), [(2, [0, 2, 1, 3, 4, 6, 5, 7]), (1, [0, 2, 4, 6, 1, 3, 5, 7])])
+def test_rows_of_heads_are_moved_in_biases_too(count: int, expected: list[int], tmp_path: Path) -> None:
     """Pairs (0, 1), (2, 3) of a head become its halves (0, 2), (1, 3)."""
     rows = struct.pack("<8f", *range(8))
     tensors: Tensors = {
@@ -553,7 +594,7 @@ def test_rows_of_heads_are_moved_in_biases_too(tmp_path: Path) -> None:
         "blk.0.attn_q.bias": ((8,), F32_TYPE, 32, rows),
         "blk.0.attn_k.bias": ((8,), F32_TYPE, 64, rows),
     }
-    heads = key("llama.attention.head_count", U32, struct.pack("<I", 2))
+    heads = key("llama.attention.head_count", U32, struct.pack("<I", count))
     (tmp_path / "a.gguf").write_bytes(by_hand([LLAMA, heads], tensors))
     attention = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(1, 8), "k_proj": torch.nn.Linear(1, 8)})
     layers = torch.nn.ModuleList([torch.nn.ModuleDict({"self_attn": attention})])
@@ -561,7 +602,7 @@ def test_rows_of_heads_are_moved_in_biases_too(tmp_path: Path) -> None:
     done = checkpoint.load_gguf(model, tmp_path / "a.gguf", strict=False)
     assert done == (("model.layers.0.self_attn.k_proj.weight",), (), ())
     for value in (attention["q_proj"].weight, attention["q_proj"].bias, attention["k_proj"].bias):
-        assert value.flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+        assert value.flatten().tolist() == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- hostile

@@ -41,7 +41,7 @@ def quantize_as_gguf(
             continue
         free = value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
         of_type = by_number.get(header.tensors[found[0]].number, [])
-        named = [kind for kind in of_type if files in (None, kind.label, kind.binding.name)]
+        named = [kind for kind in of_type if files in (kind.label, kind.binding.name)] or of_type
         if len({kind.cls.LAYOUT.layout_id for kind in named}) > 1:
             labels = ", ".join(sorted(kind.label for kind in named))
             raise LayoutError(f"{name}: several recipes state its type: pass files= one of {labels}")
