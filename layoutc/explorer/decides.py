@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from layoutc.layout.layout import Layout, Source
+from layoutc.layout.layout import Buffer, Layout, Source
+from layoutc.layout.records import Record
 from layoutc.spec import source as yaml_source
 
 SHAPE, CUTS, SWIZZLE, PRODUCTS, FILES = "shape", "cuts", "swizzle", "products", "files"
@@ -83,7 +84,7 @@ def _of_orientation(layout: Layout, name: str, rest: list[str | int]) -> Iterato
     match rest:
         case []:
             yield f"block:{name}"
-            buffers = (*layout.buffers, *layout.records)
+            buffers: list[Buffer | Record] = [*layout.buffers, *layout.records]
             yield from (f"buffer:{buffer.name}" for buffer in buffers if buffer.orientation == name)
         case ["block", *_]:
             yield from (f"block:{name}", *_planes((source,), _SCALES), CUTS)
@@ -143,7 +144,8 @@ def generated_lines(layout: Layout, text: str) -> tuple[Line, ...]:
     names: dict[str, list[str]] = {word: [part] for word, part in _WORDS.items()}
     for plane in layout.planes:
         names.setdefault(plane.name, []).append(f"plane:{plane.name}")
-    for buffer in (*layout.buffers, *layout.records):
+    buffers: list[Buffer | Record] = [*layout.buffers, *layout.records]
+    for buffer in buffers:
         names.setdefault(buffer.name, []).append(f"buffer:{buffer.name}")
     field: tuple[str, ...] = ()
     indent = 0
