@@ -152,7 +152,10 @@ class Plan:
         """True if, for some shape, the passes' planes differ in bytes, so that the smaller ones must be padded."""
         pairs = zip(self.forward.planes, self.backward.planes, strict=False)
         return len(self.forward.planes) != len(self.backward.planes) or any(
-            _density(a) != _density(b) or not (self._whole(a) and self._whole(b)) for a, b in pairs if a != b
+            (_density(a), _of_whole_rows(a)) != (_density(b), _of_whole_rows(b))
+            or not (self._whole(a) and self._whole(b))
+            for a, b in pairs
+            if a != b
         )
 
     def _whole(self, plane: Plane) -> bool:
@@ -215,6 +218,11 @@ def _density(plane: Plane) -> Fraction:
     if plane.per_m is None or plane.per_k is None:
         return Fraction(0)
     return Fraction(plane.bits, 8 * plane.per_m * plane.per_k)
+
+
+def _of_whole_rows(plane: Plane) -> Fraction:
+    """Bytes per row of a plane whose values cover whole rows, which a large weight has few of; else 0."""
+    return Fraction(plane.bits, 8 * plane.per_m) if plane.per_m is not None and plane.per_k is None else Fraction(0)
 
 
 def _row_multiples(layout: Layout) -> list[tuple[int, str]]:
