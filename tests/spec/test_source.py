@@ -107,7 +107,7 @@ def test_what_is_read_quickly_is_read_alike(path: Path) -> None:
     """A spec as it is, and damaged: texts that libyaml takes without findings are the same to PyYAML."""
     text, rng = path.read_text(encoding="utf-8"), random.Random(path.stem)
     quick = 0
-    for number in range(40):
+    for number in range(16):
         at = rng.randrange(len(text))
         damage = rng.choice(": ,{}[]#'\"&*!|>%@`-?\n=~1é") * rng.randrange(2)
         tried = text[:at] + damage + text[at + rng.randrange(2) :] if number else text
@@ -115,7 +115,7 @@ def test_what_is_read_quickly_is_read_alike(path: Path) -> None:
             quick += 1
             assert (source, []) == read(tried, path.name)
         assert number or source is not None or not yaml.__with_libyaml__
-    assert quick > 5 or not yaml.__with_libyaml__
+    assert quick > 2 or not yaml.__with_libyaml__
 
 
 def test_words_that_only_libyaml_takes_are_not_read_quickly() -> None:
