@@ -12,6 +12,8 @@ from layoutc.layout.records import count_of
 from layoutc.plan.kernels import arithmetics_of, inputs_of, suffixes_of
 from layoutc.plan.plan import Plan
 
+LONGEST = 120  # of a line with its comment, as files are formatted
+
 
 @dataclass(frozen=True)
 class SourceText:
@@ -114,13 +116,17 @@ def join_record(record: Record) -> str:
 
 
 def _record_constant(record: Record) -> ConstantText:
-    """The table of a record: a line for each bundle of slices."""
+    """The table of a record: a line for each bundle of slices, or for each slice of a long one."""
     place = {plane: number for number, plane in enumerate(record.planes)}
     lines = []
     for bundle in record.bundles:
-        slices = ", ".join(f"({place[p.plane]}, {p.start}, {p.stop}, {p.low}, {p.bits})" for p in bundle)
-        what = " | ".join(f"{p.plane.kind} {p.start}:{p.stop} bits {p.low}:{p.low + p.bits}" for p in bundle)
-        lines.append(f"    ({slices}{',' * (len(bundle) == 1)}),  # {what}\n")
+        slices = [f"({place[p.plane]}, {p.start}, {p.stop}, {p.low}, {p.bits})" for p in bundle]
+        what = [f"{p.plane.kind} {p.start}:{p.stop} bits {p.low}:{p.low + p.bits}" for p in bundle]
+        line = f"    ({', '.join(slices)}{',' * (len(bundle) == 1)}),  # {' | '.join(what)}\n"
+        if len(line) > LONGEST + 1:
+            each = (f"        {one},  # {says}\n" for one, says in zip(slices, what, strict=True))
+            line = f"    (\n{''.join(each)}    ),\n"
+        lines.append(line)
     kinds = ", ".join(plane.kind for plane in record.planes)
     heading = f"    # (number of the plane, first entry, end, lowest bit, bits), of {kinds}\n"
     return ConstantText(f"{record.orientation.upper()}_RECORD", f"(\n{heading}{''.join(lines)})", "")
