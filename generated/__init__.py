@@ -38,6 +38,7 @@ nvfp4_compressed_tensors: E2M1 weights in 1x16 blocks under E4M3 scales and one 
 nvfp4_gradient: E2M1 gradients, rounded by random bits, in blocks of 16 that a Hadamard matrix mixes columnwise.
 nvfp4_modelopt: E2M1 weights in 1x16 blocks under E4M3 scales and one number, as ModelOpt has them.
 q4_k: GGUF Q4_K, 4-bit integers with 6-bit scales and minima of 32 under FP16, in records of 256.
+q6_k: GGUF Q6_K, 6-bit integers with 8-bit scales of 16 under FP16, in records of 256.
 q8_0: GGUF Q8_0, 8-bit integers in records of 32 with their FP16 scale.
 """
 
@@ -81,6 +82,7 @@ RECIPES = (
     "nvfp4_gradient",
     "nvfp4_modelopt",
     "q4_k",
+    "q6_k",
     "q8_0",
 )
 

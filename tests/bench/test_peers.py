@@ -28,7 +28,9 @@ NONE = {
     "nvfp4_4over6": "several scales",
     "nvfp4_activation": "transforms",
     "nvfp4_gradient": "random bits",
-    **dict.fromkeys(("int4_packed128", "int4_packed128_zeros", "int4_packed32", "nf4", "nf4_bitsandbytes"), OF_CODES),
+    **dict.fromkeys(
+        ("int4_packed128", "int4_packed128_zeros", "int4_packed32", "nf4", "nf4_bitsandbytes", "q6_k"), OF_CODES
+    ),
     **dict.fromkeys(("nvfp4_compressed_tensors", "nvfp4_modelopt"), OF_ZEROS),
     **dict.fromkeys(("awq", "fp8_channel_bf16", "gptq", "q4_k", "q8_0"), OF_SCALES),
 }

@@ -43,6 +43,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
+@pytest.fixture(scope="module")
+def unstated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a type that no recipe states: Q5_K."""
+    pytest.importorskip("gguf", reason="needs gguf: pip install 'layoutc[formats]'")
+    return gguf_files.write(
+        tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=gguf_files.KINDS | {"ffn_down": "Q5_K"}
+    )
+
+
 def loaded(file: Path) -> Any:
     """A model quantized as the file is, and filled."""
     model = gguf_files.skeleton()
@@ -93,11 +102,11 @@ def test_values_are_those_of_the_package_and_the_file_comes_back(file: Path, tmp
     """Weights of types that recipes state keep their bytes; others are dequantized where the model is plain."""
     model = gguf_files.skeleton(device="meta")
     recipes = checkpoint.quantize_as_stored(model, file)
-    assert set(recipes.values()) == {"q8_0", "q4_k"}
-    assert len(recipes) == 7
+    assert set(recipes.values()) == {"q8_0", "q4_k", "q6_k"}
+    assert len(recipes) == 8
     model.to_empty(device="cpu")
     done = checkpoint.load_gguf(model, file)
-    assert done == ((), (), ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"))
+    assert done == ((), (), ("model.embed_tokens.weight",))
     expected = gguf_files.expected(file)
     for name, param in model.named_parameters():
         ours = param.dequantize(torch.float32) if isinstance(param, QuantizedTensor) else param
@@ -195,52 +204,60 @@ def test_weights_that_are_cast_on_gather_are_written_as_they_are_multiplied(file
     assert torch.equal(found, q8_0.quantize(wanted).dequantize(torch.float32))
 
 
-Q6_K = """layoutc: 1
-name: my_q6_k
-summary: GGUF Q6_K
-formats: {i6: {integer: 6, offset: 32}, i8: {integer: 8}}
+Q5_K = """layoutc: 1
+name: my_q5_k
+summary: GGUF Q5_K
+formats: {u5: {integer: 5, offset: 0}, u6: {integer: 6, offset: 0}}
 shape: {k: 256}
-element: {format: i6}
-scale: {format: i8, rule: scale-first, super: {format: f16, rule: scale-first, block: {m: 1, k: 256}}}
+element: {format: u5}
+scale:
+  format: u6
+  rule: scale-and-minimum
+  zero: u6
+  super: {format: f16, rule: scale-first, of-max: true, block: {m: 1, k: 256}}
 orientations:
   rowwise:
-    block: {m: 1, k: 16}
+    block: {m: 1, k: 32}
     data: {layout: m k}
-    scale: {layout: m k/16}
+    scale: {layout: m k/32}
     record:
       size: 256
       fields:
-        - data 0:64 bits 0:4 | data 64:128 bits 0:4
-        - data 128:192 bits 0:4 | data 192:256 bits 0:4
-        - data 0:32 bits 4:6 | data 32:64 bits 4:6 | data 64:96 bits 4:6 | data 96:128 bits 4:6
-        - data 128:160 bits 4:6 | data 160:192 bits 4:6 | data 192:224 bits 4:6 | data 224:256 bits 4:6
-        - scale
         - super
+        - super_zero
+        - scale 0:4 bits 0:6 | scale 4:8 bits 4:6
+        - zero 0:4 bits 0:6 | zero 4:8 bits 4:6
+        - scale 4:8 bits 0:4 | zero 4:8 bits 0:4
+        - HIGH
+        - data 0:32 bits 0:4 | data 32:64 bits 0:4
+        - data 64:96 bits 0:4 | data 96:128 bits 0:4
+        - data 128:160 bits 0:4 | data 160:192 bits 0:4
+        - data 192:224 bits 0:4 | data 224:256 bits 0:4
 files:
-  gguf: {summary: GGUF, record: {container: gguf, type: Q6_K, number: 14}}
-"""
+  gguf: {summary: GGUF, record: {container: gguf, type: Q5_K, number: 13}}
+""".replace("HIGH", " | ".join(f"data {at}:{at + 32} bits 4:5" for at in range(0, 256, 32)))
 
 
 @needs_gguf
-def test_a_recipe_of_ones_own_adds_a_type(file: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_ones_own_adds_a_type(unstated: Path, tmp_path: Path) -> None:
     """Its weights keep their bytes, without a line of code."""
-    unshipped.add("my_q6_k", Q6_K)
+    unshipped.add("my_q5_k", Q5_K)
     model = gguf_files.skeleton()
-    checkpoint.quantize_as_stored(model, file)
-    layoutc.quantize_(model, recipe("my_q6_k"), param_filter=["*.down_proj.weight"])
-    done = checkpoint.load_gguf(model, file)
+    checkpoint.quantize_as_stored(model, unstated)
+    layoutc.quantize_(model, recipe("my_q5_k"), param_filter=["*.down_proj.weight"])
+    done = checkpoint.load_gguf(model, unstated)
     assert done.dequantized == ("model.embed_tokens.weight",)
     weight = model.model.layers[0].mlp.down_proj.weight
     assert torch.equal(
-        weight.dequantize(torch.float32), gguf_files.expected(file)["model.layers.0.mlp.down_proj.weight"]
+        weight.dequantize(torch.float32), gguf_files.expected(unstated)["model.layers.0.mlp.down_proj.weight"]
     )
-    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=file)
-    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
-    unshipped.add("wrong_q6_k", Q6_K.replace("my_", "wrong_").replace("number: 14", "number: 13"))
+    checkpoint.export_gguf(model, tmp_path / "out.gguf", source=unstated)
+    assert filecmp.cmp(unstated, tmp_path / "out.gguf", shallow=False)
+    unshipped.add("wrong_q5_k", Q5_K.replace("my_", "wrong_").replace("number: 13", "number: 14"))
     wrong = gguf_files.skeleton()
-    layoutc.quantize_(wrong, recipe("wrong_q6_k"), param_filter=["*.down_proj.weight"])
-    with pytest.raises(LayoutError, match=r"wrong_q6_k/gguf states type 13 of GGUF as Q6_K, 210 bytes .* is wrong"):
-        checkpoint.load_gguf(wrong, file)
+    layoutc.quantize_(wrong, recipe("wrong_q5_k"), param_filter=["*.down_proj.weight"])
+    with pytest.raises(LayoutError, match=r"wrong_q5_k/gguf states type 14 of GGUF as Q5_K, 176 bytes .* is wrong"):
+        checkpoint.load_gguf(wrong, unstated)
 
 
 BOTH_WAYS = """layoutc: 1
@@ -300,13 +317,13 @@ def test_a_file_converts_to_a_plain_folder(file: Path, tmp_path: Path) -> None:
 
 
 @needs_gguf
-def test_a_plain_folder_becomes_a_file_like_another(file: Path, tmp_path: Path) -> None:
+def test_a_plain_folder_becomes_a_file_like_another(unstated: Path, tmp_path: Path) -> None:
     """What has not changed keeps its bytes; the rest is quantized to the same types, where recipes state them."""
-    checkpoint.convert_gguf(file, tmp_path / "plain", dtype=torch.float32)
-    done = checkpoint.convert_to_gguf(tmp_path / "plain", tmp_path / "same.gguf", source=file)
+    checkpoint.convert_gguf(unstated, tmp_path / "plain", dtype=torch.float32)
+    done = checkpoint.convert_to_gguf(tmp_path / "plain", tmp_path / "same.gguf", source=unstated)
     assert done.files == ("same.gguf",)
     assert len(done.quantized) == 9
-    assert filecmp.cmp(file, tmp_path / "same.gguf", shallow=False)
+    assert filecmp.cmp(unstated, tmp_path / "same.gguf", shallow=False)
     model = gguf_files.skeleton()
     checkpoint.load_safetensors(model, tmp_path / "plain")
     changed = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
@@ -314,22 +331,24 @@ def test_a_plain_folder_becomes_a_file_like_another(file: Path, tmp_path: Path) 
         for name in changed:
             model.get_submodule(name).weight.mul_(0.75)
     checkpoint.export_safetensors(model, tmp_path / "tuned")
-    types = checkpoint.convert_to_gguf(tmp_path / "tuned", tmp_path / "tuned.gguf", source=file).quantized
+    types = checkpoint.convert_to_gguf(tmp_path / "tuned", tmp_path / "tuned.gguf", source=unstated).quantized
     assert "blk.0.attn_q.weight" in types
-    assert "blk.0.ffn_down.weight" not in types  # Q6_K, which no recipe states: plain
-    found, before = gguf_files.expected(tmp_path / "tuned.gguf"), gguf_files.expected(file)
+    assert "blk.0.ffn_down.weight" not in types  # Q5_K, which no recipe states: plain
+    found, before = gguf_files.expected(tmp_path / "tuned.gguf"), gguf_files.expected(unstated)
     for name, kind in zip(changed, ("q8_0", "q4_k", ""), strict=True):
         values = before[f"{name}.weight"] * 0.75
         made = recipe(kind).quantize(values).dequantize(torch.float32) if kind else values
         assert torch.equal(found[f"{name}.weight"], made), name
     left = before.keys() - {f"{name}.weight" for name in changed}
     assert all(torch.equal(found[name], before[name]) for name in left)
-    assert checkpoint.export_gguf(model, tmp_path / "live.gguf", source=file, quantize=True)["output.weight"] == "Q8_0"
+    assert (
+        checkpoint.export_gguf(model, tmp_path / "live.gguf", source=unstated, quantize=True)["output.weight"] == "Q8_0"
+    )
     assert filecmp.cmp(tmp_path / "tuned.gguf", tmp_path / "live.gguf", shallow=False)
     layoutc.quantize_(model, "mxfp4", param_filter=["*.q_proj.weight"])
     checkpoint.export_safetensors(model, tmp_path / "quantized")
     with pytest.raises(LayoutError, match="holds quantized weights: make them plain first"):
-        checkpoint.convert_to_gguf(tmp_path / "quantized", tmp_path / "other.gguf", source=file)
+        checkpoint.convert_to_gguf(tmp_path / "quantized", tmp_path / "other.gguf", source=unstated)
 
 
 @needs_gguf
@@ -381,7 +400,8 @@ def test_listing_names_recipes_and_types(file: Path) -> None:
     assert {entry.pieces for entry in facts.entries} == {1}
     assert next(entry for entry in facts.entries if entry.name == "output_norm.weight").stored_bytes == 1024
     assert facts.bytes_on_disk == file.stat().st_size
-    assert kinds["token_embd.weight"] == "Q6_K"
+    assert kinds["blk.0.ffn_down.weight"] == "q6_k/gguf"
+    assert kinds["token_embd.weight"] == "q6_k/gguf"
     assert kinds["blk.0.attn_q.weight"] == "q8_0/gguf"
     assert kinds["blk.0.ffn_up.weight"] == "q4_k/gguf"
     assert kinds["output_norm.weight"] == "float32"
@@ -389,47 +409,49 @@ def test_listing_names_recipes_and_types(file: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- what does not fit
 @needs_gguf
-def test_what_does_not_fit_is_refused_before_anything_is_written(file: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(unstated: Path, tmp_path: Path) -> None:
     model = gguf_files.skeleton()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layoutc.quantize_(model, "q4_k", param_filter=["*.down_proj.weight", "*.q_proj.weight"])
     with pytest.raises(LayoutError) as caught:
-        checkpoint.load_gguf(model, file)
+        checkpoint.load_gguf(model, unstated)
     text = str(caught.value)
     assert (
-        "down_proj.weight is Q6_K in the file, which no installed recipe states, and q4_k in the model: leave" in text
+        "down_proj.weight is Q5_K in the file, which no installed recipe states, and q4_k in the model: leave" in text
     )
     assert "q_proj.weight: layout 64846d8d7432 in the files" in text
     kept = model.model.norm.weight  # type: ignore[union-attr]
     assert torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
-    checkpoint.load_gguf(model, file, convert=True)
+    checkpoint.load_gguf(model, unstated, convert=True)
     assert not torch.equal(kept, before["model.norm.weight"])  # type: ignore[arg-type]
     with pytest.raises(
-        LayoutError, match="no installed recipe has files 'deepseek' of GGUF; there are q4_k/gguf, q8_0"
+        LayoutError, match="no installed recipe has files 'deepseek' of GGUF; there are q4_k/gguf, q6_k/gguf, q8_0"
     ):
-        checkpoint.quantize_as_stored(gguf_files.skeleton(), file, files="deepseek")
+        checkpoint.quantize_as_stored(gguf_files.skeleton(), unstated, files="deepseek")
     small = gguf_files.skeleton()
     del small.lm_head
     with pytest.raises(LayoutError, match=r"output\.weight is in the file, but not in the model"):
-        checkpoint.load_gguf(small, file)
+        checkpoint.load_gguf(small, unstated)
     with pytest.raises(LayoutError, match=r"output\.weight is in .*tiny\.gguf, but not in the model"):
-        checkpoint.export_gguf(small, tmp_path / "out.gguf", source=file)
+        checkpoint.export_gguf(small, tmp_path / "out.gguf", source=unstated)
     more = gguf_files.skeleton(2)
     with pytest.raises(
         LayoutError, match=r"layers\.1\.input_layernorm\.weight is not in the file, as blk\.1\.attn_norm"
     ):
-        checkpoint.load_gguf(more, file)
+        checkpoint.load_gguf(more, unstated)
     tied = gguf_files.skeleton()
     tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr, assignment]
     with pytest.raises(LayoutError, match=r"token_embd\.weight and output\.weight, which are one parameter .*: untie"):
-        checkpoint.load_gguf(tied, file)
+        checkpoint.load_gguf(tied, unstated)
     other = gguf_files.skeleton()
     layoutc.quantize_(other, "int8_block", param_filter=["*.q_proj.weight"])
-    with pytest.raises(LayoutError, match=r"q_proj\.weight is int8_block, which is no type of GGUF; .*q4_k/gguf, q8_0"):
-        checkpoint.export_gguf(other, tmp_path / "out.gguf", source=file)
+    with pytest.raises(
+        LayoutError, match=r"q_proj\.weight is int8_block, which is no type of GGUF; .*q4_k/gguf, q6_k/gguf, q8_0"
+    ):
+        checkpoint.export_gguf(other, tmp_path / "out.gguf", source=unstated)
     (tmp_path / "out.gguf").touch()
     with pytest.raises(FileExistsError, match="export into a new file"):
-        checkpoint.export_gguf(loaded(file), tmp_path / "out.gguf", source=file)
+        checkpoint.export_gguf(loaded(unstated), tmp_path / "out.gguf", source=unstated)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
@@ -542,15 +564,15 @@ def test_files_by_the_definition(made: bytes, words: str, tmp_path: Path) -> Non
 
 
 @needs_gguf
-def test_types_that_recipes_state_need_no_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {name: "Q8_0" if kind == "Q6_K" else kind for name, kind in gguf_files.KINDS.items()}
-    other = gguf_files.write(tmp_path / "in.gguf", kinds=kinds)
+def test_types_that_recipes_state_need_no_package(
+    file: Path, unstated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
         monkeypatch.setitem(sys.modules, name, None)
-    checkpoint.export_gguf(loaded(other), tmp_path / "out.gguf", source=other)
-    assert filecmp.cmp(other, tmp_path / "out.gguf", shallow=False)
+    checkpoint.export_gguf(loaded(file), tmp_path / "out.gguf", source=file)
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
     with pytest.raises(ImportError, match=r"is not installed: pip install gguf"):
-        checkpoint.load_gguf(gguf_files.skeleton(), file)
+        checkpoint.load_gguf(gguf_files.skeleton(), unstated)
 
 
 @needs_gguf

@@ -117,6 +117,17 @@ def q4_k(k: int, row: int, column: int) -> list[str]:
     return [data, scale, f"bytes {first:,} to {first + 1:,}", minimum, f"bytes {first + 2:,} to {first + 3:,}"]
 
 
+def q6_k(k: int, row: int, column: int) -> list[str]:
+    """block_q6_K: 128 bytes of low bits, 64 of high ones, 16 scales, a half (dequantize_row_q6_K)."""
+    first, at = (row * (k // 256) + column // 256) * 210, column % 256
+    half, within = divmod(at, 128)
+    low = first + half * 64 + within % 64
+    high, place = first + 128 + half * 32 + within % 32, within // 32 * 2
+    nibble = "0 to 3" if within < 64 else "4 to 7"
+    data = f"its bits 0 to 3: byte {low:,}, bits {nibble}; its bits 4 to 5: byte {high:,}, bits {place} to {place + 1}"
+    return [data, f"byte {first + 192 + at // 16:,}", f"bytes {first + 208:,} to {first + 209:,}"]
+
+
 ROWS = """
 const rows = [...document.querySelectorAll(`#recipe-${arguments[0]} section table tbody tr`)];
 const head = rows.findIndex((row) => row.classList.contains("record"));
@@ -126,14 +137,14 @@ return own.map((row) => row.querySelector(".place").textContent);
 
 
 @in_browser
-@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_k", "q6_k"])
 def test_the_page_says_where_ggml_has_an_element(window: Browser, pages: Path, name: str) -> None:
     window.view(1280, 900)
     window.open(address(pages, name))
     window.messages()
     stops = page_of(SPECS / f"{name}.yaml")[0].stops
-    chance, places = random.Random(name), {"q8_0": q8_0, "q4_k": q4_k}[name]
-    size = {"q8_0": (34, 32), "q4_k": (144, 256)}[name]
+    chance, places = random.Random(name), {"q8_0": q8_0, "q4_k": q4_k, "q6_k": q6_k}[name]
+    size = {"q8_0": (34, 32), "q4_k": (144, 256), "q6_k": (210, 256)}[name]
     for _ in range(30):
         m, k = chance.choice(stops.rows), chance.choice(stops.columns)
         row, column = chance.randrange(m), chance.randrange(k)

@@ -14,6 +14,7 @@ from test_exchanged_formats import weights
 RECORDS = {
     "Q8_0": "",
     "Q4_K": "",
+    "Q6_K": "",
     "Q4_0": """
 formats: {i4: {integer: 4, offset: 8}}
 shape: {k: 32}
@@ -61,26 +62,6 @@ orientations:
     data: {layout: m k}
     scale: {layout: m k/32}
     record: {size: 32, fields: [scale, "data 0:16 | data 16:32"]}
-""",
-    "Q6_K": """
-formats: {i6: {integer: 6, offset: 32}, i8: {integer: 8}}
-shape: {k: 256}
-element: {format: i6}
-scale: {format: i8, rule: scale-first, super: {format: f16, rule: scale-first, block: {m: 1, k: 256}}}
-orientations:
-  rowwise:
-    block: {m: 1, k: 16}
-    data: {layout: m k}
-    scale: {layout: m k/16}
-    record:
-      size: 256
-      fields:
-        - data 0:64 bits 0:4 | data 64:128 bits 0:4
-        - data 128:192 bits 0:4 | data 192:256 bits 0:4
-        - data 0:32 bits 4:6 | data 32:64 bits 4:6 | data 64:96 bits 4:6 | data 96:128 bits 4:6
-        - data 128:160 bits 4:6 | data 160:192 bits 4:6 | data 192:224 bits 4:6 | data 224:256 bits 4:6
-        - scale
-        - super
 """,
 }
 
@@ -139,6 +120,20 @@ def test_q4_k_of_its_own_quantizing_has_gguf_s_values() -> None:
     assert same(q.dequantize(torch.float32).numpy(), values)
     spread = np.repeat(np.ptp(x.reshape(64, -1, 256), axis=2), 256, axis=1)
     assert np.all(np.abs(values - x) <= spread / 15)
+
+
+def test_q6_k_of_its_own_quantizing_has_gguf_s_values() -> None:
+    """Likewise: a step is at most that of the block's own amax, and of half a step of its scale."""
+    gguf: Any = pytest.importorskip("gguf", reason="needs gguf")
+    x = weights(64, 512, 10)
+    x[3, :256] = 0
+    q = recipe("q6_k").quantize(torch.from_numpy(x))
+    stored = q.buffers()["rowwise_record"].numpy()
+    values = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q6_K)
+    assert same(q.dequantize(torch.float32).numpy(), values)
+    assert not values[3, :256].any()
+    largest = np.repeat(np.abs(x.reshape(64, -1, 256)).max(2), 256, axis=1)
+    assert np.all(np.abs(values - x) <= largest / 40)
 
 
 def test_nf4_with_double_quantization_of_bitsandbytes() -> None:
