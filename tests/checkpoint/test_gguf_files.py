@@ -83,7 +83,14 @@ def test_names_are_those_of_the_package(name: str) -> None:
         assert theirs.get_name(parameter) == tensor
         assert in_file.replace("{n}", "{bid}") in there
         for last in ("weight", "bias"):
-            assert names.in_files(f"{parameter}.{last}") == (f"{tensor}.{last}", in_file)
+            assert names.in_files(f"{parameter}.{last}") == ((f"{tensor}.{last}",), in_file)
+    for ours, several in ARCHITECTURES[name].stacked.items():
+        parameter, tensors = ours.replace("{n}", "11"), tuple(one.replace("{n}", "11") for one in several)
+        assert names.in_files(parameter) == (tuple(f"{one}.weight" for one in tensors), several[0])
+        parts = ("gate_proj", "up_proj") if parameter.endswith("gate_up_proj") else (parameter.rpartition(".")[2],)
+        module = parameter.rpartition(".")[0]
+        assert tuple(theirs.get_name(f"{module}.{part}") for part in parts) == tensors
+        assert {one.replace("{n}", "{bid}") for one in several} <= there
     assert names.in_files("model.layers.x.mlp.up_proj.weight") is None
     assert names.in_files("lm_head.other") is None
 

@@ -12,6 +12,7 @@ from torch import nn
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 VOCABULARY = 72
+EXPERTS = 3
 
 
 def config(layers: int = 1, **more: Any) -> Any:
@@ -35,8 +36,22 @@ class Part(nn.Module):
         """As a module that is sharded must have."""
 
 
-def skeleton(layers: int = 1, device: str = "cpu") -> Any:
-    """The parameters of such a Llama under transformers' names, without transformers."""
+class Experts(nn.Module):
+    """Weights of experts under transformers' names; nobody runs it. apart: gate and up are weights of their own."""
+
+    def __init__(self, apart: bool, device: str) -> None:
+        super().__init__()
+        h, i = SIZES["hidden_size"], SIZES["intermediate_size"]
+        shapes = {"gate_proj": (i, h), "up_proj": (i, h)} if apart else {"gate_up_proj": (2 * i, h)}
+        for name, shape in (shapes | {"down_proj": (h, i)}).items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(EXPERTS, *shape, device=device)))
+
+    def forward(self) -> None:
+        """As a module that is sharded must have."""
+
+
+def skeleton(layers: int = 1, device: str = "cpu", *, experts: bool = False, apart: bool = False) -> Any:
+    """The parameters of such a Llama, or of such a Mixtral, under transformers' names, without transformers."""
     h, i = SIZES["hidden_size"], SIZES["intermediate_size"]
     kv = h * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
 
@@ -45,7 +60,9 @@ def skeleton(layers: int = 1, device: str = "cpu") -> Any:
 
     def layer() -> Part:
         attention = {"q_proj": linear(h, h), "k_proj": linear(kv, h), "v_proj": linear(kv, h), "o_proj": linear(h, h)}
-        mlp = {"gate_proj": linear(i, h), "up_proj": linear(i, h), "down_proj": linear(h, i)}
+        mlp: dict[str, nn.Module] = {"gate_proj": linear(i, h), "up_proj": linear(i, h), "down_proj": linear(h, i)}
+        if experts:
+            mlp = {"gate": linear(EXPERTS, h), "experts": Experts(apart, device)}
         norms = {name: nn.RMSNorm(h, device=device) for name in ("input_layernorm", "post_attention_layernorm")}
         return Part({"self_attn": Part(attention), "mlp": Part(mlp)} | norms)
 
@@ -85,30 +102,50 @@ KINDS = {
 }
 
 
-def tensors(layers: int = 1, kinds: dict[str, str] | None = None) -> dict[str, tuple[str, Any]]:
+OF_EXPERTS = KINDS | {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": "Q6_K"}
+
+
+def tensors(
+    layers: int = 1, kinds: dict[str, str] | None = None, *, experts: bool = False
+) -> dict[str, tuple[str, Any]]:
     """Name -> (type, bytes of records or fp32 values), in the order of a file."""
     h, i = SIZES["hidden_size"], SIZES["intermediate_size"]
     kv = h * SIZES["num_key_value_heads"] // SIZES["num_attention_heads"]
     shapes = {"attn_q": (h, h), "attn_k": (kv, h), "attn_v": (kv, h), "attn_output": (h, h)}
-    shapes |= {"ffn_gate": (i, h), "ffn_up": (i, h), "ffn_down": (h, i)}
-    named = {"token_embd": (VOCABULARY, h)}
+    mlp = {"ffn_gate": (i, h), "ffn_down": (h, i), "ffn_up": (i, h)}
+    of_experts = {"ffn_gate_inp": (EXPERTS, h)} | {f"{name}_exps": (EXPERTS, *shape) for name, shape in mlp.items()}
+    shapes |= of_experts if experts else mlp
+    named: dict[str, tuple[int, ...]] = {"token_embd": (VOCABULARY, h)}
     for n in range(layers):
         named |= {f"blk.{n}.attn_norm": (h,), f"blk.{n}.ffn_norm": (h,)}
         named |= {f"blk.{n}.{name}": shape for name, shape in shapes.items()}
     named |= {"output_norm": (h,), "output": (VOCABULARY, h)}
     rng, made = np.random.default_rng(5), dict[str, tuple[str, Any]]()
     for seed, (name, shape) in enumerate(named.items()):
-        kind = (kinds or KINDS).get(name.rpartition(".")[2], "F32")
-        values = rng.normal(1, 0.1, shape).astype(np.float32) if kind == "F32" else records(kind, *shape, seed)
+        kind = (kinds or OF_EXPERTS).get(name.rpartition(".")[2], "F32")
+        values = rng.normal(1, 0.1, shape).astype(np.float32) if kind == "F32" else records(kind, *shape[-2:], seed)
+        if len(shape) > 2:
+            values = np.stack([records(kind, *shape[1:], 100 * n + seed) for n in range(shape[0])])
         made[f"{name}.weight"] = kind, values
     return made
 
 
-def write(path: Path, layers: int = 1, kinds: dict[str, str] | None = None, **more: Any) -> Path:
-    """A file of a tiny Llama with a small vocabulary. more: sizes of the config that it has otherwise."""
+def write(
+    path: Path,
+    layers: int = 1,
+    kinds: dict[str, str] | None = None,
+    *,
+    experts: bool = False,
+    architecture: str = "llama",
+    **more: Any,
+) -> Path:
+    """A file of a tiny Llama, or Mixtral, with a small vocabulary. more: sizes of the config that it has otherwise."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
+    if experts:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
     writer.add_name("tiny")
     writer.add_context_length(128)
     writer.add_embedding_length(SIZES["hidden_size"])
@@ -126,7 +163,7 @@ def write(path: Path, layers: int = 1, kinds: dict[str, str] | None = None, **mo
     writer.add_token_merges(["a b", "c d"])
     for key, value in more.items():
         getattr(writer, f"add_{key}")(value)
-    for name, (kind, values) in tensors(layers, kinds).items():
+    for name, (kind, values) in tensors(layers, kinds, experts=experts).items():
         writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[kind] if kind != "F32" else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,11 +181,16 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
     parts = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     parts |= {f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"} | {"attn_output": "self_attn.o_proj"}
     parts |= {f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")}
-    found = {}
+    parts |= {"ffn_gate_inp": "mlp.gate"}
+    found: dict[str, torch.Tensor] = {}
     for tensor in gguf.GGUFReader(path).tensors:
         values, name = dequantize(tensor.data, tensor.tensor_type), tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
             _, number, part = name.split(".")
+            if part.endswith("_exps"):
+                one = f"model.layers.{number}.mlp.experts.{part.removeprefix('ffn_').removesuffix('_exps')}_proj"
+                found[one] = torch.from_numpy(np.array(values))
+                continue
             if part in ("attn_q", "attn_k"):
                 heads = SIZES["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
                 each = values.shape[0] // heads
@@ -157,4 +199,7 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
         else:
             name = names[name]
         found[f"{name}.weight"] = torch.from_numpy(np.array(values))
+    for name in [name for name in found if name.endswith("experts.gate_proj")]:
+        module = name.removesuffix("gate_proj")
+        found[f"{module}gate_up_proj"] = torch.cat([found[name], found[f"{module}up_proj"]], dim=1)
     return found

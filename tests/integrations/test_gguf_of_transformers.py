@@ -103,6 +103,48 @@ def test_ranks_load_their_slices_and_write_the_same_file(file: Path, two: Ranks,
         source = out
 
 
+def exports_experts(file: str, out: str, dim: int) -> bool:
+    """On ranks that cut experts, or the rows of each: load, compare with the package's values, and export."""
+    from torch.distributed.tensor import Shard
+
+    model = gguf_files.skeleton(LAYERS, experts=True)
+    quantize_as_stored(model, file)
+    for layer in model.model.layers:
+        fully_shard(layer, shard_placement_fn=lambda param: Shard(dim if param.dim() == 3 else 0))
+    fully_shard(model)
+    load_gguf(model, file)
+    expected = gguf_files.expected(Path(file))
+    same = all(torch.equal(value, expected[name]) for name, value in values_of(model).items())
+    export_gguf(model, out, source=file)
+    return same
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_load_their_slices_of_experts(dim: int, two: Ranks, tmp_path: Path) -> None:
+    """Three experts on two ranks; or half of the rows of each, which end inside gate or up."""
+    file = gguf_files.write(tmp_path / "in.gguf", LAYERS, experts=True)
+    assert two.run(exports_experts, str(file), str(tmp_path / "out.gguf"), dim) == [True, True]
+    assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+
+
+def test_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """Gate before up in each expert. Its loader takes the sizes of experts from a config that it is given."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = {"moe_intermediate_size": gguf_files.SIZES["intermediate_size"], "num_experts": gguf_files.EXPERTS}
+    config = Qwen3MoeConfig(
+        vocab_size=gguf_files.VOCABULARY, num_hidden_layers=1, head_dim=64, **gguf_files.SIZES, **sizes
+    )
+    file = gguf_files.write(tmp_path / "in.gguf", experts=True, architecture="qwen3moe")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    quantize_as_stored(model, file)
+    done = load_gguf(model, file, strict=False)
+    assert {name.rpartition("self_attn.")[2] for name in done.missing} == {"q_norm.weight", "k_norm.weight"}
+    expected = values_of(other)
+    assert all(torch.equal(value, expected[name]) for name, value in values_of(model).items())
+
+
 def exports_of_parts(file: str, out: str) -> bool:
     """On ranks that tensor parallelism cuts weights over: by rows inside heads, and by columns inside of rows."""
     import torch.distributed as dist

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 # {n} is the number of a layer; what follows the last dot, weight or bias, is the same on both sides.
@@ -30,6 +30,15 @@ _NORMS_OF_HEADS = {
     "blk.{n}.attn_q_norm": "model.layers.{n}.self_attn.q_norm",
     "blk.{n}.attn_k_norm": "model.layers.{n}.self_attn.k_norm",
 }
+_ROUTER = {"blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate"}
+# Weights of experts, of three dims: what a model has as one may be several tensors, whose rows follow each other in the
+# matrix of each expert.
+_EXPERTS = {
+    "model.layers.{n}.mlp.experts.gate_up_proj": ("blk.{n}.ffn_gate_exps", "blk.{n}.ffn_up_exps"),
+    "model.layers.{n}.mlp.experts.gate_proj": ("blk.{n}.ffn_gate_exps",),
+    "model.layers.{n}.mlp.experts.up_proj": ("blk.{n}.ffn_up_exps",),
+    "model.layers.{n}.mlp.experts.down_proj": ("blk.{n}.ffn_down_exps",),
+}
 _FUSED = {
     "blk.{n}.attn_qkv": "model.layers.{n}.self_attn.qkv_proj",
     "blk.{n}.ffn_up": "model.layers.{n}.mlp.gate_up_proj",
@@ -42,21 +51,37 @@ class Architecture(NamedTuple):
     modules: a module in files -> in transformers' model. rotated: modules in files whose rows, in each head, have pairs
     of rotary dims beside each other, where transformers' models have all first ones before all second ones: with the
     key that says how many heads there are, and the one that says it if that is left out; {arch} is the architecture.
+    stacked: a parameter of transformers' model, of three dims -> the modules in files that hold it together.
     ignored: tensors that follow from the config, which no parameter holds.
     """
 
     modules: Mapping[str, str]
     rotated: Mapping[str, tuple[str, ...]] = {}
+    stacked: Mapping[str, tuple[str, ...]] = {}
     ignored: tuple[str, ...] = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 _Q, _KV = "{arch}.attention.head_count", "{arch}.attention.head_count_kv"
 ARCHITECTURES = {
-    "llama": Architecture(_DECODER, {"blk.{n}.attn_q": (_Q,), "blk.{n}.attn_k": (_KV, _Q)}),
+    "llama": Architecture(_DECODER | _ROUTER, {"blk.{n}.attn_q": (_Q,), "blk.{n}.attn_k": (_KV, _Q)}, _EXPERTS),
     "qwen2": Architecture(_DECODER),
     "qwen3": Architecture(_DECODER | _NORMS_OF_HEADS),
+    "qwen3moe": Architecture(
+        {name: _DECODER[name] for name in _DECODER if "_gate" not in name and "_up" not in name and "_down" not in name}
+        | _NORMS_OF_HEADS
+        | _ROUTER,
+        stacked=_EXPERTS,
+    ),
     "phi3": Architecture({name: _DECODER[name] for name in _DECODER if "ffn_gate" not in name} | _FUSED),
 }
+
+
+class Place(NamedTuple):
+    """Where files hold a parameter: tensors, whose rows follow each other in each of its matrices, and the module of
+    the first, with {n}."""
+
+    tensors: tuple[str, ...]
+    module: str
 
 
 class Names:
@@ -68,23 +93,34 @@ class Names:
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
         """Of modules of transformers' models, and the modules in files."""
-        pairs = self.architecture.modules.items()
-        return [(re.compile(re.escape(ours).replace(r"\{n\}", r"(\d+)")), theirs) for theirs, ours in pairs]
+        return [(_pattern(ours), theirs) for theirs, ours in self.architecture.modules.items()]
 
-    def in_files(self, parameter: str) -> tuple[str, str] | None:
-        """(name of the tensor, its module with {n}) of a parameter of transformers' model; None if it has none."""
+    def in_files(self, parameter: str) -> Place | None:
+        """Where files hold a parameter of transformers' model; None if it has no name there."""
+        for ours, several in self.architecture.stacked.items():
+            if (match := _pattern(ours).fullmatch(parameter)) is not None:
+                return Place(tuple(f"{one.replace('{n}', match[1])}.weight" for one in several), several[0])
         module, _, last = parameter.rpartition(".")
         for pattern, theirs in self._patterns:
             if (match := pattern.fullmatch(module)) is not None and last in ("weight", "bias"):
                 number = match[1] if match.groups() else ""
-                return f"{theirs.replace('{n}', number)}.{last}", theirs
+                return Place((f"{theirs.replace('{n}', number)}.{last}",), theirs)
         return None
 
     def parameter(self, tensor: str) -> str | None:
-        """The parameter of transformers' model that a tensor holds; None if none does."""
+        """The parameter of transformers' model that a tensor holds, or a part of; None if none does."""
         module, _, last = tensor.rpartition(".")
+        for ours, several in self.architecture.stacked.items():
+            for one in several:
+                if (match := _pattern(one).fullmatch(module)) is not None and last == "weight":
+                    return ours.replace("{n}", match[1])
         for theirs, ours in self.architecture.modules.items():
-            match = re.fullmatch(re.escape(theirs).replace(r"\{n\}", r"(\d+)"), module)
-            if match is not None and last in ("weight", "bias"):
+            if (match := _pattern(theirs).fullmatch(module)) is not None and last in ("weight", "bias"):
                 return f"{ours.replace('{n}', match[1] if match.groups() else '')}.{last}"
         return None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """A name with {n}, whose group is the number."""
+    return re.compile(re.escape(name).replace(r"\{n\}", r"(\d+)"))

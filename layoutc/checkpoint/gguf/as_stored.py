@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed
-from layoutc.checkpoint.gguf.planning import names_of
+from layoutc.checkpoint.gguf.planning import has, names_of
 from layoutc.checkpoint.safetensors.as_stored import quantize_each
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.errors import LayoutError
@@ -37,10 +37,11 @@ def quantize_as_gguf(
     chosen = dict[str, type[QuantizedTensor]]()
     for name, value in model.named_parameters():
         found = names.in_files(file_name(name, rename))
-        if found is None or found[0] not in header.tensors or id(value) in tables:
+        if found is None or not has(header, found) or id(value) in tables:
             continue
+        numbers = {header.tensors[tensor].number for tensor in found.tensors}
         free = value.dim() >= 2 and value.is_floating_point() and not isinstance(value, DTensor | QuantizedTensor)
-        of_type = by_number.get(header.tensors[found[0]].number, [])
+        of_type = by_number.get(min(numbers), []) if len(numbers) == 1 else []
         named = [kind for kind in of_type if files in (kind.label, kind.binding.name)] or of_type
         if len({kind.cls.LAYOUT.layout_id for kind in named}) > 1:
             labels = ", ".join(sorted(kind.label for kind in named))

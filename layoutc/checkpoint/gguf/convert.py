@@ -14,7 +14,7 @@ from torch import Tensor
 from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
-from layoutc.checkpoint.gguf.planning import entry, names_of, source_of
+from layoutc.checkpoint.gguf.planning import entry, has, names_of, source_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors import recognize
@@ -35,7 +35,7 @@ from layoutc.runtime.facts import Facts
 
 
 class Job(NamedTuple):
-    """A tensor of the file, and what is written for it."""
+    """A tensor of the file, the first of those that are one weight, and what is written for it."""
 
     tensor: str
     planned: Planned
@@ -67,18 +67,22 @@ def convert_gguf(
     check_new(out, "convert")
     names, kinds = names_of(header), installed()
     mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()
-    for tensor, held in header.tensors.items():
+    for tensor in header.tensors:
         if tensor in names.architecture.ignored:
             left.append(tensor)
             continue
         if (name := names.parameter(tensor)) is None:
             raise LayoutError(f"{tensor} in {header.path} has no name in transformers' models of its architecture")
-        found = names.in_files(name)
-        assert found is not None
-        mapped.sources[tensor] = source_of(*found, names, header)
-        entry(name, torch.empty(0), mapped.sources[tensor], mapped, kinds, False)  # refuses what can't be read
-        facts = Facts(held.shape, OF_OTHERS[PLAIN[held.type]] if held.type in PLAIN else to)
-        jobs.append(Job(tensor, Planned(name, facts)))
+        place = names.in_files(name)
+        assert place is not None
+        if not has(header, place):
+            raise LayoutError(f"{header.path} has {tensor}, but not all of {', '.join(place.tensors)}: {name}")
+        if place.tensors[0] in mapped.sources:
+            continue
+        mapped.sources[place.tensors[0]] = source = source_of(place, names, header)
+        entry(name, torch.empty(0), source, mapped, kinds, False)  # refuses what can't be read
+        facts = Facts(source.shape, OF_OTHERS[source.plain] if source.plain else to)
+        jobs.append(Job(place.tensors[0], Planned(name, facts)))
     split = split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
     partly = begin_folder(out)
     try:

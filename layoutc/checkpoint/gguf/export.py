@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from layoutc.checkpoint.common.regions import box_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.gguf.architectures import Names, Place
 from layoutc.checkpoint.gguf.container import Header, read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
-from layoutc.checkpoint.gguf.planning import entry, names_of, rotation_of, source_of
+from layoutc.checkpoint.gguf.planning import entry, has, names_of, rotation_of, source_of
 from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
-from layoutc.checkpoint.gguf.values import Mapped, Rotated, Source
+from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
 from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of
 from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS
@@ -35,12 +36,14 @@ BETWEEN = 1 << 30  # bytes that are written before ranks tell each other of fail
 
 class Item(NamedTuple):
     """A tensor that is written. value: the model's; None for one of the source that no parameter holds. kind: of a
-    weight that is quantized, or will be. kept: the source's bytes, since they stand for the values of a plain one."""
+    weight that is quantized, or will be. order: of its rows. of: the first of the tensors that hold the value together.
+    kept: the source's bytes, since they stand for the values of a plain one."""
 
     planned: Planned
     value: Tensor | None
     kind: Kind | None
-    rotated: Rotated | None
+    order: Rotated | Share | None
+    of: str
     kept: bool
 
 
@@ -59,10 +62,11 @@ def export_gguf(
     source: a GGUF file of the same architecture, such as the one that the model was loaded from. Its key-values (sizes,
     vocabulary, template) are copied byte for byte, and tensors come in its order. Weights that are quantized, or cast
     on gather, are written as the type that their recipe states. A plain tensor whose values are those that the source's
-    tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more. So
-    a model that was loaded and not trained gives the source's file. quantize: plain tensors too are quantized to the
-    types that the source has them in, where recipes state these. rename: a name of the state dict -> the one in
-    transformers' model. Of tied weights only the first is written.
+    tensor stands for keeps the source's bytes and type; else it is F32 with one dim, and in its own dtype with more.
+    Tensors that the model has as one weight, as gate and up of experts, are kept together or not at all. So a model
+    that was loaded and not trained gives the source's file. quantize: plain tensors too are quantized to the types that
+    the source has them in, where recipes state these. rename: a name of the state dict -> the one in transformers'
+    model. Of tied weights only the first is written.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it. Shards are
     gathered one weight at a time, and the first rank writes. The file is written beside, and gets its name when it is
@@ -104,7 +108,7 @@ def export_gguf(
             whole = None if item.kept or item.value is None else gathered_whole(item.value)
             if out is not None and not problems:
                 with noted(problems):
-                    _put(out, item, whole, mapped)
+                    _put(out, item, whole, mapped, header)
             del whole
             if (since := since + item.planned.nbytes) > BETWEEN:
                 agree(problems, process_group)
@@ -140,33 +144,43 @@ def _items(
             in_file = names.in_files(file_name(name, rename))
             if in_file is None:
                 raise LayoutError(f"{name} has no name in the architecture of {header.path}: pass rename=")
-            tensor, module = in_file
-            expected.add(tensor)
+            expected |= {*in_file.tensors}
             check_exportable(name, value)
-            if tensor in found:
-                raise LayoutError(f"{name} and another tensor of the model would both be {tensor}: check rename=")
-            if tensor in header.tensors and header.tensors[tensor].shape != tuple(value.shape):
-                raise LayoutError(
-                    f"{name} has shape {tuple(value.shape)} in the model, and {header.tensors[tensor].shape} in "
-                    f"{header.path}"
-                )
-            kind = _kind(name, value, kinds)
-            if kind is None and tensor in header.tensors and value.dim() > 1:
-                kind = into.get(header.tensors[tensor].number)
-            planned = Planned(tensor, _number(name, value, kind), tuple(value.shape))
-            if tensor in header.tensors:
-                mapped.sources[tensor] = source_of(tensor, module, names, header)
-            rotated = rotation_of(tensor, module, planned.shape, names, header)
-            found[tensor] = Item(planned, value, kind, rotated, False)
+            if taken := [tensor for tensor in in_file.tensors if tensor in found]:
+                raise LayoutError(f"{name} and another tensor of the model would both be {taken[0]}: check rename=")
+            own = _kind(name, value, kinds)
+            if has(header, in_file):
+                mapped.sources[in_file.tensors[0]] = source_of(in_file, names, header)
+            for tensor, shape, order in _shares(name, value, in_file, names, header):
+                held = header.tensors.get(tensor)
+                if held is not None and held.shape != shape:
+                    raise LayoutError(f"{name} has shape {shape} in the model, and {held.shape} in {header.path}")
+                kind = into.get(held.number) if own is None and held is not None and value.dim() > 1 else own
+                planned = Planned(tensor, _number(name, value, kind), shape)
+                found[tensor] = Item(planned, value, kind, order, in_file.tensors[0], False)
     for tensor, held in header.tensors.items():
         if tensor in names.architecture.ignored:
-            mapped.sources[tensor] = Source(held, None)
-            found[tensor] = Item(Planned(tensor, held.number, held.shape), None, None, None, True)
+            found[tensor] = Item(Planned(tensor, held.number, held.shape), None, None, None, tensor, True)
         elif tensor not in expected:
             text = f"{tensor} is in {header.path}, but not in the model"
             problems.append(Problem("LayoutError", text))
-    order = {tensor: number for number, tensor in enumerate(header.tensors)}
-    return sorted(found.values(), key=lambda item: order.get(item.planned.name, len(order)))
+    places = {tensor: number for number, tensor in enumerate(header.tensors)}
+    return sorted(found.values(), key=lambda item: places.get(item.planned.name, len(places)))
+
+
+def _shares(
+    name: str, value: Tensor, place: Place, names: Names, header: Header
+) -> Iterator[tuple[str, tuple[int, ...], Rotated | Share | None]]:
+    """The tensors that a parameter is written as: name, shape, and the order of rows. Raises LayoutError."""
+    shape, parts = tuple(value.shape), len(place.tensors)
+    if parts == 1:
+        yield place.tensors[0], shape, rotation_of(place.tensors[0], place.module, shape, names, header)
+        return
+    if len(shape) < 2 or shape[-2] % parts:
+        raise LayoutError(f"{name} of shape {shape} is not {parts} equal parts: {', '.join(place.tensors)}")
+    each = shape[-2] // parts
+    for number, tensor in enumerate(place.tensors):
+        yield tensor, (*shape[:-2], each, shape[-1]), Share(parts, number, each)
 
 
 def _kind(name: str, value: Tensor, kinds: list[Kind]) -> Kind | None:
@@ -200,16 +214,12 @@ def _number(name: str, value: Tensor, kind: Kind | None) -> int:
 
 def _as_source(item: Item, mapped: Mapped, kinds: list[Kind]) -> Item:
     """The item, kept if this rank's values of a plain tensor are those that the source's stands for."""
-    if (
-        item.value is None
-        or class_of(item.value) is not None
-        or (source := mapped.sources.get(item.planned.name)) is None
-    ):
+    if item.value is None or class_of(item.value) is not None or (source := mapped.sources.get(item.of)) is None:
         return item
     local = meshes.local_of(item.value)
     if isinstance(item.value, DTensor) and item.value.device_mesh.get_coordinate() is None:
         return item._replace(kept=True)
-    stored = entry(item.planned.name, local, source, mapped, kinds, False)
+    stored = entry(item.of, local, source, mapped, kinds, False)
     if isinstance(stored, Entry):
         values = dequantized(item.value, local, stored, mapped, local.dtype)
         mapped.forget()
@@ -232,14 +242,14 @@ def _decided(item: Item, header: Header, kept: bool) -> Item:
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
-def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped) -> None:
+def _put(out: OpenGguf, item: Item, whole: Tensor | None, mapped: Mapped, header: Header) -> None:
     """Writes a tensor on the rank that writes."""
     name = item.planned.name
     if whole is None:
-        out.put(name, copied(mapped.bytes_of(mapped.sources[name].held)))
+        out.put(name, copied(mapped.bytes_of(header.tensors[name])))
         return
     if item.kind is None:
         dtype = OF_OTHERS[next(plain for plain, number in NUMBERS.items() if number == item.planned.number)]
-        out.put(name, values_of(whole.detach(), dtype, item.rotated))
+        out.put(name, values_of(whole.detach(), dtype, item.order))
         return
-    out.put(name, records_of(item.kind, whole.detach(), item.rotated))
+    out.put(name, records_of(item.kind, whole.detach(), item.order))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
-from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names
+from layoutc.checkpoint.gguf.architectures import ARCHITECTURES, Names, Place
 from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
@@ -54,10 +54,20 @@ def names_of(header: Header) -> Names:
     return Names(ARCHITECTURES[found])
 
 
-def source_of(name: str, module: str, names: Names, header: Header) -> Source:
-    """The tensor of a name that the file has, with the order of its rows. Raises LayoutError."""
-    held = header.tensors[name]
-    return Source(held, rotation_of(name, module, held.shape, names, header))
+def source_of(place: Place, names: Names, header: Header) -> Source:
+    """The tensors of a place, which the file has, with the order of their rows. Raises LayoutError."""
+    held, *beside = (header.tensors[tensor] for tensor in place.tensors)
+    if any(one.shape != held.shape for one in beside):
+        shapes = ", ".join(f"{one.name} {list(one.shape)}" for one in (held, *beside))
+        raise LayoutError(f"{header.path}: tensors that are parts of one weight have different shapes: {shapes}")
+    if beside and len(held.shape) < 2:
+        raise LayoutError(f"{header.path}: {held.name} is a part of a weight, but has no rows")
+    return Source(held, rotation_of(held.name, place.module, held.shape, names, header), tuple(beside))
+
+
+def has(header: Header, place: Place | None) -> bool:
+    """Whether a file has all tensors of a place."""
+    return place is not None and all(tensor in header.tensors for tensor in place.tensors)
 
 
 def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, header: Header) -> Rotated | None:
@@ -95,30 +105,30 @@ def plan(
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for tied in aliases.values():
         in_files = {name: names.in_files(file_name(name, rename)) for name in tied}
-        there = {name: one for name, one in in_files.items() if one is not None and one[0] in header.tensors}
-        expected |= {one[0] for one in there.values()}
+        there = {name: one for name, one in in_files.items() if one is not None and has(header, one)}
+        expected |= {tensor for one in there.values() for tensor in one.tensors}
         with noted(problems):
-            if len({one[0] for one in there.values()}) > 1:
-                both = " and ".join(one[0] for one in there.values())
+            if len({one.tensors for one in there.values()}) > 1:
+                both = " and ".join(", ".join(one.tensors) for one in there.values())
                 raise LayoutError(f"{header.path} holds {both}, which are one parameter of the model: untie {tied[0]}")
             if there:
-                name, (tensor, module) = next(iter(there.items()))
-                sources[tensor] = source_of(tensor, module, names, header)
-                steps.append(Step(name, state[name], entry(name, state[name], sources[tensor], file, kinds, convert)))
+                name, place = next(iter(there.items()))
+                sources[place.tensors[0]] = source = source_of(place, names, header)
+                steps.append(Step(name, state[name], entry(name, state[name], source, file, kinds, convert)))
             elif tied[0] not in buffers or any(in_files.values()):
                 missing.append(tied[0])
     unexpected = sorted(header.tensors.keys() - expected - {*names.architecture.ignored})
     if strict:
         problems += [_absent(name, names, rename) for name in missing]
         problems += [Problem("LayoutError", f"{name} is in the file, but not in the model") for name in unexpected]
-    dequantized = [step.name for step in steps if sources[_tensor(step)].held.type not in PLAIN]
+    dequantized = [step.name for step in steps if not sources[_tensor(step)].plain]
     plain = [step.name for step in steps if not isinstance(meshes.local_of(step.param), QuantizedTensor)]
     done = tuple(name for name in dequantized if name in {*plain})
     return Plan(steps, frozenset(done), LoadedGguf(tuple(missing), tuple(unexpected), done)), file
 
 
 def _tensor(step: Step) -> str:
-    """The name of the tensor that a step reads."""
+    """The name of the tensor that a step reads, the first of several."""
     if isinstance(step.source, Stored):
         return step.source.name
     return next(plane.stored.name for plane in step.source.planes.values() if isinstance(plane, RecordSource))
@@ -128,7 +138,9 @@ def _absent(name: str, names: Names, rename: Rename | None) -> Problem:
     renamed = file_name(name, rename)
     found = names.in_files(renamed)
     why = (
-        f"not in the file, as {found[0]}" if found else f"none of its architecture's names (as {renamed}): pass rename="
+        f"not in the file, as {', '.join(found.tensors)}"
+        if found
+        else f"none of its architecture's names (as {renamed}): pass rename="
     )
     return Problem("LayoutError", f"{name} is {why}")
 
@@ -139,26 +151,30 @@ def entry(name: str, param: Tensor, source: Source, file: Mapped, kinds: list[Ki
     kinds: the types that recipes state. Raises LayoutError for a type that no recipe states, of a weight that is
     quantized, unless `convert`, and of which nobody knows the values; ImportError without the package that does.
     """
-    held, local, path = source.held, meshes.local_of(param), file.path
-    if held.type in PLAIN:
+    local, path = meshes.local_of(param), file.path
+    if source.plain:
         return source.stored(path)
-    of_type = [kind for kind in kinds if kind.binding.number == held.number]
+    alike = len(source.types) == 1
+    of_type = [kind for kind in kinds if alike and kind.binding.number == source.held.number]
     own = local.LAYOUT.layout_id if isinstance(local, QuantizedTensor) else ""
     for cls, binding in sorted(of_type, key=lambda kind: kind.cls.LAYOUT.layout_id != own):
         layout = cls.LAYOUT
         try:
-            m, k = layout.check_shape(held.shape, name)
+            m, k = layout.check_shape(source.shape, name)
         except ValueError:
             break  # of one dim: the values that it stands for
         first = next(iter(layout.sources.values()))
         orientations = tuple(one for one, planes in layout.sources.items() if planes == first)
         records, facts = source.records(path), layout.planes(m, k)
         planes = {one: RecordSource(one, cls, binding, records, facts[one], file) for one in first}
-        return Entry(cls, held.shape, orientations, planes)
+        return Entry(cls, source.shape, orientations, planes)
     if isinstance(local, QuantizedTensor) and not convert:
+        why = "which no installed recipe states" if alike else "a part in each, which is no recipe"
         raise LayoutError(
-            f"{name} is {held.type} in the file, which no installed recipe states, and {local.LAYOUT.name} in the "
-            "model: leave it plain, as quantize_as_stored does, or pass convert=True, which dequantizes it"
+            f"{name} is {' and '.join(source.types)} in the file, {why}, and {local.LAYOUT.name} in the model: leave "
+            "it plain, as quantize_as_stored does, or pass convert=True, which dequantizes it"
         )
-    check_known(held)
+    for one in source.parts:
+        if one.type not in PLAIN:
+            check_known(one)
     return source.stored(path)

@@ -71,21 +71,59 @@ class Rotated(NamedTuple):
         return head * each + within % 2 * (each // 2) + within // 2
 
 
+class Share(NamedTuple):
+    """Rows of one of the tensors that a weight of experts is made of: part `number` of `parts` of each matrix."""
+
+    parts: int
+    number: int
+    each: int  # rows of a part of a matrix
+
+    def in_model(self, rows: Tensor) -> Tensor:
+        """The rows of a model that lie at these of a file, of all matrices one after another."""
+        return (rows // self.each * self.parts + self.number) * self.each + rows % self.each
+
+
 class Source(NamedTuple):
-    """A tensor of a file as a parameter holds it. rotated: how its rows are ordered; None: as in the parameter."""
+    """A tensor of a file as a parameter holds it. rotated: how its rows are ordered; None: as in the parameter. beside:
+    tensors of the same shape whose rows follow in each matrix of the parameter."""
 
     held: Held
     rotated: Rotated | None
+    beside: tuple[Held, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Held, ...]:
+        """The tensors, in the order of rows."""
+        return (self.held, *self.beside)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        shape = self.held.shape
+        return (*shape[:-2], shape[-2] * len(self.parts), shape[-1]) if self.beside else shape
+
+    @property
+    def types(self) -> list[str]:
+        """The types of its tensors, each once."""
+        return sorted({one.type for one in self.parts})
+
+    @property
+    def plain(self) -> str:
+        """The dtype of plain values, fp32 for several; "" if any tensor's are not plain."""
+        if not all(one in PLAIN for one in self.types):
+            return ""
+        return PLAIN[self.held.type] if len(self.types) == 1 else "F32"
 
     def stored(self, path: Path) -> Stored:
         """It, as what is read by slices: plain values, those that its type stands for, or rows of records as bytes."""
         held = self.held
-        return Stored(path, held.name, PLAIN.get(held.type, "F32"), held.shape, held.begin, held.end)
+        return Stored(path, held.name, self.plain or "F32", self.shape, held.begin, held.end)
 
     def records(self, path: Path) -> Stored:
         """Rows of its bytes."""
         held, rows = self.held, prod(self.held.shape[:-1])
-        return Stored(path, held.name, BYTES, (rows, (held.end - held.begin) // rows), held.begin, held.end)
+        nbytes = (held.end - held.begin) // rows
+        return Stored(path, held.name, BYTES, (rows * len(self.parts), nbytes), held.begin, held.end)
 
 
 class Mapped:
@@ -111,11 +149,30 @@ class Mapped:
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
         """A slice of a tensor on the CPU, rows in the model's order; to be copied and dropped."""
         source = self.sources[stored.name]
-        raw = self.bytes_of(source.held)
-        if stored.dtype != BYTES and source.held.type not in PLAIN:
+        return self._joined(source, stored, index) if source.beside else self._one(source, stored, index)
+
+    def _one(self, source: Source, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+        """A slice of one tensor."""
+        raw, kind = self.bytes_of(source.held), source.held.type
+        if stored.dtype != BYTES and kind not in PLAIN:
             return self._dequantized(source, raw, stored.shape, index)
-        dtype = OF_OTHERS[stored.dtype]
+        dtype = OF_OTHERS[stored.dtype if stored.dtype == BYTES else PLAIN[kind]]
         return _rows(source, raw.view(dtype).view(stored.shape), index)
+
+    def _joined(self, source: Source, stored: Stored, index: tuple[slice, ...]) -> Tensor:
+        """A slice of tensors that follow each other in each matrix: runs of rows, each of one matrix of one tensor."""
+        lead, columns = stored.shape[:-1], index[-1] if index else slice(None)
+        rows, each = torch.arange(prod(lead)).view(lead)[index[:-1]], source.held.shape[-2]
+        blocks, counts = torch.unique_consecutive(rows.flatten() // each, return_counts=True)
+        pieces, at = [torch.empty(0, stored.shape[-1], dtype=OF_OTHERS[stored.dtype])[:, columns]], 0
+        for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+            matrix, number = divmod(block, len(source.parts))
+            part, first = source.parts[number], matrix * each + int(rows.flatten()[at]) % each
+            whole = stored._replace(shape=(prod(part.shape[:-1]), stored.shape[-1]))
+            piece = self._one(Source(part, None), whole, (slice(first, first + count), columns))
+            pieces.append(piece.to(pieces[0].dtype))
+            at += count
+        return torch.cat(pieces).view(*rows.shape, -1)
 
     def _dequantized(self, source: Source, raw: Tensor, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
         """What other types stand for, fp32, some rows at a time."""

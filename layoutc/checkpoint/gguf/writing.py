@@ -17,7 +17,7 @@ from layoutc.checkpoint.common.folders import sync
 from layoutc.checkpoint.gguf.container import MAGIC, Header
 from layoutc.checkpoint.gguf.kinds import Kind
 from layoutc.checkpoint.gguf.types import TYPES
-from layoutc.checkpoint.gguf.values import CHUNK, Rotated, orientation_of
+from layoutc.checkpoint.gguf.values import CHUNK, Rotated, Share, orientation_of
 from layoutc.checkpoint.safetensors.export import whole_planes
 from layoutc.checkpoint.untrusted.files import open_file, read_at
 from layoutc.runtime.errors import DamagedError, LayoutError
@@ -111,33 +111,37 @@ def check_new(path: Path) -> None:
         raise FileExistsError(f"{path} exists: export into a new file")
 
 
-def records_of(kind: Kind, whole: Tensor, rotated: Rotated | None) -> Iterator[Tensor]:
-    """A whole weight's records, some rows at a time, in the order of a file: of its planes; or of plain values, which
-    are quantized as a gather casts them. A record is of one row, and nothing of a weight is in none of them."""
+def records_of(kind: Kind, whole: Tensor, order: Rotated | Share | None) -> Iterator[Tensor]:
+    """The records of a whole weight, or of a share, some rows at a time, in the order of a file: of its planes; or of
+    plain values, which are quantized as a gather casts them. A record is of one row, and nothing of a weight is in
+    none of them."""
     cls, binding = kind
     orientation, k, first = orientation_of(binding), whole.shape[-1], next(iter(cls.LAYOUT.sources))
     quantized = isinstance(whole, QuantizedTensor) or cls.LAYOUT.stochastic  # whose bits follow from places
     planes = whole_planes(cls, whole) if quantized else {}
-    values, m = (None if quantized else whole.reshape(-1, k)), prod(whole.shape[:-1])
+    values = None if quantized else whole.reshape(-1, k)
+    m = prod(whole.shape[:-1]) // (order.parts if isinstance(order, Share) else 1)
     each = max(1, CHUNK // max(1, k // binding.elements * binding.nbytes))
     for start in range(0, m, each):
-        rows = _in_model(range(start, min(start + each, m)), rotated)
+        rows = _in_model(range(start, min(start + each, m)), order)
         made = planes if values is None else whole_planes(cls, values[rows])
         held = {name: made[name][rows] if planes else made[name] for name in cls.LAYOUT.sources[first]}
         part = {name: plane.cpu() for name, plane in held.items()}
         yield cls.REFERENCE.lay_out(part, min(each, m - start), k, (orientation,))[binding.buffer]
 
 
-def values_of(values: Tensor, dtype: torch.dtype, rotated: Rotated | None) -> Iterator[Tensor]:
-    """A whole tensor's values in a dtype, some rows at a time, in the order of a file."""
+def values_of(values: Tensor, dtype: torch.dtype, order: Rotated | Share | None) -> Iterator[Tensor]:
+    """The values of a whole tensor, or of a share, in a dtype, some rows at a time, in the order of a file."""
+    values = values.reshape(-1, values.shape[-1]) if isinstance(order, Share) else values
+    m = len(values) // (order.parts if isinstance(order, Share) else 1)
     each = max(1, CHUNK // max(1, prod(values.shape[1:])))
-    for first in range(0, len(values), each):
-        yield values[_in_model(range(first, min(first + each, len(values))), rotated)].to("cpu", dtype)
+    for first in range(0, m, each):
+        yield values[_in_model(range(first, min(first + each, m)), order)].to("cpu", dtype)
 
 
-def _in_model(rows: range, rotated: Rotated | None) -> slice | Tensor:
+def _in_model(rows: range, order: Rotated | Share | None) -> slice | Tensor:
     """The rows of a model that lie at these of a file."""
-    return slice(rows.start, rows.stop) if rotated is None else rotated.in_model(torch.arange(rows.start, rows.stop))
+    return slice(rows.start, rows.stop) if order is None else order.in_model(torch.arange(rows.start, rows.stop))
 
 
 def copied(raw: Tensor) -> Iterator[Tensor]:
