@@ -65,18 +65,18 @@ def inspect(folder: str | os.PathLike[str], thorough: bool = False) -> Checkpoin
     Raises DamagedError if files are not what was written, LayoutError if the folder is not a checkpoint or its save did
     not finish.
     """
-    path = Path(folder)
+    path, paths = Path(folder), tuple[Path, ...]()
     if path.is_file():
         from layoutc.checkpoint.gguf import inspection as of_file
 
-        form, entries = "gguf", of_file.entries(path)
+        form, (entries, paths) = "gguf", of_file.entries(path)
     elif not (path / reading.METADATA).exists() and next(path.glob("*.safetensors"), None) is not None:
         from layoutc.checkpoint.safetensors import inspection
 
         form, entries = "safetensors", inspection.entries(path)
     else:
         form, entries = "torch.distributed.checkpoint", tuple(_entries(path, thorough))
-    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file()]
+    sizes = [file.stat().st_size for file in (paths if path.is_file() else path.iterdir()) if file.is_file()]
     return CheckpointFacts(
         str(path),
         form,

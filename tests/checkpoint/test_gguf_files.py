@@ -556,7 +556,7 @@ def load(path: Path) -> str:
         (by_hand(tensors=TWO | {"rope_freqs.weight": ((4,), F32_TYPE, 64, VALUES)}), ""),
         (by_hand([key("general.architecture", STRING, text("gemma"))]), "is of architecture 'gemma'; names are known"),
         (by_hand([]), "is of architecture None; names are known of llama"),
-        (by_hand([LLAMA, key("split.count", U16, struct.pack("<H", 3))]), "is one of 3 files of a model: join them"),
+        (by_hand([LLAMA, key("split.count", U16, struct.pack("<H", 3))]), "split.no is None of 3 files, which can"),
         (by_hand([LLAMA, key("split.count", U16, struct.pack("<H", 1))]), ""),
         (by_hand(tensors=TWO | {"blk.0.attn_q.weight": ((4, 1), F32_TYPE, 64, VALUES)}), "in the file, but not in the"),
         (by_hand(tensors=TWO | {"output_norm.weight": ((2, 2), F32_TYPE, 0, VALUES)}), "norm.weight: shape .2, 2. in"),

@@ -137,12 +137,14 @@ def write(
     *,
     experts: bool = False,
     architecture: str = "llama",
+    split: int = 0,
     **more: Any,
 ) -> Path:
-    """A file of a tiny Llama, or Mixtral, with a small vocabulary. more: sizes of the config that it has otherwise."""
+    """A file of a tiny Llama, or Mixtral, with a small vocabulary; the first of several, of at most `split` tensors
+    each. more: sizes of the config that it has otherwise."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     if experts:
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(2)
@@ -169,7 +171,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not split else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def expected(path: Path) -> dict[str, torch.Tensor]:
@@ -183,7 +185,8 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
     parts |= {f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")}
     parts |= {"ffn_gate_inp": "mlp.gate"}
     found: dict[str, torch.Tensor] = {}
-    for tensor in gguf.GGUFReader(path).tensors:
+    files = sorted(path.parent.glob(f"{path.name.partition('-00001-of-')[0]}*.gguf")) if "-of-" in path.name else [path]
+    for tensor in (tensor for file in files for tensor in gguf.GGUFReader(file).tensors):
         values, name = dequantize(tensor.data, tensor.tensor_type), tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
             _, number, part = name.split(".")

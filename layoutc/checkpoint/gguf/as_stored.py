@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.planning import has, names_of
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.safetensors.as_stored import quantize_each
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.runtime.errors import LayoutError
@@ -25,7 +25,7 @@ def quantize_as_gguf(
 
     As `quantize_as_stored`, which calls it for a file. files: `recipe/binding` where several recipes state a type.
     """
-    header = read_header(Path(file))
+    header = read_model(Path(file))
     names, by_number = names_of(header), dict[int, list[Kind]]()
     every = installed()
     if files is not None and not any(files in (kind.label, kind.binding.name) for kind in every):

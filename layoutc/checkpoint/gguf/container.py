@@ -35,13 +35,15 @@ Value = int | float | str
 
 
 class Held(NamedTuple):
-    """A tensor as the header describes it. shape: outermost dim first. It is bytes `begin` to `end` of the file."""
+    """A tensor as the header describes it. shape: outermost dim first. It is bytes `begin` to `end` of the file, or of
+    file `part` of a model in several."""
 
     name: str
     number: int
     shape: tuple[int, ...]
     begin: int
     end: int
+    part: int = 0
 
     @property
     def type(self) -> str:
@@ -52,18 +54,18 @@ class Held(NamedTuple):
 class Header(NamedTuple):
     """What a file says of itself.
 
-    values: numbers and strings by key; arrays are left out. keys: the bytes of the key-values in the file. digest: of
-    all bytes of the header.
+    values: numbers and strings by key; arrays are left out. keys: where each key-value lies in the file. digest: of all
+    bytes of the header. files: of a model in several, all of them.
     """
 
     path: Path
     version: int
     alignment: int
     values: Mapping[str, Value]
-    key_count: int
-    keys: tuple[int, int]
+    keys: Mapping[str, tuple[int, int]]
     tensors: Mapping[str, Held]
     digest: str
+    files: tuple[Path, ...]
 
 
 class _Cursor:
@@ -144,23 +146,22 @@ def read_header(path: Path) -> Header:
         version = _begin(cursor)
         entries = cursor.count(8 + 4 + 8 + 4 + 8, "the number of tensors")
         count = cursor.count(8 + 4 + 1, "the number of key-values")
-        begin, values = cursor.at, dict[str, Value]()
-        keys = set[str]()
+        values, keys = dict[str, Value](), dict[str, tuple[int, int]]()
         for _ in range(count):
+            begin = cursor.at
             key = cursor.string(MOST_KEY, "a key")
             if key in keys:
                 raise DamagedError(f"{path} has the key {short(key)} twice")
-            keys.add(key)
             found = _value(cursor, cursor.integer("I", f"the type of {short(key)}"), f"the value of {short(key)}")
             if found is not None:
                 values[key] = found
-        end = cursor.at
+            keys[key] = begin, cursor.at
         alignment = _alignment(path, values)
         described = [_entry(cursor) for _ in range(entries)]
         start = cursor.at + -cursor.at % alignment
         digest = hashlib.sha256(f"{cursor.size} ".encode() + cursor.bytes[: cursor.at]).hexdigest()
         tensors = _placed(path, described, start, cursor.size, alignment)
-    return Header(path, version, alignment, values, count, (begin, end), tensors, digest)
+    return Header(path, version, alignment, values, keys, tensors, digest, (path,))
 
 
 def _begin(cursor: _Cursor) -> int:

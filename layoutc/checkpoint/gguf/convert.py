@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.planning import entry, has, names_of, source_of
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors import recognize
@@ -63,7 +63,7 @@ def convert_gguf(
     written.
     """
     to = dtype_of(dtype)
-    header, out = read_header(Path(file)), Path(folder)
+    header, out = read_model(Path(file)), Path(folder)
     check_new(out, "convert")
     names, kinds = names_of(header), installed()
     mapped, jobs, left = Mapped(header, {}), list[Job](), list[str]()

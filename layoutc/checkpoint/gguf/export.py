@@ -17,9 +17,10 @@ from layoutc.checkpoint.common.regions import box_of
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
 from layoutc.checkpoint.gguf.architectures import Names, Place
-from layoutc.checkpoint.gguf.container import Header, read_header
+from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.planning import entry, has, names_of, rotation_of, source_of
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
@@ -81,7 +82,7 @@ def export_gguf(
     header: Header | None = None
     mapped: Mapped | None = None
     with noted(problems):
-        header = read_header(Path(source))
+        header = read_model(Path(source))
         mapped = Mapped(header, {})
         every = installed()
         into = {kind.binding.number: kind for kind in every} if quantize else {}

@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from layoutc.checkpoint.common.entries import EntryFacts, entry_of
-from layoutc.checkpoint.gguf.container import Held, read_header
+from layoutc.checkpoint.gguf.container import Held
 from layoutc.checkpoint.gguf.kinds import Kind, installed
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.safetensors.files import OF_OTHERS
 from layoutc.runtime.weight import stored_form
 
 
-def entries(path: Path) -> tuple[EntryFacts, ...]:
-    """The entries of a file, in the order of their bytes: of types that a recipe states by the recipe, others by type.
+def entries(path: Path) -> tuple[tuple[EntryFacts, ...], tuple[Path, ...]]:
+    """The entries of a model, in the order of their bytes, and its files: of types that a recipe states by the recipe,
+    others by type.
 
     Raises DamagedError if the file is not GGUF as defined.
     """
-    header, kinds = read_header(path), {kind.binding.number: kind for kind in installed()}
-    return tuple(_entry(held, kinds.get(held.number)) for held in header.tensors.values())
+    header, kinds = read_model(path), {kind.binding.number: kind for kind in installed()}
+    return tuple(_entry(held, kinds.get(held.number)) for held in header.tensors.values()), header.files
 
 
 def _entry(held: Held, kind: Kind | None) -> EntryFacts:

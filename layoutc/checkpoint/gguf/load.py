@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted
-from layoutc.checkpoint.gguf.container import read_header
 from layoutc.checkpoint.gguf.planning import LoadedGguf, Plan, plan
+from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.values import Mapped
 from layoutc.checkpoint.safetensors.load import check, write
 from layoutc.checkpoint.safetensors.planning import Rename
@@ -35,6 +35,8 @@ def load_gguf(
     weights that the model has quantized in another layout. Rows of q and k that llama.cpp has in another order come
     back into transformers' order.
 
+    Of a model in several files, `file` is the first, NAME-00001-of-00003.gguf, beside which the others lie.
+
     Each rank reads the slices that it holds, one parameter at a time, beside the header. rename: a name of the model's
     state dict -> the one in transformers' model. strict: raise for names that are missing in the file or unexpected
     there.
@@ -49,7 +51,7 @@ def load_gguf(
     made: tuple[Plan, Mapped] | None = None
     digest = ""
     with noted(problems):
-        header = read_header(Path(file))
+        header = read_model(Path(file))
         digest = header.digest
         made = plan(model, header, rename, strict, convert, problems)
         for step in made[0].steps:

@@ -19,7 +19,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding import meshes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
-ARCHITECTURE, SPLIT = "general.architecture", "split.count"
+ARCHITECTURE = "general.architecture"
 
 
 class LoadedGguf(NamedTuple):
@@ -40,13 +40,7 @@ class Plan(NamedTuple):
 
 
 def names_of(header: Header) -> Names:
-    """The names of a file's architecture. Raises LayoutError for one that is not known, and for a part of a model."""
-    count = header.values.get(SPLIT, 1)
-    if count not in (0, 1):
-        raise LayoutError(
-            f"{header.path} is one of {short(count)} files of a model: join them first, with llama.cpp's "
-            "llama-gguf-split --merge"
-        )
+    """The names of a file's architecture. Raises LayoutError for one that is not known."""
     found = header.values.get(ARCHITECTURE)
     if not isinstance(found, str) or found not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

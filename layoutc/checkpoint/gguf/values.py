@@ -127,24 +127,27 @@ class Source(NamedTuple):
 
 
 class Mapped:
-    """A file that is mapped into memory at first use. Only slices that are asked for are read."""
+    """Files that are mapped into memory at first use. Only slices that are asked for are read."""
 
     def __init__(self, header: Header, sources: dict[str, Source]) -> None:
-        self.path, self._size = header.path, max((one.end for one in header.tensors.values()), default=0)
+        self.path, self._files, self._ends = header.path, header.files, [0 for _ in header.files]
+        for held in header.tensors.values():
+            self._ends[held.part] = max(self._ends[held.part], held.end)
         self.sources = sources  # by the names of tensors
-        self._bytes: Tensor | None = None
+        self._bytes = dict[int, Tensor]()
         self._last: tuple[object, dict[str, Tensor]] | None = None
 
     def bytes_of(self, held: Held) -> Tensor:
-        """All bytes of a tensor, as they lie in the file."""
-        if self._bytes is None:
-            with open_file(self.path) as file, warnings.catch_warnings():
+        """All bytes of a tensor, as they lie in its file."""
+        if held.part not in self._bytes:
+            path = self._files[held.part]
+            with open_file(path) as file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that this memory can't be written: nothing does
                 whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                if len(whole) < self._size:
-                    raise DamagedError(f"{self.path} was truncated while it was read; something else writes into it")
-                self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
-        return self._bytes[held.begin : held.end]
+                if len(whole) < self._ends[held.part]:
+                    raise DamagedError(f"{path} was truncated while it was read; something else writes into it")
+                self._bytes[held.part] = torch.frombuffer(whole, dtype=torch.uint8)
+        return self._bytes[held.part][held.begin : held.end]
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
         """A slice of a tensor on the CPU, rows in the model's order; to be copied and dropped."""

@@ -58,12 +58,11 @@ class OpenGguf:
             raise
 
     def _begin(self, source: Header) -> None:
-        begin, end = source.keys
         with open_file(source.path) as file:
-            keys = read_at(file, begin, end - begin)
-        if len(keys) != end - begin:
+            keys = b"".join(read_at(file, begin, end - begin) for begin, end in source.keys.values())
+        if len(keys) != sum(end - begin for begin, end in source.keys.values()):
             raise DamagedError(f"{source.path} was truncated while it was read; something else writes into it")
-        counts = struct.pack("<IQQ", source.version, len(self._planned), source.key_count)
+        counts = struct.pack("<IQQ", source.version, len(self._planned), len(source.keys))
         self._file.write(MAGIC + counts + keys + b"".join(self._entries()))
         self._pad()
 
