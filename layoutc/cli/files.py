@@ -80,6 +80,8 @@ def convert(
         return
     what = f"{len(done.quantized)} weights quantized" if files or like else "no weight quantized"
     click.echo(f"{linked(folder, err=True)}: {', '.join(done.files)}; {what}", err=True)
+    if done.no_config:
+        click.echo(f"no config.json, take the model's own: {done.no_config}", err=True)
     if done.left:
         shown = ", ".join(done.left[:4]) + (f" and {len(done.left) - 4} more" if len(done.left) > 4 else "")
         click.echo(f"left out, since only the source's program reads them: {shown}", err=True)

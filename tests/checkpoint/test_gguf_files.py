@@ -60,6 +60,48 @@ def loaded(file: Path) -> Any:
     return model
 
 
+# ------------------------------------------------------------------------------------------------------------- by hand
+U8, U16, U32, STRING, ARRAY, U64 = 0, 2, 4, 8, 9, 10
+F32_TYPE, Q8_0_TYPE = 0, 8
+Tensors = dict[str, tuple[tuple[int, ...], int, int, bytes]]  # dims, innermost first; type; offset; bytes
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+LLAMA = key("general.architecture", STRING, text("llama"))
+WORDS = key("a", ARRAY, struct.pack("<IQ", STRING, 10**5) + b"".join(text("x" * (i % 50)) for i in range(10**5)))
+VALUES = struct.pack("<4f", 1, 2, 3, 4)
+TWO: Tensors = {"output_norm.weight": ((4,), F32_TYPE, 0, VALUES), "token_embd.weight": ((4, 1), F32_TYPE, 32, VALUES)}
+
+
+def by_hand(
+    keys: list[bytes] | None = None,
+    tensors: Tensors = TWO,
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    alignment: int = 32,
+    order: str = "<",
+) -> bytes:
+    """A file by the definition, of key-values and tensors."""
+    keys = [LLAMA] if keys is None else keys
+    made = magic + struct.pack(f"{order}IQQ", version, *(counts or (len(tensors), len(keys)))) + b"".join(keys)
+    for name, (dims, kind, offset, _) in tensors.items():
+        made += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    made += bytes(-len(made) % alignment)
+    for *_, data in tensors.values():
+        made += data + bytes(-len(data) % alignment)
+    return made
+
+
 # -------------------------------------------------------------------------------------------------- beside the package
 @needs_gguf
 def test_types_are_those_of_the_package() -> None:
@@ -362,7 +404,7 @@ def test_a_plain_folder_becomes_a_file_like_another(unstated: Path, tmp_path: Pa
 def test_the_command_converts_files_both_ways(file: Path, tmp_path: Path) -> None:
     plain, again = str(tmp_path / "plain"), str(tmp_path / "again.gguf")
     done = CliRunner().invoke(main, ["convert", str(file), plain, "--dtype", "float32", "--json"])
-    assert json.loads(done.stdout) == {"files": ["model.safetensors"], "quantized": [], "left": []}
+    assert json.loads(done.stdout) == {"files": ["model.safetensors"], "quantized": [], "left": [], "no_config": ""}
     done = CliRunner().invoke(main, ["convert", plain, again, "--like", str(file)])
     assert done.exit_code == 0
     assert "again.gguf; 9 weights quantized" in done.stderr
@@ -379,6 +421,46 @@ def test_the_command_converts_files_both_ways(file: Path, tmp_path: Path) -> Non
         done = CliRunner().invoke(main, ["convert", *arguments])
         assert done.exit_code == code, done.output
         assert words in " ".join(done.stderr.split())
+
+
+@needs_gguf
+def test_config_json_has_what_keys_and_shapes_say(file: Path, tmp_path: Path) -> None:
+    assert checkpoint.convert_gguf(file, tmp_path / "plain", dtype="bfloat16").no_config == ""
+    sizes = gguf_files.SIZES | {"num_hidden_layers": 1, "vocab_size": 72, "head_dim": 64}
+    assert json.loads((tmp_path / "plain/config.json").read_text()) == sizes | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+SCALED = key("llama.rope.scaling.type", STRING, text("yarn"))
+HUGE = key("llama.attention.layer_norm_rms_epsilon", 12, struct.pack("<d", 1e300))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([LLAMA], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
+        ([LLAMA, SCALED], "llama.rope.scaling.type says that rotary dims are scaled, but not all of how"),
+        ([LLAMA, HUGE], "the file has no number llama.context_length, llama.block_count, llama.embedding_length, "),
+        ([key("general.architecture", STRING, text("phi3"))], "fields of configs are not known of phi3 without exp"),
+    ],
+    ids=range(4),
+)
+def test_where_keys_say_too_little_there_is_no_config_json(keys: list[bytes], words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(by_hand(keys))
+    arguments = ["convert", str(tmp_path / "a.gguf"), str(tmp_path / "plain"), "--dtype", "float32"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0
+    assert f"no config.json, take the model's own: {words}" in " ".join(done.stderr.split())
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["model.safetensors"]
 
 
 @needs_gguf
@@ -476,48 +558,7 @@ def test_names_are_translated_where_a_model_has_its_own(file: Path, tmp_path: Pa
     assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
 
 
-# ------------------------------------------------------------------------------------------------------------- by hand
-U8, U16, U32, STRING, ARRAY, U64 = 0, 2, 4, 8, 9, 10
-F32_TYPE, Q8_0_TYPE = 0, 8
-Tensors = dict[str, tuple[tuple[int, ...], int, int, bytes]]  # dims, innermost first; type; offset; bytes
-
-
-def text(value: str | bytes) -> bytes:
-    raw = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def key(name: str, kind: int, value: bytes) -> bytes:
-    return text(name) + struct.pack("<I", kind) + value
-
-
-LLAMA = key("general.architecture", STRING, text("llama"))
-WORDS = key("a", ARRAY, struct.pack("<IQ", STRING, 10**5) + b"".join(text("x" * (i % 50)) for i in range(10**5)))
-VALUES = struct.pack("<4f", 1, 2, 3, 4)
-TWO: Tensors = {"output_norm.weight": ((4,), F32_TYPE, 0, VALUES), "token_embd.weight": ((4, 1), F32_TYPE, 32, VALUES)}
-
-
-def by_hand(
-    keys: list[bytes] | None = None,
-    tensors: Tensors = TWO,
-    *,
-    magic: bytes = b"GGUF",
-    version: int = 3,
-    counts: tuple[int, int] | None = None,
-    alignment: int = 32,
-    order: str = "<",
-) -> bytes:
-    """A file by the definition, of key-values and tensors."""
-    keys = [LLAMA] if keys is None else keys
-    made = magic + struct.pack(f"{order}IQQ", version, *(counts or (len(tensors), len(keys)))) + b"".join(keys)
-    for name, (dims, kind, offset, _) in tensors.items():
-        made += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
-    made += bytes(-len(made) % alignment)
-    for *_, data in tensors.values():
-        made += data + bytes(-len(data) % alignment)
-    return made
-
-
+# ------------------------------------------------------------------------------------------------------- the definition
 class Small(torch.nn.Module):
     """What the file of two tensors holds, under transformers' names."""
 

@@ -14,7 +14,7 @@ from harness import Ranks, mesh_of
 from torch.distributed.fsdp import fully_shard
 
 import layoutc
-from layoutc.checkpoint import export_gguf, load_gguf, quantize_as_stored
+from layoutc.checkpoint import convert_gguf, export_gguf, load_gguf, quantize_as_stored
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -68,6 +68,40 @@ def test_values_and_logits_are_those_of_transformers(file: Path, tmp_path: Path)
         assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
     export_gguf(model, tmp_path / "out.gguf", source=file)
     assert filecmp.cmp(file, tmp_path / "out.gguf", shallow=False)
+
+
+def test_a_plain_folder_is_what_transformers_loads(file: Path, tmp_path: Path) -> None:
+    """With the config.json that is made of the file's keys: the logits of its loader of GGUF files."""
+    from transformers import AutoModelForCausalLM
+
+    assert convert_gguf(file, tmp_path / "plain", dtype=torch.float32).no_config == ""
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    other = theirs(file)
+    for name in ("rms_norm_eps", "rope_parameters", "head_dim", "max_position_embeddings", "tie_word_embeddings"):
+        ours, known = getattr(model.config, name), getattr(other.config, name)
+        assert ours == (pytest.approx(known) if isinstance(known, float) else known), name
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("llama", "Mixtral"), ("qwen3moe", "Qwen3Moe")])
+def test_a_plain_folder_of_experts_is_what_transformers_loads(architecture: str, name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    more = {"expert_feed_forward_length": gguf_files.SIZES["intermediate_size"]} if architecture != "llama" else {}
+    file = gguf_files.write(tmp_path / "in.gguf", experts=True, architecture=architecture, **more)
+    assert convert_gguf(file, tmp_path / "plain", dtype=torch.float32).no_config == ""
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    assert type(model).__name__ == f"{name}ForCausalLM"
+    assert model.config.num_experts_per_tok == 2
+    other = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    load_gguf(other, file, strict=False)
+    expected = values_of(other)
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in values_of(model).items()
+        if ".q_norm" not in name and ".k_norm" not in name
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- many ranks

@@ -45,6 +45,37 @@ _FUSED = {
 }
 
 
+class Config(NamedTuple):
+    """A model of transformers. sizes: keys of files, without the architecture -> fields of its config. experts: it is
+    for files that say how many experts there are. biases: fields -> the modules in files that have a bias if they are
+    true. head: it has the field head_dim."""
+
+    model_type: str
+    name: str
+    sizes: Mapping[str, str]
+    fixed: Mapping[str, bool] = {}
+    experts: bool = False
+    biases: Mapping[str, str] = {}
+    head: bool = True
+
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "feed_forward_length": "intermediate_size",
+}
+_MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN3_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_LLAMA = {"attention_bias": "blk.0.attn_q", "mlp_bias": "blk.0.ffn_gate"}
+
+
 class Architecture(NamedTuple):
     """The names of an architecture.
 
@@ -52,25 +83,39 @@ class Architecture(NamedTuple):
     of rotary dims beside each other, where transformers' models have all first ones before all second ones: with the
     key that says how many heads there are, and the one that says it if that is left out; {arch} is the architecture.
     stacked: a parameter of transformers' model, of three dims -> the modules in files that hold it together.
-    ignored: tensors that follow from the config, which no parameter holds.
+    ignored: tensors that follow from the config, which no parameter holds. configs: what config.json of such models is
+    made of; none where a file's keys say too little.
     """
 
     modules: Mapping[str, str]
     rotated: Mapping[str, tuple[str, ...]] = {}
     stacked: Mapping[str, tuple[str, ...]] = {}
+    configs: tuple[Config, ...] = ()
     ignored: tuple[str, ...] = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 _Q, _KV = "{arch}.attention.head_count", "{arch}.attention.head_count_kv"
 ARCHITECTURES = {
-    "llama": Architecture(_DECODER | _ROUTER, {"blk.{n}.attn_q": (_Q,), "blk.{n}.attn_k": (_KV, _Q)}, _EXPERTS),
-    "qwen2": Architecture(_DECODER),
-    "qwen3": Architecture(_DECODER | _NORMS_OF_HEADS),
+    "llama": Architecture(
+        _DECODER | _ROUTER,
+        {"blk.{n}.attn_q": (_Q,), "blk.{n}.attn_k": (_KV, _Q)},
+        _EXPERTS,
+        (
+            Config("llama", "LlamaForCausalLM", _SIZES, biases=_LLAMA),
+            Config("mixtral", "MixtralForCausalLM", _SIZES | _MIXTRAL, experts=True),
+        ),
+    ),
+    "qwen2": Architecture(_DECODER, configs=(Config("qwen2", "Qwen2ForCausalLM", _SIZES, head=False),)),
+    "qwen3": Architecture(_DECODER | _NORMS_OF_HEADS, configs=(Config("qwen3", "Qwen3ForCausalLM", _SIZES),)),
     "qwen3moe": Architecture(
         {name: _DECODER[name] for name in _DECODER if "_gate" not in name and "_up" not in name and "_down" not in name}
         | _NORMS_OF_HEADS
         | _ROUTER,
         stacked=_EXPERTS,
+        # llama.cpp makes the weights of the chosen experts add up to 1, whatever the file says.
+        configs=(
+            Config("qwen3_moe", "Qwen3MoeForCausalLM", _SIZES | _QWEN3_MOE, {"norm_topk_prob": True}, experts=True),
+        ),
     ),
     "phi3": Architecture({name: _DECODER[name] for name in _DECODER if "ffn_gate" not in name} | _FUSED),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from os import PathLike
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from layoutc.checkpoint.gguf.export import export_gguf
 from layoutc.checkpoint.gguf.kinds import Kind, installed
-from layoutc.checkpoint.gguf.planning import entry, has, names_of, source_of
+from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, source_of
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
@@ -58,9 +59,9 @@ def convert_gguf(
     process, without a model.
 
     dtype: of what is dequantized, as torch.bfloat16 or its name; tensors that are plain in the file are copied. Tensors
-    that follow from the config are left out, and named in the result. There is no config.json in a GGUF file, so none
-    is written. Raises FileExistsError if the folder is not empty, and what `load_gguf` raises, before anything is
-    written.
+    that follow from the config are left out, and named in the result. config.json is made of the file's keys, for
+    AutoConfig of transformers; the result says why if that can't be. Raises FileExistsError if the folder is not empty,
+    and what `load_gguf` raises, before anything is written.
     """
     to = dtype_of(dtype)
     header, out = read_model(Path(file)), Path(folder)
@@ -83,15 +84,22 @@ def convert_gguf(
         entry(name, torch.empty(0), source, mapped, kinds, False)  # refuses what can't be read
         facts = Facts(source.shape, OF_OTHERS[source.plain] if source.plain else to)
         jobs.append(Job(place.tensors[0], Planned(name, facts)))
+    config, why = dict[str, object](), ""
+    try:
+        config = config_of(header) | {"dtype": str(to).removeprefix("torch.")}
+    except LayoutError as error:
+        why = str(error)
     split = split_into_files(sorted(jobs, key=lambda job: job.planned.name), max_shard_bytes)
     partly = begin_folder(out)
     try:
         for part, some in split.items():
             write_streamed(partly / part, (job.planned for job in some), _made(some, mapped, kinds))
+        if config:
+            (partly / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         finish_folder(partly, out, {part: [job.planned for job in some] for part, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
-    return Converted(tuple(split), (), tuple(left))
+    return Converted(tuple(split), (), tuple(left), why)
 
 
 def convert_to_gguf(

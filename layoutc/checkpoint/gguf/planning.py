@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -76,6 +77,55 @@ def rotation_of(name: str, module: str, shape: tuple[int, ...], names: Names, he
             f"{header.path}: the {rows} rows of {name} are not pairs in heads, of which {keys[0]} says {short(heads)}"
         )
     return Rotated(rows, heads)
+
+
+def config_of(header: Header) -> dict[str, object]:
+    """What config.json of the model in a file says: its sizes, as keys and shapes of tensors have them.
+
+    Raises LayoutError with the reason where keys say too little, or something that fields of a config are not known of.
+    """
+    arch, values = str(header.values.get(ARCHITECTURE)), header.values
+    experts = values.get(f"{arch}.expert_count", 0) != 0
+    made = next((one for one in names_of(header).architecture.configs if one.experts == experts), None)
+    if made is None:
+        raise LayoutError(f"fields of configs are not known of {arch} {'with' if experts else 'without'} experts")
+    of_scales = [key for key in header.keys if key.startswith(f"{arch}.rope.scal")]
+    scaled = [key for key in of_scales if values.get(key) not in ("none", 1.0)]
+    if scaled or "rope_freqs.weight" in header.tensors:
+        which = (scaled or ["rope_freqs.weight"])[0]
+        raise LayoutError(f"{which} says that rotary dims are scaled, but not all of how")
+    config: dict[str, object] = {"architectures": [made.name], "model_type": made.model_type, **made.fixed}
+    heads = f"{arch}.attention.head_count"
+    keys = {f"{arch}.{key}": field for key, field in made.sizes.items()}
+    keys[f"{heads}_kv" if f"{heads}_kv" in values else heads] = "num_key_value_heads"
+    config["num_attention_heads"] = values.get(heads)
+    config |= {field: values.get(key) for key, field in keys.items()}
+    config["rope_theta"] = values.get(f"{arch}.rope.freq_base", 10000.0)
+    missing = [key for key, field in keys.items() if not _is_number(config[field])]
+    tables = [header.tensors.get(name) for name in ("token_embd.weight", "blk.0.attn_q.weight")]
+    if missing or None in tables:
+        raise LayoutError(f"the file has no number {', '.join(missing) or 'and shapes of its first layer'}")
+    config["vocab_size"], rows = (one.shape[0] for one in tables if one is not None)
+    if made.head:
+        config["head_dim"] = rows // max(1, int(str(config["num_attention_heads"])))
+    config |= {field: f"{module}.bias" in header.tensors for field, module in made.biases.items()}
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    tokens = {name: values.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
+    config |= {name: number for name, number in tokens.items() if isinstance(number, int)}
+    if not _is_number(config["rope_theta"]):
+        raise LayoutError(f"{arch}.rope.freq_base is no number")
+    return {field: _decimal(value) if isinstance(value, float) else value for field, value in config.items()}
+
+
+def _is_number(value: object) -> bool:
+    """A number that fp32 holds."""
+    return isinstance(value, int | float) and abs(value) < 2.0**127  # which NaN is not
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal number that fp32 rounds to a value, which files hold in fp32."""
+    made = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((one for one in made if struct.pack("<f", one) == struct.pack("<f", value)), value)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -35,11 +35,13 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
 class Converted(NamedTuple):
-    """The files that a conversion wrote, the weights that are quantized in them, and the tensors that it left out."""
+    """The files that a conversion wrote, the weights that are quantized in them, and the tensors that it left out.
+    no_config: why there is no config.json, where one would have to be made."""
 
     files: tuple[str, ...]
     quantized: tuple[str, ...]
     left: tuple[str, ...]
+    no_config: str = ""
 
 
 class Job(NamedTuple):
