@@ -2,7 +2,14 @@
 # Layout id 54509abfdf25: changes when stored bytes or arithmetic change, and only then.
 """How files of other programs hold weights of nf4_bitsandbytes."""
 
-from layoutc.runtime.bindings.facts import REST, Binding, BoundPlane
+from layoutc.runtime.bindings.facts import REST, Binding, BoundPlane, Codes
+
+CODEBOOK = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 FILES = {
     "bitsandbytes": Binding(
@@ -17,28 +24,7 @@ FILES = {
             ),  # m k -> (m k)
         },
         shape=None,
-        codebook=(
-            "{name}.quant_map",
-            "F32",
-            (
-                -1.0,
-                -0.6961928009986877,
-                -0.5250730514526367,
-                -0.39491748809814453,
-                -0.28444138169288635,
-                -0.18477343022823334,
-                -0.09105003625154495,
-                0.0,
-                0.07958029955625534,
-                0.16093020141124725,
-                0.24611230194568634,
-                0.33791524171829224,
-                0.44070982933044434,
-                0.5626170039176941,
-                0.7229568362236023,
-                1.0,
-            ),
-        ),
+        codebook=("{name}.quant_map", "F32", CODEBOOK),
         text=(
             "{name}.quant_state.bitsandbytes__nf4",
             {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": ["rows", "columns"]},
@@ -51,6 +37,58 @@ FILES = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": "bfloat16",
+        },
+        recognized=(
+            "quant_method",
+            "load_in_4bit",
+            "bnb_4bit_quant_type",
+            "bnb_4bit_use_double_quant",
+            "bnb_4bit_quant_storage",
+        ),
+        plain="llm_int8_skip_modules",
+    ),
+    "bitsandbytes_double": Binding(
+        name="bitsandbytes_double",
+        summary="bitsandbytes' 4 bits with double quantization, whose scales are read as the FP32 that they stand for",
+        planes={
+            "rowwise_data": BoundPlane(
+                "{name}", "U8", 8, rows=(REST,), columns=(REST, 1), order=(0, 1, 2), joined=(2, 1)
+            ),  # m (g b) -> (m g) b
+            "rowwise_scale": BoundPlane(
+                "{name}.absmax",
+                "U8",
+                8,
+                rows=(REST,),
+                columns=(REST,),
+                order=(0, 1),
+                joined=(2,),
+                codes=Codes("{name}.nested_quant_map", "{name}.nested_absmax", 256, "nested_offset"),
+            ),  # m k -> (m k)
+        },
+        shape=None,
+        codebook=("{name}.quant_map", "F32", CODEBOOK),
+        text=(
+            "{name}.quant_state.bitsandbytes__nf4",
+            {
+                "quant_type": "nf4",
+                "blocksize": 64,
+                "dtype": "bfloat16",
+                "shape": ["rows", "columns"],
+                "nested_blocksize": 256,
+                "nested_dtype": "float32",
+                "nested_offset": 0,
+            },
+            ("dtype", "nested_offset"),
+        ),
+        ignored=(),
+        parts=(),
+        config={
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_compute_dtype": "bfloat16",
         },

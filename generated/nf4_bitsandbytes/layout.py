@@ -41,7 +41,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nf4_bitsandbytes",
     summary="NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization",
-    spec_sha256="597a8a47187ef064df6a66f844e23b309e454a7d97b65958215c0abcaeb68620",
+    spec_sha256="e9ed129afe651dae7698acd0b47c219939377c18fe147ca0d4a41bd2df9c736d",
     layout_id="54509abfdf25",
     language=1,
     shard_rows=1,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from layoutc.emit.files_text import container_lines, files_lines
+from layoutc.emit.files_text import codebook_lines, container_lines, files_lines
 from layoutc.emit.kernel_text import kernels_text
 from layoutc.emit.recipe_text import RecipeText, header, recipe_text
 from layoutc.plan.kernels import NoKernels, plan_kernels
@@ -65,10 +65,10 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
         files[KERNELS] = _environment().get_template(f"{KERNELS}.j2").render(vars(text))
     lines, containers = files_lines(plan.layout), container_lines(plan.layout)
     if lines or containers:
-        names = ("MATRICES", "REST", "Binding", "BoundPlane", "RecordBinding")
+        names = ("MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")
         used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join([*lines, *containers])))
         of_recipe = {"header": recipe.header, "name": recipe.name, "imports": used}
-        view = of_recipe | {"files": lines, "containers": containers}
+        view = of_recipe | {"files": lines, "containers": containers, "codebook": codebook_lines(plan.layout)}
         files[BINDINGS] = _environment().get_template(f"{BINDINGS}.j2").render(view)
     return files
 

@@ -14,6 +14,12 @@ def files_lines(layout: Layout) -> list[str]:
     return [line for binding in layout.files for line in _binding(binding)]
 
 
+def codebook_lines(layout: Layout) -> list[str]:
+    """The values of CODEBOOK, which bindings state, a few in a line; none for a recipe whose bindings state none."""
+    values = next((binding.codebook[2] for binding in layout.files if binding.codebook), ())
+    return [", ".join(map(repr, values[i : i + 4])) + "," for i in range(0, len(values), 4)]
+
+
 def container_lines(layout: Layout) -> list[str]:
     """The entries of CONTAINERS, a line each; none for a recipe whose records no container holds."""
     return [
@@ -37,7 +43,7 @@ def _binding(binding: Binding) -> list[str]:
         "    },",
         f"    shape={shape},",
         *([f"    groups={groups},"] if binding.groups else []),
-        *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {codebook[2]}),"] if codebook else []),
+        *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, CODEBOOK),"] if codebook else []),
         *([f"    text=({json.dumps(text[0])}, {json.loads(text[1])!r}, {_strings(text[2])}),"] if text else []),
         f"    ignored={_strings(binding.ignored)},",
         *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
@@ -63,6 +69,9 @@ def _plane(plane: BoundPlane) -> str:
     arguments += ["spread=True"] if plane.spread else []
     arguments += [f"{key}=False" for key in ("low_first", "plane_low_first") if not getattr(plane, key)]
     arguments += [f"{key}={value!r}" for key, value in (("over", plane.over), ("by", plane.by)) if value is not None]
+    if (codes := plane.codes) is not None:
+        stated = [json.dumps(codes.codebook), json.dumps(codes.scale), str(codes.block), json.dumps(codes.offset)]
+        arguments.append(f"codes=Codes({', '.join(stated)})")
     return f"BoundPlane({', '.join(arguments)})"
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from layoutc.layout.records import Record
-    from layoutc.spec.bindings import FileBinding, FileTensor, PlaneKey
+    from layoutc.spec.bindings import FileBinding, FileCodes, FileTensor, PlaneKey
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class BoundPlane:
     over: float | None  # the file has this over each value
     by: float | None  # the file has each value over this
     spread: bool = False
+    codes: FileCodes | None = None  # the file has codes of the values
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -149,6 +150,8 @@ def bound(plane: Stored, stated: FileTensor, low_first: bool) -> BoundPlane:
     if stated.layout == "scalar":
         return BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
     layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
+    if stated.codes:
+        return BoundPlane(plane.name, stated.name, stated.dtype, layout, 8, True, True, None, None, codes=stated.codes)
     if plane.code_bits:
         low = stated.pack != "high-first"
         return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.code_bits, low, True, over, by, True)

@@ -34,6 +34,9 @@ def _container(layout: Layout, binding: RecordBinding) -> Table:
 
 def _tables(layout: Layout, binding: Binding) -> list[Table]:
     rows = [_row(layout, plane) for plane in binding.planes]
+    for plane, codes in [(one, one.codes) for one in binding.planes if one.codes is not None]:
+        rows.append((f"codes of {plane.plane}", codes.codebook, "F32", "256", "value of each"))
+        rows.append(("", codes.scale, "F32", f"one for {codes.block} codes", f"then + {codes.offset} of the JSON"))
     if binding.shape:
         rows.append(("the weight's sizes", binding.shape[0], binding.shape[1], "2", ""))
     if binding.groups:
@@ -73,6 +76,8 @@ def _row(layout: Layout, plane: BoundPlane) -> tuple[str, ...]:
     form = f"{plane.over:g} / x" if plane.over else f"x / {plane.by:g}" if plane.by else ""
     if not plane.low_first:
         form = "high bits first"
+    if plane.codes is not None:
+        form = "codes, read only"
     return plane.plane, plane.name, plane.dtype, order, form
 
 

@@ -18,6 +18,18 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class FileCodes(_Model):
+    """What the codes of a plane's values stand for, where files have quantized these: value of the code * scale of its
+    block + offset, in fp32, rounded after each."""
+
+    codebook: Pattern = Field(description="the tensor with the value of each code, F32")
+    scale: Pattern = Field(description="the tensor with the scale of each block of codes, F32")
+    block: Size = Field(description="codes of a block, counted over all of the tensor, row by row")
+    offset: Annotated[str, Field(min_length=1, max_length=100)] = Field(
+        description="the key of `text` that has the number to add"
+    )
+
+
 class FileTensor(_Model):
     """The tensor that holds one plane; sizes of the names in `layout` stand inline in YAML."""
 
@@ -34,6 +46,9 @@ class FileTensor(_Model):
     )
     form: Annotated[str, Field(max_length=60)] | None = Field(
         default=None, description="what the file has in place of a value x of fp32: `2688 / x`, `x / 2688`"
+    )
+    codes: FileCodes | None = Field(
+        default=None, description="files have codes of the values, which are read, and never written"
     )
     value: dict[str, Any] | None = Field(
         default=None, description="what a `text` says, as JSON; `rows` and `columns` stand for the weight's sizes"

@@ -31,7 +31,10 @@ def test_a_recipe_without_files_hides_no_files_of_its_layout() -> None:
     ours: Any = nf4_bitsandbytes.Tensor
     assert other.Tensor.LAYOUT.layout_id == ours.LAYOUT.layout_id
     for classes in ([ours, other.Tensor], [other.Tensor, ours]):
-        assert [one.label for one in bindings_of(classes)] == ["nf4_bitsandbytes/bitsandbytes"]
+        assert [one.label for one in bindings_of(classes)] == [
+            "nf4_bitsandbytes/bitsandbytes",
+            "nf4_bitsandbytes/bitsandbytes_double",
+        ]
 
 
 def test_equal_bindings_of_a_layout_are_one() -> None:

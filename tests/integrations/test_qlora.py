@@ -26,7 +26,8 @@ pytestmark = [
     for name in ("transformers", "peft", "bitsandbytes")
 ]
 
-NF4 = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+NF4 = {"blocksize": 64, "quant_type": "nf4"}
+doubly = pytest.mark.parametrize("double", [False, True], ids=["", "double quantization"])
 
 
 def plain() -> Any:
@@ -34,12 +35,12 @@ def plain() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 96, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 320, "vocab_size": 96, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, use_cache=False, **sizes))
 
 
-def write(folder: Path) -> None:
-    """The model's files with linear layers as bitsandbytes quantizes and stores them."""
+def write(folder: Path, double: bool = False) -> None:
+    """The model's files with linear layers as bitsandbytes quantizes and stores them; double: their scales as well."""
     from bitsandbytes.functional import quantize_4bit
     from safetensors.torch import save_file
     from transformers import BitsAndBytesConfig
@@ -49,10 +50,15 @@ def write(folder: Path) -> None:
         if not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
-        tensors[name], state = quantize_4bit(value, **NF4)
+        tensors[name], state = quantize_4bit(value, **NF4, compress_statistics=double)
         tensors |= {f"{name}.{key}": one for key, one in state.as_dict(packed=True).items()}
     save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=double,
+    )
     model.config.quantization_config = how.to_dict()
     model.config.save_pretrained(folder)
 
@@ -120,19 +126,21 @@ def trains(folder: str) -> tuple[list[float], int, int]:
     return losses, live_bytes(rest + kept) - rest, kept
 
 
-def test_adapters_train_as_in_one_process_and_ranks_share_the_base(two: Ranks, tmp_path: Path) -> None:
+@doubly
+def test_adapters_train_as_in_one_process_and_ranks_share_the_base(two: Ranks, tmp_path: Path, double: bool) -> None:
     """To the bit; what a rank holds of the base is what the plan says, codes and scales, to the byte."""
-    write(tmp_path)
+    write(tmp_path, double)
     answers = two.run(trains, str(tmp_path))
     assert answers[0][0] == answers[1][0]
     assert [held for _, held, _ in answers] == [kept for _, _, kept in answers]
 
 
-def test_one_process_reads_and_trains_as_bitsandbytes_does(tmp_path: Path) -> None:
+@doubly
+def test_one_process_reads_and_trains_as_bitsandbytes_does(tmp_path: Path, double: bool) -> None:
     """Values and losses, to the bit."""
     from bitsandbytes.functional import dequantize_4bit
 
-    write(tmp_path)
+    write(tmp_path, double)
     ours, theirs = of_layoutc(str(tmp_path)), of_bitsandbytes(str(tmp_path))
     weights = [(name, module.weight) for name, module in theirs.named_modules() if name.endswith("_proj")]
     assert len(weights) == 14

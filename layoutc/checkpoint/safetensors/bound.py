@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +16,10 @@ from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
+from layoutc.runtime.bindings.texts import sizes_in, with_sizes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
-Read = Callable[[Stored, tuple[slice, ...]], Tensor]
 LONGEST_TEXT = 1 << 16  # bytes
 
 
@@ -30,27 +30,29 @@ class PlaneSource(Protocol):
     def shape(self) -> tuple[int, ...]:
         """The plane's shape."""
 
-    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+    def read(self, index: tuple[slice, ...], fetch: places.Read) -> Tensor:
         """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
 
 
 class BoundSource(NamedTuple):
     """A plane of a weight in files: whole, or in parts that hold equal shares of its rows, one after another.
 
-    shared: the plane's one row covers all rows of the weight, so all parts hold it.
+    shared: the plane's one row covers all rows of the weight, so all parts hold it. meanings: of each part, what its
+    codes stand for, where files have codes of the values.
     """
 
     name: str
     facts: Facts
     parts: tuple[tuple[Stored, places.Place], ...]
     shared: bool
+    meanings: tuple[places.Meaning, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The plane's shape."""
         return self.facts.shape
 
-    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
+    def read(self, index: tuple[slice, ...], fetch: places.Read) -> Tensor:
         """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
         spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
         rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
@@ -73,7 +75,7 @@ class BoundSource(NamedTuple):
             return torch.empty((0, len(columns)), dtype=self.facts.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+    def _part(self, number: int, rows: range, columns: range, fetch: places.Read) -> Tensor:
         stored, place = self.parts[number]
         shape = stored.shape
 
@@ -81,7 +83,9 @@ class BoundSource(NamedTuple):
             return fetch(stored, index if len(index) == len(shape) else ())
 
         try:
-            return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+            found = places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
+            width = place.plane.shape[-1]
+            return self.meanings[number].of(found, rows, columns, width, fetch) if self.meanings else found
         except LayoutError as error:
             raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
@@ -107,7 +111,7 @@ class Stated(NamedTuple):
             return torch.tensor(self.sizes, dtype=self.facts.dtype)
         return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
 
-    def check(self, stored: Stored, fetch: Read) -> None:
+    def check(self, stored: Stored, fetch: places.Read) -> None:
         """Raises LayoutError if the files hold something else."""
         if self.text is not None:
             self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
@@ -156,10 +160,15 @@ class Held(NamedTuple):
 def held(name: str, shape: tuple[int, ...], bound: Bound) -> tuple[Held, ...]:
     """The tensors that files hold by this binding for a weight of this name and shape.
 
-    Raises LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says.
+    Raises LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says; and
+    for files that have codes of a plane's values.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
     about = f"{name} in files of {bound.label}"
+    if bound.is_read_only:
+        others = [one for one in layout.files.values() if not recognize.Bound(bound.cls, one).is_read_only]
+        instead = f"; export as {layout.name}/{others[0].name}" if others else ""
+        raise LayoutError(f"{about}: they have codes of values that the recipe holds, which are never made{instead}")
     parameters, each, matrices = _parts(about, name, shape, bound)
     of_part = layout.planes(each, shape[-1])
     tensors = []
@@ -191,19 +200,10 @@ def _stated(bound: Bound, parameter: str, rows: int, columns: int) -> list[State
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
     if binding.text:
         name, text, free = binding.text
-        said = _with_sizes(text, {"rows": rows, "columns": columns})
+        said = with_sizes(text, {"rows": rows, "columns": columns})
         facts = Facts((len(json.dumps(said).encode()),), torch.uint8)
         found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free))
     return found
-
-
-def _with_sizes(value: Any, sizes: Mapping[str, int]) -> Any:
-    """A value of JSON with numbers in place of the names of sizes."""
-    if isinstance(value, dict):
-        return {key: _with_sizes(one, sizes) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_with_sizes(one, sizes) for one in value]
-    return sizes.get(value, value) if isinstance(value, str) else value
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -241,10 +241,13 @@ class Found(NamedTuple):
     unread: frozenset[str]
     stated: tuple[tuple[Stated, Stored], ...]
 
-    def check_stated(self, fetch: Read) -> None:
-        """Raises LayoutError if the files hold something else than follows from the weight's shape."""
+    def check_stated(self, fetch: places.Read) -> None:
+        """Raises LayoutError if the files hold something else than follows from the weight's shape, or nothing that
+        their codes could stand for."""
         for one, stored in self.stated:
             one.check(stored, fetch)
+        for meaning in (meaning for plane in self.planes.values() for meaning in plane.meanings):
+            meaning.added(fetch)
 
 
 def find(
@@ -268,25 +271,47 @@ def find(
     facts, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
     found, names = {}, set[str]()
     for plane, pattern in binding.planes.items():
-        parts = []
+        parts, meanings = [], list[places.Meaning]()
+        in_file = of_part[plane]._replace(dtype=torch.uint8) if pattern.codes else of_part[plane]
         for parameter in parameters:
             tensor = tensor_name(pattern.name, parameter)
-            if (stored := tensors.get(tensor)) is None:
-                raise LayoutError(f"{about}: {tensor} is not there")
-            place = _place(f"{about}: {tensor}", pattern, of_part[plane], matrices)
-            _check(about, stored, pattern.dtype, place.shape)
+            place = _place(f"{about}: {tensor}", pattern, in_file, matrices)
+            stored = _there(about, tensors, tensor, pattern.dtype, place.shape)
             parts.append((stored, place))
             names.add(tensor)
+            meanings += _meaning(about, bound, pattern, parameter, prod(in_file.shape), tensors)
+        names |= {one.name for meaning in meanings for one in (meaning.codebook, meaning.scale)}
         shared = layout.stored[plane].rows_per_value is None
-        found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared)
+        found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared, tuple(meanings))
     stated = [one for parameter in parameters for one in _stated(bound, parameter, each, shape[-1])]
-    for one in stated:
-        if (stored := tensors.get(one.name)) is not None:
-            _check_stated(about, stored, one)
     names |= {one.name for one in stated}
     there = tuple((one, tensors[one.name]) for one in stated if one.name in tensors)
+    for follows, stored in there:
+        _check_stated(about, stored, follows)
     unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
     return Found(bound, shape, found, frozenset(names) | unread, unread, there)
+
+
+def _meaning(
+    about: str, bound: Bound, pattern: BoundPlane, parameter: str, count: int, tensors: Mapping[str, Stored]
+) -> list[places.Meaning]:
+    """What the codes of `count` values of a parameter stand for; [] where files have the values themselves."""
+    if pattern.codes is None or bound.binding.text is None:
+        return []
+    codes, text = pattern.codes, tensor_name(bound.binding.text[0], parameter)
+    if text not in tensors:
+        raise LayoutError(f"{about}: {text}, which has {codes.offset}, is not there")
+    codebook = _there(about, tensors, tensor_name(codes.codebook, parameter), "F32", (256,))
+    scale = _there(about, tensors, tensor_name(codes.scale, parameter), "F32", (-(-count // codes.block),))
+    return [places.Meaning(codebook, scale, tensors[text], codes.block, codes.offset)]
+
+
+def _there(about: str, tensors: Mapping[str, Stored], name: str, dtype: str, shape: tuple[int, ...]) -> Stored:
+    """A tensor of this shape and dtype. Raises LayoutError."""
+    if (stored := tensors.get(name)) is None:
+        raise LayoutError(f"{about}: {name} is not there")
+    _check(about, stored, dtype, shape)
+    return stored
 
 
 def named_in(bound: Bound, tensors: Mapping[str, Stored], told: Iterable[Bound] = ()) -> dict[str, Stored]:
@@ -342,7 +367,7 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
         )
     with open_file(stored.path) as file:
         text = json_of(read_at(file, stored.begin, stored.end - stored.begin), f"{tensor} in the files")
-    sizes = _sizes_in(template, text)
+    sizes = sizes_in(template, text)
     if sizes.keys() != {"rows", "columns"}:
         raise LayoutError(f"{tensor} in the files does not state the two sizes of a weight: {short(text)}")
     shape = sizes["rows"], sizes["columns"]
@@ -351,18 +376,6 @@ def _stated_shape(bound: Bound, name: str, tensors: Mapping[str, Stored]) -> tup
     except ValueError as error:
         raise LayoutError(str(error)) from error
     return shape
-
-
-def _sizes_in(template: Any, text: Any) -> dict[str, int]:
-    """The numbers in JSON that stand where a template has "rows" and "columns"."""
-    if template in ("rows", "columns"):
-        return {template: text} if type(text) is int and 0 < text < 2**63 else {}
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(template, Mapping) and isinstance(text, Mapping):
-        pairs = [(one, text.get(key)) for key, one in template.items()]
-    elif isinstance(template, list) and isinstance(text, list) and len(template) == len(text):
-        pairs = list(zip(template, text, strict=True))
-    return {key: size for one, there in pairs for key, size in _sizes_in(one, there).items()}
 
 
 def _check_stated(about: str, stored: Stored, one: Stated) -> None:

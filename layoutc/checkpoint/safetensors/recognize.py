@@ -37,6 +37,11 @@ class Bound(NamedTuple):
         """True if files hold some plane in another form, so that not every value of theirs is one of the recipe's."""
         return any(plane.over is not None or plane.by is not None for plane in self.binding.planes.values())
 
+    @property
+    def is_read_only(self) -> bool:
+        """True if files hold codes of some plane's values, which are decoded, and never made."""
+        return any(plane.codes is not None for plane in self.binding.planes.values())
+
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
     """The `quantization_config` of a folder's config.json; {} without one. Raises DamagedError for a damaged file."""

@@ -9,6 +9,20 @@ REST = 0  # the size of a dim that takes what is left
 MATRICES = -1  # the size of a dim with an entry for each matrix of a weight of experts
 
 
+class Codes(NamedTuple):
+    """What codes of a plane's values stand for, where files have quantized these: value of the code * scale of its
+    block + offset, in fp32, rounded after each.
+
+    codebook, scale: patterns of the names of tensors, as those of planes. block: codes of one scale, in the order of
+    the file's tensor. offset: the key of the binding's text that has it.
+    """
+
+    codebook: str
+    scale: str
+    block: int
+    offset: str
+
+
 class BoundPlane(NamedTuple):
     """The tensor of a file that holds one plane.
 
@@ -18,7 +32,7 @@ class BoundPlane(NamedTuple):
     many of these make up each dim, () for one. bits: of a value, which is an entry of the plane; or, below 8, a code
     that is packed otherwise in the file than in the plane, as low_first and plane_low_first say; spread: in the plane,
     it has a byte of its own. scalar: the tensor has no dims. over, by: the file has over / x or x / by in
-    place of x.
+    place of x. codes: it has codes of x.
     """
 
     name: str
@@ -34,6 +48,7 @@ class BoundPlane(NamedTuple):
     by: float | None = None
     joined: tuple[int, ...] = ()
     spread: bool = False
+    codes: Codes | None = None
 
 
 class RecordBinding(NamedTuple):

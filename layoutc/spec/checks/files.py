@@ -9,7 +9,7 @@ from typing import Any
 
 from layoutc.diagnostics.diagnostic import Diagnostic, listed
 from layoutc.spec import formats
-from layoutc.spec.bindings import FileTensor
+from layoutc.spec.bindings import FileBinding, FileTensor
 from layoutc.spec.formats import Format
 from layoutc.spec.notation import NotationError, parse_file_layout, parse_form
 from layoutc.spec.rules import RULES
@@ -109,15 +109,14 @@ def names_are_patterns(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """A tensor's name follows from its parameter's, and no two tensors of a weight have the same."""
     for name, binding in spec.files.items():
         seen: dict[str, str] = {}
-        for kind, tensor in binding.tensors.items():
-            where: Path = ("files", name, "tensors", kind, "name")
-            if (wrong := _fields(tensor.name, ("name", "module"))) is not None:
+        for kind, pattern, where in _named(name, binding):
+            if (wrong := _fields(pattern, ("name", "module"))) is not None:
                 help = 'for instance `"{name}_scale"`, or `"{module}.weight_scale"`'
                 yield source.find("LC362", f"the name of a tensor {wrong}", source.value(where), help=help)
-            full = tensor.name.replace("{name}", "{module}.weight")
+            full = pattern.replace("{name}", "{module}.weight")
             if full in seen:
                 message = f"{kind} and {seen[full]} would be the same tensor"
-                help = f'name it otherwise, for instance `"{tensor.name}_{kind}"`'
+                help = f'name it otherwise, for instance `"{pattern}_{where[-2 if where[-1] == "name" else -1]}"`'
                 yield source.find("LC362", message, source.value(where), help=help)
             seen.setdefault(full, kind)
         for i, pattern in enumerate(binding.ignore):
@@ -187,6 +186,12 @@ def dtypes_hold_values(spec: Spec, source: Source) -> Iterator[Diagnostic]:
                 yield source.find("LC364", message, source.value((*where, "dtype")), help=f"write `dtype: {dtypes[0]}`")
             continue
         fmt = planes[kind]
+        if tensor.codes is not None:
+            if tensor.dtype != "U8":
+                yield source.find(
+                    "LC364", "codes are bytes, U8", source.value((*where, "dtype")), help="write `dtype: U8`"
+                )
+            continue
         if not _holds(tensor.dtype, fmt):
             label = source.value((*where, "dtype"), f"the {kind} is {fmt.name}, of {fmt.bits} bits")
             help = f"write `dtype: {_usual(fmt)}`"
@@ -232,6 +237,46 @@ def forms_can_be_undone(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             yield source.find("LC365", f"the {kind} is not fp32", label, why=why, help="delete `form`")
 
 
+def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
+    """Codes stand for values of fp32, in the plane's order, and what they need has names of its own."""
+    planes = _planes(spec)
+    for where, kind, tensor in _tensors(spec):
+        if (codes := tensor.codes) is None:
+            continue
+        label = source.key((*where, "codes"))
+        if kind not in planes or not planes[kind].is_f32 or kind == "amax":
+            why = "what codes stand for is fp32, and lies in rows and columns"
+            yield source.find("LC368", f"codes of the {kind}", label, why=why, help="delete `codes`")
+            continue
+        if tensor.form is not None or tensor.pack is not None:
+            key = "form" if tensor.form is not None else "pack"
+            yield source.find("LC368", f"`{key}` beside `codes`", source.key((*where, key)), help=f"delete `{key}`")
+        if tensor.layout is not None and not _keeps_order(tensor):
+            help = f"write `layout: {'m k -> (m k)' if '(' in tensor.layout else 'm k -> m k'}`"
+            message = "blocks of codes are counted by rows, but the layout has another order"
+            yield source.find("LC368", message, source.value((*where, "layout")), help=help)
+        tensors = spec.files[where[1]].tensors  # type: ignore[index]
+        if "text" not in tensors or codes.offset not in (tensors["text"].value or {}):
+            help = f"add `text: {{..., value: {{{codes.offset}: 0}}, any: [{codes.offset}]}}` to `tensors`"
+            message = f"no text has `{codes.offset}`, which is added to the values"
+            yield source.find("LC368", message, source.value((*where, "codes", "offset")), help=help)
+        elif codes.offset not in tensors["text"].any:
+            help = f"add `{codes.offset}` to `any` of `text`"
+            message = f"`{codes.offset}` is another number in each file, but the text states one"
+            yield source.find("LC368", message, source.value((*where, "codes", "offset")), help=help)
+
+
+def _keeps_order(tensor: FileTensor) -> bool:
+    """True if the values of a tensor follow one another as those of the plane do; also for a layout that is wrong."""
+    if tensor.layout in (None, "scalar"):
+        return tensor.layout is None
+    try:
+        layout = parse_file_layout(tensor.layout or "", tensor.sizes)
+    except NotationError:
+        return True  # reported where layouts are checked
+    return layout.order == (*layout.rows, *layout.columns)
+
+
 def configs_are_recognized(spec: Spec, source: Source) -> Iterator[Diagnostic]:
     """What tells files apart is part of the config that is written."""
     for name, binding in spec.files.items():
@@ -262,8 +307,19 @@ CHECKS = (
     dtypes_hold_values,
     texts_are_stated,
     forms_can_be_undone,
+    codes_can_be_read,
     configs_are_recognized,
 )
+
+
+def _named(name: str, binding: FileBinding) -> Iterator[tuple[str, str, Path]]:
+    """(what it is, its pattern, where that stands) of each tensor that a binding names."""
+    for kind, tensor in binding.tensors.items():
+        where: Path = ("files", name, "tensors", kind)
+        yield kind, tensor.name, (*where, "name")
+        if tensor.codes is not None:
+            yield f"the codebook of {kind}", tensor.codes.codebook, (*where, "codes", "codebook")
+            yield f"the scale of {kind}", tensor.codes.scale, (*where, "codes", "scale")
 
 
 def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor]]:
