@@ -98,16 +98,14 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
 
 
 def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool) -> list[tuple[Member, ...]]:
-    """The weights of a layer by how many ranks they are cut over: dense ones first, then experts."""
-    found: dict[int, list[Member]] = {}
+    """The weights of a layer by what ranks they are cut over: dense ones first, then experts if ranks have parts."""
+    found: dict[bool, list[Member]] = {}
     for weight in layer.weights:
         why = why_plain(layer, weight, use, picks, mesh)
         placed = place(weight, mesh)
         piece = Piece(placed, None if why else use.plan, use.cast and not why, weight.trains, stays)
-        found.setdefault(placed.ranks, []).append(Member(weight, piece, why))
-    return [
-        tuple(members) for _, members in sorted(found.items(), key=lambda item: item[1][0].weight.kind == "experts")
-    ]
+        found.setdefault(weight.kind == "experts" and mesh.experts > 1, []).append(Member(weight, piece, why))
+    return [tuple(members) for _, members in sorted(found.items())]
 
 
 def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:

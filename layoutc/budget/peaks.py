@@ -60,34 +60,66 @@ def _forward(groups: Groups) -> int:
 
 
 def _backward(groups: Groups, root: int) -> int:
-    """Layers from last to first, each with its gradients; the root's are there from the start, and are reduced last."""
+    """Layers from last to first, each with its gradients; the root's are there from the start, and are reduced last.
+    A layer stays gathered while the experts in it are, which are a group of their own where they have other ranks."""
     early = sum(
         piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered
         for group in groups.root
         for piece, member in zip(group.trained, (m for m in group.members if m.piece.trains), strict=True)
         if member.weight.kind != "embedding" or member.weight.tied
     )
-    order = [group for layer in reversed(groups.layers) for group in reversed(layer)]
+    order = [group for layer in reversed(groups.layers) for group in layer]
+    buffers = [_buffer(group, "backward") for group in order[1:]] + [0]
     most = sharded = kept = 0
-    for i, group in enumerate(order):
-        following = _buffer(order[i + 1], "backward") if i + 1 < len(order) else 0
-        own = group.gather("backward")
-        base = root + early + sharded
-        arriving = _buffer(group, "backward") + own.held + kept
-        computing = own.held + following + group.gradients + kept
-        kept = group.reduced * group.ranks if group.trained else 0
-        converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
-        reducing = following + kept + max(group.gradients, group.reduced + converted)
-        most = max(most, base + arriving, base + computing, base + reducing)
-        sharded += _kept_gradients(group)
+    following = iter(buffers)
+    for layer in reversed(groups.layers):
+        open_, coming = 0, 0
+        for group in layer:  # each is gathered, and the next one called for
+            held = group.gather("backward").held
+            most = max(most, root + early + sharded + open_ + _buffer(group, "backward") + held + kept)
+            open_, coming = open_ + held, next(following)
+            most = max(most, root + early + sharded + open_ + coming + kept)
+        for group in reversed(layer):  # those inside have their gradients first, and are let go of
+            base = root + early + sharded + coming
+            computing = open_ + group.gradients + kept
+            open_ -= group.gather("backward").held
+            kept = group.reduced * group.ranks if group.trained else 0
+            most = max(most, base + computing, base + open_ + kept + _reducing(group))
+            sharded += _kept_gradients(group)
     for group in groups.root:
-        last = group.reduced * group.ranks
-        most = max(most, root + group.gradients + sharded + kept, group.gradients + sharded + last)
+        computing = root + group.gradients + _whole_embeddings(group) + kept
+        kept = group.reduced * group.ranks
+        most = max(most, sharded + computing, sharded + kept + _reducing(group))
         sharded += _kept_gradients(group)
-        most = max(most, sharded + last)
     return most
 
 
 def _kept_gradients(group: Group) -> int:
     """Bytes of sharded gradients, in the dtype of the parameters."""
     return sum(piece.placed.shard for piece in group.trained) * group.dtypes.stored
+
+
+def _reducing(group: Group) -> int:
+    """Bytes beside the input of a reduce-scatter: whole gradients while they are joined in it, then what is left of
+    them. The variables of FSDP2's loop over gradients keep the last one, and the last one that it has put in another
+    order, as one of experts that are cut on their rows, until all is done."""
+    if not group.trained:
+        return 0
+    sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]
+    ordered = [at for at, piece in enumerate(group.trained) if piece.placed.dim][-1:]
+    again = sum(sizes[at] for at in ordered)
+    last = sum(sizes[at] for at in {len(sizes) - 1, *ordered})
+    if group.ranks == 1:
+        again = last = 0
+    converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
+    return max(group.gradients + again, group.reduced + converted + last)
+
+
+def _whole_embeddings(group: Group) -> int:
+    """Bytes of the gradients of embeddings that tensor parallelism cuts: DTensor makes them whole, and FSDP2 takes its
+    part while the whole one is there."""
+    return sum(
+        member.weight.elements * group.dtypes.gathered
+        for member in group.members
+        if member.weight.kind == "embedding" and member.piece.trains and member.piece.placed.parts > 1
+    )

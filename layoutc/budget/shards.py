@@ -134,7 +134,8 @@ def _shared(plan: Plan, plane: Plane, k: int) -> int:
 
 def _left(piece: Piece) -> int:
     """Bytes that gathers of a weight leave: its shared planes, where they are not the shard's own, the amax that a cast
-    remembers with a history, and the byte that stands for a weight whose passes gather different planes."""
+    remembers with a history, what it makes in a group of one rank beside the plane that FSDP2 copies, and the byte that
+    stands for a weight whose passes gather different planes."""
     plan = piece.plan
     if plan is None:
         return 0
@@ -144,6 +145,9 @@ def _left(piece: Piece) -> int:
         # What the first gather has made is kept, if later ones send and receive the same views.
         is_steady = piece.is_codes and piece.placed.even and not any(_joined(plan, piece.placed, "both"))
         left += 2 * shared if is_steady else shared
+    if piece.cast and piece.placed.ranks == 1:  # FSDP2 frees the first plane alone
+        gather = plan.both if piece.stays else plan.backward
+        left += sum(slots(plan, gather, piece.placed.cuts, piece.placed.matrix[1])[1:])
     if piece.cast and plan.layout.history:
         left += FP32 + (plan.layout.history * FP32 if piece.stays else 0)
     return left

@@ -49,7 +49,8 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor that a gather of a parameter of `model` has filled, by name: FSDP2's outputs, planes of gathered
     weights, and those that were joined.
 
-    Left out is what a rank holds at all times: planes that cover all rows, and, in a group of one rank, its shard.
+    Left out is what a rank holds at all times: planes that cover all rows, and, in a group of one rank, its shard, or
+    what was cast of it beside FSDP2's output, which stays until it is cast again.
     """
     found: dict[str, Tensor] = {}
     modules = set(model.modules())
@@ -67,6 +68,9 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
             tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known).joined.items()}
             own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
             held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
+            if isinstance(shard, CastOnGather) and param.mesh_info.shard_mesh_size == 1:
+                outputs = {output.untyped_storage().data_ptr() for output in param.all_gather_outputs}
+                held |= {t.untyped_storage().data_ptr() for t in tensors.values()} - outputs
             tensors = {n: t for n, t in tensors.items() if t.untyped_storage().data_ptr() not in held or not t.numel()}
         found |= {f"{name}: {kind}": tensor for kind, tensor in tensors.items()}
     return found

@@ -20,12 +20,19 @@ from harness import Ranks, mesh_of
 from places import ROOT
 from storages import gathered, live_bytes, look_at_what_comes
 from torch import Tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layoutc
@@ -53,6 +60,10 @@ KINDS: dict[str, dict[str, Any]] = {
         **{**HEADS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 225},
         **{"num_local_experts": 6, "num_experts_per_tok": 2},
     },
+}
+MIXTURE: dict[str, Any] = {
+    **{**HEADS, "hidden_size": 64, "moe_intermediate_size": 96, "head_dim": 16, "vocab_size": 225},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 MIXED = Dtypes()  # fp32 parameters, gathered in bf16, reduced in fp32
 SINGLE = Dtypes(2, 2, 2)
@@ -100,7 +111,8 @@ class Counted(TorchDispatchMode):
                 kind = "replicated" if callers_file().endswith("_fsdp_collectives.py") else "exchanged"
             self.nbytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         elif func.namespace == "fsdp":  # copies into and out of the buffers of collectives
-            self.look(*(one for one in ((kwargs or {}).get("out"), args[0]) if isinstance(one, Tensor)))
+            joined = args[0] if func is torch.ops.fsdp.chunk_cat.default else args[:1]  # whole gradients
+            self.look(*(one for one in ((kwargs or {}).get("out"), *joined) if isinstance(one, Tensor)))
         return func(*args, **(kwargs or {}))
 
 
@@ -113,31 +125,33 @@ class Watched:
 
     def look(self, *buffers: Tensor) -> None:
         """buffers: of the collective that runs."""
-        for tensor in buffers:
-            storage = tensor.untyped_storage()
-            self.buffers[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
-        live = {at: size for at, (_, size) in self.buffers.items()}
         held: list[Any] = list(gathered(self.model).values())
-        gradients: list[tuple[Tensor, int]] = []
+        gradients = []
         modules = set(self.model.modules())
         for param, _ in registry.parameters():
             if param._module_info.module in modules:
                 held += [getattr(param, "unsharded_accumulated_grad", None), param.sharded_param.grad]
                 whole: Any = getattr(param, "_unsharded_param", None)
                 if whole is not None and whole.grad is not None:
-                    # DTensor makes the whole gradient of an embedding that tensor parallelism cuts; a part is planned.
-                    part = meshes.local_of(whole).numel() * whole.grad.element_size()
-                    gradients.append((meshes.local_of(whole.grad), part))
+                    gradients.append(meshes.local_of(whole.grad))
+        # FSDP2's loops over gradients hold some of them after the parameter has let go.
+        for tensor in (*buffers, *gradients):
+            storage = tensor.untyped_storage()
+            self.buffers[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
+        live = {at: size for at, (_, size) in self.buffers.items()}
         held = [meshes.local_of(one) for one in held if one is not None]
         live |= {one.untyped_storage().data_ptr(): size for one in held if (size := one.untyped_storage().nbytes())}
-        live |= {one.untyped_storage().data_ptr(): part for one, part in gradients}
         self.most = max(self.most, sum(live.values()))
+
+
+def _fields(kind: str) -> dict[str, Any]:
+    return KINDS.get(kind, MIXTURE)
 
 
 def planned(kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes) -> tuple[Any, Use, Setting]:
     """What is given to `budget`."""
-    model = configs.read({"model_type": kind, **KINDS[kind]}, kind)
+    model = configs.read({"model_type": kind, **_fields(kind)}, kind)
     use = Use("plain")
     if how != "plain":
         use = Use(recipe, plan_of(ROOT / "specs" / f"{recipe}.yaml"), cast=how == "cast")
@@ -146,11 +160,12 @@ def planned(kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dt
 
 
 def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes: Dtypes) -> Any:
-    """The model of transformers, sharded by layers. takes: the weights that the plan says are quantized."""
+    """The model of transformers, sharded by layers, and experts by themselves if ranks have some of them each. takes:
+    the weights that the plan says are quantized."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+    config = transformers.AutoConfig.for_model(kind, **_fields(kind))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to(torch.float32 if dtypes == MIXED else torch.bfloat16)
     convert = {"quantized": layoutc.quantize_, "cast": layoutc.cast_on_gather_, "plain": None}[how]
@@ -165,9 +180,33 @@ def built(kind: str, how: str, recipe: str, takes: set[str], ranks: Mesh, dtypes
     if ranks.experts_dim:
         options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 3 else None
     for layer in model.model.layers:
+        if ranks.experts > 1:
+            parts = _parts(ranks)
+            _part_experts(layer.mlp.experts, parts["experts"])
+            fully_shard(layer.mlp.experts, **{**options, "mesh": parts["shards"]})
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def _part_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Expert parallelism: a rank has some of the experts, and multiplies the tokens of all ranks that they are for."""
+    for name, weight in list(module.named_parameters()):
+        setattr(module, name, torch.nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+
+    def forward(tokens: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+        tokens, shares = (all_gather_tensor_autograd(one, 0, mesh) for one in (tokens, shares))
+        index = all_gather_tensor(index, 0, mesh)
+        out = torch.zeros_like(tokens)
+        gate_up, down = (weight.to_local() for weight in (module.gate_up_proj, module.down_proj))
+        for expert in range(len(down)):
+            token, at = torch.where(index == expert + mesh.get_local_rank() * len(down))
+            gate, up = linear(tokens[token], gate_up[expert]).chunk(2, -1)
+            mixed = linear(module.act_fn(gate) * up, down[expert]) * shares[token, at, None]
+            out = out.index_add(0, token, mixed.to(out.dtype))
+        return reduce_scatter_tensor_autograd(out, "sum", 0, mesh)
+
+    module.forward = forward
 
 
 def _cut_matrices(model: Any, mesh: DeviceMesh) -> None:
@@ -194,6 +233,11 @@ def _mesh(ranks: Mesh) -> Any:
     )
 
 
+def _parts(ranks: Mesh) -> Any:
+    """The mesh that experts are sharded and parted over."""
+    return mesh_of(ranks.expert_shards, ranks.experts, names=("shards", "experts"))
+
+
 def loss_of(model: Any, number: int) -> Any:
     ids = torch.randint(0, 200, (1, 8), generator=torch.Generator().manual_seed(number))
     return model(input_ids=ids, labels=ids).loss
@@ -205,12 +249,20 @@ def storages(tensors: Iterable[Tensor]) -> int:
 
 
 def counts_as_planned(
-    kind: str, how: str, recipe: str, head: bool, mixed: bool, replicas: int = 1, experts_dim: int = 0, tensor: int = 1
+    kind: str,
+    how: str,
+    recipe: str,
+    head: bool,
+    mixed: bool,
+    replicas: int = 1,
+    experts_dim: int = 0,
+    tensor: int = 1,
+    experts: int = 1,
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
     dtypes = MIXED if mixed else SINGLE
-    mesh = Mesh(dist.get_world_size(), replicas, tensor, experts_dim=experts_dim)
+    mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
     described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
     found = budget(described, use, mesh, at)
@@ -224,6 +276,7 @@ def counts_as_planned(
     }
     assert how == "plain" or len(takes) >= (12 if tensor == 1 else 8), takes
     _mesh(mesh)
+    _parts(mesh)
     look_at_what_comes()
     block_indices.cache_clear()
     before = live_bytes()
@@ -251,8 +304,9 @@ def counts_as_planned(
     assert (peak_forward, watched.most) == (found.peaks.forward, found.peaks.backward)
     here = Resident(left=indices(groups.pieces))
     for piece in groups.pieces:
-        here += resident(piece, rank, dtypes)
-    held = live_bytes() - before - storages(model.buffers())
+        here += resident(piece, rank if piece.placed.ranks == mesh.shards else rank // experts, dtypes)
+    others = before + storages(model.buffers())
+    held = live_bytes(others + here.total) - others
     assert held == here.total, (held, here)
     return held, found.resident.total
 
@@ -267,8 +321,10 @@ def callers_file() -> str:
 
 @contextmanager
 def looking_at_groups(watched: Watched) -> Iterator[None]:
-    """Also looks where a group has just been gathered, and where it has its gradients and still is."""
+    """Also looks where a group has just been gathered, where it has its gradients and still is, and where the part of
+    a gradient that FSDP2 takes has just been cut."""
     originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
+    cut = FSDPParam._get_grad_inner_tensor
 
     def looking(name: str) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
@@ -277,11 +333,18 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
 
         return looked
 
+    def cutting(self: Any, gradient: Tensor) -> Tensor:
+        part = cut(self, gradient)
+        watched.look(part)
+        return part
+
     for name in originals:
         setattr(FSDPParamGroup, name, looking(name))
+    FSDPParam._get_grad_inner_tensor = cutting
     try:
         yield
     finally:
+        FSDPParam._get_grad_inner_tensor = cut
         for name, original in originals.items():
             setattr(FSDPParamGroup, name, original)
 
@@ -343,4 +406,26 @@ def test_experts_that_are_cut_on_their_rows(two: Ranks, how: str, recipe: str) -
 def test_two_shards_of_two_parts_of_matrices(four: Ranks, how: str, recipe: str) -> None:
     """FSDP2 under tensor parallelism, whose own collectives are not the plan's."""
     held = four.run(counts_as_planned, "llama", how, recipe, False, True, 1, 0, 2)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+EXPERTS = [
+    ("mixtral", 2, 0, "plain", "", True),
+    ("mixtral", 2, 0, "quantized", "mxfp8", True),
+    ("mixtral", 2, 0, "quantized", "nvfp4", False),
+    ("mixtral", 2, 0, "cast", "fp8_current", True),
+    ("mixtral", 2, 1, "quantized", "mxfp8", False),
+    ("mixtral", 2, 1, "cast", "nvfp4", True),
+    ("qwen3_moe", 4, 0, "quantized", "mxfp8", True),
+    ("qwen3_moe", 4, 0, "cast", "mxfp8", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "experts", "dim", "how", "recipe", "mixed"), EXPERTS)
+def test_experts_in_parts_under_shards_of_all_ranks(
+    four: Ranks, kind: str, experts: int, dim: int, how: str, recipe: str, mixed: bool
+) -> None:
+    """Expert parallelism, as torchtitan lays it out: FSDP2 cuts experts over the ranks that have the same ones, three
+    over two ranks or all of them on one, and all else over all ranks. What becomes of tokens is not the plan's."""
+    held = four.run(counts_as_planned, kind, how, recipe, False, mixed, 1, dim, 1, experts)
     assert max(here for here, _ in held) == held[0][1]
