@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None, reason="needs torchtitan: pip install 'layoutc[torchtitan]'"
 )
 SECONDS = 300.0
-EXACT = 5  # steps
 FILTERS = {"llama3": "layers.*.weight", "qwen3": "layers.*.w?_*,layers.*.attention.*.weight"}
 FILTERS["deepseek_v3"] = "layers.*.w?_*,layers.*.attention.w*.weight,layers.*.shared_experts.*.weight"
 
@@ -71,8 +70,8 @@ def test_a_command_line_trains_on_ranks_as_on_one(
 def test_experts_on_ranks_of_their_own(
     one: Ranks, two: Ranks, assets: Path, tmp_path: Path, model: str, use: str, recipe: str
 ) -> None:
-    """Expert parallelism of two ranks: the first losses to the bit, the others to a last digit of fp32. An expert's
-    gradient is one sum over the tokens of both ranks there."""
+    """Expert parallelism of two ranks: the first loss to the bit, the others to last digits of fp32. An expert's
+    gradient is one sum over the tokens of both ranks there, in an order that differs between CPUs."""
     options = ["--layoutc.recipe", recipe, "--layoutc.use", use, "--layoutc.param-filter", FILTERS[model]]
     seed = titan.arguments(model, assets, tmp_path / "1", *options, "--checkpoint.create-seed-checkpoint")
     one.run(titan.losses, seed, seconds=SECONDS)
@@ -81,7 +80,7 @@ def test_experts_on_ranks_of_their_own(
     parted = [*options, "--parallelism.expert-parallel-degree", "2"]
     found = two.run(titan.losses, titan.arguments(model, assets, tmp_path / "2", *parted), seconds=SECONDS)
     assert found[0] == found[1]
-    assert found[0][:EXACT] == alone[0][:EXACT]
+    assert found[0][0] == alone[0][0]
     assert found[0] == pytest.approx(alone[0], abs=1e-5)
 
 
