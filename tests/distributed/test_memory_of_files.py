@@ -20,6 +20,9 @@ pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux: memor
 ROWS, COLUMNS, LAYERS = 2048, 4096, 32
 FILES = {"fp8_block": "deepseek", "int4_packed128": "compressed_tensors"}
 MIB = 2**20
+# Weights that are held while one is written: that one, and the next in gloo's buffer, as it was gathered, in its order,
+# and as it will be written.
+WRITING = 5
 
 
 def model_of(recipe: str, device: str) -> Any:
@@ -63,7 +66,7 @@ def test_ranks_hold_their_shard_and_some_weights(recipe: str, two: Ranks, tmp_pa
     for (load, export), shards, weight in results:
         beyond = load - shards
         assert -MIB <= beyond <= weight + 2 * MIB, f"loading took {beyond / MIB:.0f} MiB beyond the shard"
-        assert export <= 4 * weight + 2 * MIB, f"writing took {export / MIB:.0f} MiB, a weight {weight / MIB:.0f}"
+        assert export <= WRITING * weight + 2 * MIB, f"writing took {export / MIB:.0f} MiB, a weight {weight / MIB:.0f}"
     first, second = (tmp_path / name / "model.safetensors" for name in ("in", "out"))
     with open(first, "rb") as one, open(second, "rb") as other:
         while piece := one.read(1 << 24):
