@@ -436,3 +436,12 @@ def test_a_deep_copy_takes_what_users_have_set_on_the_weight() -> None:
     assert one.note == note  # type: ignore[attr-defined]
     assert one.note is not note  # type: ignore[attr-defined]
     assert one.note is other.note  # type: ignore[attr-defined]
+
+
+def test_a_vector_made_from_it_is_plain() -> None:
+    """As spectral_norm makes one for each side of a weight, and draws into it."""
+    layer = nn.Linear(128, 256, bias=False)
+    layoutc.cast_on_gather_(layer, "mxfp8")
+    assert type(layer.weight.new_empty(256)) is type(layer.weight.new_zeros(256)) is Tensor
+    nn.utils.parametrizations.spectral_norm(layer)
+    assert torch.isfinite(layer(torch.randn(2, 128))).all()

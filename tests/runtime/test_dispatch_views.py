@@ -10,7 +10,7 @@ from quantized_cases import aliases, each_recipe, make, module, same, same_bits
 from torch import Tensor
 
 import layoutc
-from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.errors import ImplicitDequantize, UnsupportedOperator
 
 pytestmark = each_recipe
 Operation = Callable[[Tensor], Tensor]
@@ -103,8 +103,48 @@ def test_transposing_other_dims_is_refused_with_the_shape(recipe: str) -> None:
     for dims in [(0, 1), (0, 2)]:
         with pytest.raises(UnsupportedOperator, match=r"transpose.*\(4, 128, 256\)"):
             q.transpose(*dims)
-    with pytest.raises(UnsupportedOperator, match="permute"):
+    with pytest.raises(UnsupportedOperator, match=r"permute.*for a copy of the values, call \.dequantize\(\) first"):
         q.permute(1, 0, 2)
+
+
+INEXACT: dict[str, Operation] = {
+    "transpose": lambda x: x.view(4, 64, 256).transpose(0, 1),
+    "permute": lambda x: x.view(4, 64, 256).permute(1, 2, 0),
+    "movedim": lambda x: x.view(4, 64, 256).movedim(0, 2),
+    "heads": lambda x: x.view(8, 32, 256).permute(2, 0, 1).flatten(1),
+    "expand": lambda x: x.expand(3, -1, -1),
+    "every_other_row": lambda x: x[::2],
+    "every_other_column": lambda x: x[:, 1::2],
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_a_model_that_trains_sees_the_values_where_codes_cannot_follow(recipe: str, name: str) -> None:
+    """32: values, gradients, a count; a write to such a view, which would be lost, is refused."""
+    q = make(recipe)
+    cast = module(recipe).CastTensor(q.dequantize() * 1.1)
+    for weight, plain in ((q, q.dequantize()), (cast, cast.quantize().dequantize())):
+        expected, trained = plain.requires_grad_(), torch.nn.Parameter(weight)
+        before = layoutc.implicit_dequantizes().total()
+        found, wanted = INEXACT[name](trained) * 2.0, INEXACT[name](expected) * 2.0
+        assert layoutc.implicit_dequantizes().total() > before
+        assert same_bits(found.detach(), wanted.detach())
+        factors = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+        (found * factors).sum().backward()
+        (wanted * factors).sum().backward()
+        assert trained.grad is not None
+        assert expected.grad is not None
+        assert same_bits(trained.grad, expected.grad)
+        with pytest.raises(RuntimeError, match="leaf"):
+            INEXACT[name](trained).mul_(2.0)
+    trained = torch.nn.Parameter(q)
+    with layoutc.strict(), pytest.raises(ImplicitDequantize, match="aten"):
+        INEXACT[name](trained)
+    for weight in (torch.nn.Parameter(q, requires_grad=False), q):
+        with pytest.raises(UnsupportedOperator, match="for a copy of the values"):
+            INEXACT[name](weight)
+    with torch.no_grad(), pytest.raises(UnsupportedOperator, match="for a copy of the values"):
+        INEXACT[name](trained)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (16384,), (2, 64, 128)])

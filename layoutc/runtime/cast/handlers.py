@@ -14,11 +14,13 @@ from torch import Tensor
 from layoutc.runtime import callers
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
+from layoutc.runtime.dispatch import einsum
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
+from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -58,14 +60,14 @@ def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """new_zeros, new_empty, empty_like: of the class; for another dtype, a plain tensor.
+    """new_zeros, new_empty, empty_like: of the class; for another dtype, or a vector, a plain tensor.
 
     FSDP2 makes the tensor of a shard by new_zeros. For short shards only, it does so again at the first use and after a
     load. So the new tensor shares the agreed amax; otherwise ranks would no longer agree.
     """
     tensor = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
-    if made.dtype != tensor.dtype:
+    if made.dtype != tensor.dtype or (made.dim() < 2 and made.numel()):
         return made
     new: CastOnGather = tensor._fresh(made)
     if func is not aten.empty_like.default:
@@ -98,7 +100,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             is_left = position == first or func is aten.linear.default
             wanted = "rowwise" if is_left != operand._transposed else "columnwise"
             orientations = operand.LAYOUT.orientations
-            operand = operand.quantize((wanted,) if wanted in orientations else orientations[:1])
+            operand = operand.in_use((wanted,) if wanted in orientations else orientations[:1])
         operands.append(operand)
     handler = dispatch.linear if func is aten.linear.default else dispatch.product
     return handler(func, tuple(operands), kwargs)
@@ -107,6 +109,12 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 def _in_low_precision(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Products of a linear layer or of experts in low precision, with the weight quantized as they read it."""
     return _LOW_PRECISION[func](func, (args[0], args[1].quantize(), *args[2:]), kwargs)
+
+
+def _values(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """The values that a model multiplies with, for a product of values."""
+    quantized = args[0].in_use()
+    return quantized.dequantize() if isinstance(quantized, QuantizedTensor) else quantized
 
 
 def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -122,7 +130,7 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
     def seen(value: Any) -> Any:
         if not isinstance(value, CastOnGather):
             return value
-        return value._plain if everything or (value.is_detached and not in_formula) else value.quantize()
+        return value._plain if everything or (value.is_detached and not in_formula) else value.in_use()
 
     result = func(*tree_map(seen, args), **tree_map(seen, kwargs))
     if not (func is aten.copy_.default and _moves(*args[:2])):
@@ -229,6 +237,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         _product,
     ),
     **dict.fromkeys(_LOW_PRECISION, _in_low_precision),
+    **dict.fromkeys(einsum.HANDLERS, _values),
     None: other,
 }
 

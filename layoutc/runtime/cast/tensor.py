@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
-from layoutc.runtime import product_mode
+from layoutc.runtime import product_mode, strict
 from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import Agreed
+from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.product_mode import Mode
@@ -28,8 +29,9 @@ from layoutc.runtime.quantize.weights import as_matrix
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import no_torch_function
-from layoutc.runtime.weight import flattening, memory_identity, operators
+from layoutc.runtime.weight import flattening, operators
 from layoutc.runtime.weight.deep_copy import deep_copied
+from layoutc.runtime.weight.reported_memory import ReportedMemory
 from layoutc.runtime.weight.tensor import QuantizedTensor, in_inference_mode
 
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -53,7 +55,7 @@ class PreAllGather(registry.PreHook):
         return super().__get__(shard, owner)
 
 
-class CastOnGather(torch.Tensor):
+class CastOnGather(ReportedMemory, torch.Tensor):
     """The plain values of a weight, or a view of them. `QUANTIZED` is the class that they are quantized to.
 
     Which operators see the values, and which the quantized weight:
@@ -154,10 +156,25 @@ class CastOnGather(torch.Tensor):
         with torch.no_grad():
             if registry.find(self) is not None or hooks.simulated():
                 return self._quantized(self._plain, chosen)
-            whole = self._quantized(self._planes["values"], chosen)
-            for func, args, index in self._views:
-                whole = func(whole, *args) if index is None else func(whole, *args)[index]
-            return whole
+            whole: Any = self._quantized(self._planes["values"], chosen)
+            return self._viewed(whole)  # type: ignore[return-value]
+
+    def in_use(self, orientations: Sequence[str] | None = None) -> Tensor:
+        """What a model multiplies with: quantize(), or this view of its values where codes can't follow the view.
+
+        Raises ImplicitDequantize under strict() for the latter.
+        """
+        try:
+            return self.quantize(orientations)
+        except InexactView:
+            strict.note(str(self._views[-1].func), self._label())
+            return self._viewed(self._quantized(self._planes["values"], self.LAYOUT.orientations[:1]).dequantize())
+
+    def _viewed(self, whole: Tensor) -> Tensor:
+        """The view of a whole weight that this is of all values."""
+        for func, args, index in self._views:
+            whole = func(whole, *args) if index is None else func(whole, *args)[index]
+        return whole
 
     def _to_gather(self, orientations: tuple[str, ...]) -> QuantizedTensor:
         return self.quantize(orientations)
@@ -267,9 +284,6 @@ class CastOnGather(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """As flattening.stable_hash. The recipe counts: graphs differ, though the flattened tensors are the same."""
         return flattening.digest(f"cast to {self.QUANTIZED.KEY}", self)
-
-    untyped_storage = memory_identity.untyped_storage
-    data_ptr = memory_identity.data_ptr
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A parameter is pickled as it is, as a part of its module; any other tensor as its plain values.

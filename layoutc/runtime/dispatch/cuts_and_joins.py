@@ -15,6 +15,7 @@ from layoutc.runtime import callers
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs, like_plain
 from layoutc.runtime.dispatch.indexing import Selection, bounds, dim_of, matrix_for, selection
+from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
@@ -94,7 +95,7 @@ def slice_(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     """
     tensor, dim, start, stop, step = _fill(args, (None, 0, None, None, 1))
     if step != 1:
-        raise UnsupportedOperator(f"{func}: {tensor._label()} can't be sliced with step {step}, only with step 1")
+        raise InexactView(func, tensor, f"can't be sliced with step {step}, only with step 1")
     dim = dim_of(dim, tensor.dim())
     return _some(tensor, dim, *bounds(tensor.shape[dim], start, stop), func)
 

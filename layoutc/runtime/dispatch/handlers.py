@@ -1,8 +1,8 @@
 """Dispatch handlers that are the same for every recipe: views, copies and products.
 
-A generated table (HANDLERS) says which operator has which handler. A handler takes (func, args, kwargs). Views are
-exact or refused: writes to a dequantized copy in place of a view would be lost. Other operators without a handler fall
-back to a dequantized copy, which strict() refuses.
+A table (HANDLERS) says which operator has which handler. A handler takes (func, args, kwargs). Views are exact or
+refused (see inexact_views): writes to a dequantized copy in place of a view would be lost. Other operators without a
+handler fall back to a dequantized copy, which strict() refuses.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from layoutc.ints.cuts import Halo
 from layoutc.runtime import callers, strict
 from layoutc.runtime.dispatch import broadcasts, update_warnings
 from layoutc.runtime.dispatch.indexing import dim_of
+from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.products import linear as linear_products
 from layoutc.runtime.quantize import weights
@@ -84,7 +85,7 @@ def transpose(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
         return tensor._alias()
     columns = tensor.shape[-1 - tensor._transposed]
     if (first, second) != (rank - 2, rank - 1) or columns != tensor._matrix[1]:
-        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(dims)}")
+        raise InexactView(func, tensor, f"can only swap its last two dims, not {tuple(dims)}")
     shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
     return tensor._alias(shape, transposed=not tensor._transposed)
 
@@ -98,7 +99,7 @@ def permute(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     if order == list(range(rank)):
         return tensor._alias()  # type: ignore[no-any-return]
     if order[:-2] != list(range(rank - 2)):
-        raise UnsupportedOperator(f"{func}: {tensor._label()} can only swap its last two dims, not {tuple(order)}")
+        raise InexactView(func, tensor, f"can only swap its last two dims, not {tuple(order)}")
     return transpose(func, (tensor, -2, -1), kwargs)
 
 
@@ -119,7 +120,7 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> QuantizedTensor:
     tensor, size = args[0], args[1]
     wanted = [own if extent == -1 else extent for own, extent in zip(tensor.shape, size, strict=False)]
     if len(size) != tensor.dim() or wanted != list(tensor.shape):
-        raise UnsupportedOperator(f"{func}: {tensor._label()} can't be expanded to {tuple(size)}")
+        raise InexactView(func, tensor, f"can't be expanded to {tuple(size)}")
     return tensor._alias()  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from layoutc.runtime.dispatch import collectives, cuts_and_joins, handlers
+from layoutc.runtime.dispatch import collectives, cuts_and_joins, einsum, handlers
+from layoutc.runtime.dispatch.inexact_views import or_values
 from layoutc.runtime.products import autograd, experts
 
 aten = torch.ops.aten
@@ -24,12 +25,12 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dim: handlers.squeeze,
     aten.squeeze.dims: handlers.squeeze,
     aten.t.default: handlers.transpose,
-    aten.transpose.int: handlers.transpose,
-    aten.permute.default: handlers.permute,
+    aten.transpose.int: or_values(handlers.transpose),
+    aten.permute.default: or_values(handlers.permute),
     aten.as_strided.default: handlers.as_strided,
-    aten.expand.default: handlers.expand,
+    aten.expand.default: or_values(handlers.expand),
     # cuts along rows and columns
-    aten.slice.Tensor: cuts_and_joins.slice_,
+    aten.slice.Tensor: or_values(cuts_and_joins.slice_),
     aten.select.int: cuts_and_joins.select,
     aten.unbind.int: cuts_and_joins.unbind,
     aten.split.Tensor: cuts_and_joins.split,
@@ -68,6 +69,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     # products in low precision: of linear layers, and of experts
     **autograd.HANDLERS,
     **experts.HANDLERS,
+    # products of values: torch.einsum
+    **einsum.HANDLERS,
     # what DTensor does: bytes travel; values that are assigned to .data (torch.Tensor.data); all other operators (None)
     **collectives.HANDLERS,
 }

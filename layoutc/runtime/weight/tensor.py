@@ -27,7 +27,6 @@ from layoutc.runtime.weight import (
     flattening,
     gathered_in_graphs,
     initial_values,
-    memory_identity,
     operators,
     stored_form,
 )
@@ -37,12 +36,13 @@ from layoutc.runtime.weight.padding import NOT_PADDED, Padding
 from layoutc.runtime.weight.pending_writes import Part, Writes, check_readable, chunk_protocol, forget
 from layoutc.runtime.weight.planes import CutPlanes, Home
 from layoutc.runtime.weight.recipe_methods import RecipeMethods
+from layoutc.runtime.weight.reported_memory import ReportedMemory
 
 Handler = Callable[..., Any]
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class QuantizedTensor(RecipeMethods, torch.Tensor):
+class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     """A weight of m rows (leading dims flattened) by k columns, held as planes.
 
     To autograd and FSDP2, and when printed, it has its outer shape and the floating-point dtype that it dequantizes to.
@@ -319,8 +319,6 @@ class QuantizedTensor(RecipeMethods, torch.Tensor):
         return flattening.unflatten(cls, inner, context, outer_size)  # type: ignore[return-value]
 
     _stable_hash_for_caching = flattening.stable_hash
-    untyped_storage = memory_identity.untyped_storage
-    data_ptr = memory_identity.data_ptr
 
     def __getattr__(self, name: str) -> Any:
         # The inner tensors that __tensor_flatten__ names are attributes. Called only for names that don't exist.

@@ -1,0 +1,130 @@
+"""The memory that a wrapper reports: to code that asks whether two tensors share some, and to libraries of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime import callers
+from layoutc.runtime.errors import UnsupportedOperator
+from layoutc.runtime.sharding.registry import Shard
+
+# Tracing identifies tensors by their storage, and sees the planes as well: the wrapper's must not be one of theirs.
+_TRACING = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch._inductor", "torch.fx")
+# Stagers would copy numel() elements from an address; an address of 0 tells them that there is no such memory.
+_STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._state_dict_stager")
+_KERNELS = ("triton.",)  # a kernel would read numel() elements of the outer dtype at the address
+_WRITERS = ("safetensors.",)  # so would a writer of files: codes, and whatever lies behind them
+_CODES = "holds codes, and no values in memory: .dequantize() is a copy of them"
+
+
+class ReportedMemory:
+    """What torch would answer with an address of a wrapper's own, which holds no values of its dtype."""
+
+    def untyped_storage(self: Any) -> torch.UntypedStorage:
+        """The storage of the first plane of codes, or of the values of a weight that is cast on gather. It is empty on
+        meta and while FSDP2 has freed it.
+
+        Views of a weight share it, whatever their shapes. Weights that were quantized separately never do, even if they
+        were given the same amax tensor.
+
+        Its size is not numel() * element_size(): those, and `nbytes`, describe a dense copy. A weight's bytes are the
+        sum over `planes()`. Raises as data_ptr does.
+        """
+        plain = _addressed(self, callers.asking(), _TRACING)
+        return torch.Tensor.untyped_storage(self) if plain is None else plain.untyped_storage()
+
+    def data_ptr(self: Any) -> int:
+        """The address of the first plane of codes, or of the values of a weight that is cast on gather; for a view, of
+        its own first row. 0 on meta and while FSDP2 has freed it.
+
+        Aliases have the same address, and no two weights do. Use it as an identity only: a quantized weight has codes
+        there, not numel() elements of its dtype. Raises UnsupportedOperator when a Triton kernel asks, or safetensors,
+        which would read them as such.
+        """
+        caller = callers.asking()
+        if caller.startswith(_WRITERS) and getattr(self, "_plain", None) is None:
+            raise UnsupportedOperator(
+                f"safetensors can't write {self._label()} as a tensor of its dtype: it holds codes; "
+                "layoutc.checkpoint.export_safetensors(model, folder) writes its planes, or with dtype=torch.bfloat16 "
+                "plain values; layoutc.integrations.transformers makes save_pretrained do so"
+            )
+        plain = _addressed(self, caller, (*_TRACING, *_STAGERS))
+        if plain is None or plain.is_meta or not plain.untyped_storage().nbytes():
+            return 0
+        return plain.data_ptr()
+
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        """The values as a numpy array, as torch.Tensor.numpy. Of codes a copy, with force=True alone.
+
+        Raises RuntimeError where autograd would lose track, BufferError for codes without `force`.
+        """
+        values = None if force else self._memory()
+        if values is None and not force:
+            raise BufferError(f"{self._label()} {_CODES}, or .numpy(force=True)")
+        return _values(self).numpy(force=force) if values is None else _untracked(self, values).numpy()
+
+    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+        """As numpy asks for an array: a copy, except of values that are cast on gather.
+
+        Raises ValueError for codes with copy=False.
+        """
+        values = self._memory()
+        if values is None and copy is False:
+            raise ValueError(f"{self._label()} {_CODES}")
+        array = _untracked(self, _values(self) if values is None else values).numpy()
+        array = array if dtype is None else array.astype(dtype, copy=False)
+        return array.copy() if copy and values is not None else array
+
+    def tolist(self: Any) -> Any:
+        """The values as nested lists of Python numbers."""
+        return _values(self).tolist()
+
+    def __dlpack__(self: Any, **options: Any) -> Any:
+        """A DLPack capsule of values that are cast on gather. Raises BufferError for codes."""
+        if (values := self._memory()) is None:
+            raise BufferError(f"{self._label()} {_CODES}")
+        return _untracked(self, values).__dlpack__(**options)
+
+    @property
+    def __cuda_array_interface__(self: Any) -> Any:
+        """Of values that are cast on gather. Raises AttributeError for codes, so that there is none."""
+        if (values := self._memory()) is None:
+            raise AttributeError(f"{self._label()} {_CODES}")
+        return _untracked(self, values).__cuda_array_interface__
+
+    def _memory(self: Any) -> Tensor | None:
+        """The memory of the values; None for codes."""
+        return None if getattr(self, "_plain", None) is None else self.plain
+
+
+def _values(tensor: Any) -> Tensor:
+    memory: Tensor | None = tensor._memory()
+    values: Tensor = tensor.detach().dequantize() if memory is None else memory
+    return values
+
+
+def _untracked(tensor: Any, values: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        raise RuntimeError(f"{tensor._label()} requires grad: call .detach() first")
+    return values
+
+
+def _addressed(tensor: Shard, caller: str, untold: tuple[str, ...]) -> Tensor | None:
+    """The plain tensor whose memory a wrapper reports; None for callers in `untold`, and while it is traced."""
+    if caller.startswith(untold):
+        return None
+    plain: Tensor | None = getattr(tensor, "_plain", None)
+    if plain is None:
+        if caller.startswith(_KERNELS):
+            raise UnsupportedOperator(
+                f"a Triton kernel can't read {tensor._label()} as a tensor of its dtype: it holds codes; pass the "
+                "kernel .dequantize(), or the tensors that .buffers() gives"
+            )
+        if not isinstance(getattr(tensor._planes, "base", tensor._planes), dict):
+            return None
+        shared = tensor.LAYOUT.shared
+        plain = next((plane for name, plane in tensor._planes.items() if name not in shared), None)
+    return plain if type(plain) is Tensor else None
