@@ -17,12 +17,14 @@ from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import einsum
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
+from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 aten = torch.ops.aten
+c10d = torch.ops.c10d
 
 
 def _alias(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
@@ -123,6 +125,8 @@ def other(func: Any, args: Args, kwargs: Kwargs) -> Any:
         decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
+    if func is aten.cat.default:
+        refuse_flat_parameters(args[0])
     targets = _written(func, args, kwargs)
     everything = bool(targets) or _reads_values(func, args, kwargs)
     in_formula = in_backward() and callers.is_backward_of_a_model()
@@ -147,7 +151,9 @@ def _moves(target: Any, source: Any) -> bool:
 
 
 def _written(func: Any, args: Args, kwargs: Kwargs) -> list[CastOnGather]:
-    """The tensors that an operator writes."""
+    """The tensors that an operator writes. The schemas of collectives don't say it."""
+    if func in WRITES or func in (c10d.broadcast_.default, c10d.scatter_.default):
+        return [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, CastOnGather)]
     if not func._schema.is_mutable:
         return []
     arguments = []

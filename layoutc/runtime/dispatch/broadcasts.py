@@ -34,9 +34,10 @@ _sent: weakref.WeakValueDictionary[str, Writes] = weakref.WeakValueDictionary() 
 
 # ------------------------------------------------------------------------------------------------------------- the send
 def among_quantized() -> bool:
-    """Whether a broadcast is one of DTensor's, in which all ranks have quantized tensors."""
+    """Whether all ranks have quantized tensors in a broadcast: DTensor's, and those of stepped weights by
+    ZeroRedundancyOptimizer."""
     asks = callers.of_collective()
-    return asks is None or asks.startswith("torch.distributed.tensor")
+    return asks is None or asks.startswith(("torch.distributed.tensor", "torch.distributed.optim"))
 
 
 def send_values(func: Any, tensor: QuantizedTensor, rest: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:

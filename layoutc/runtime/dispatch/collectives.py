@@ -21,6 +21,7 @@ from layoutc.runtime.dispatch import broadcasts, rejoining
 from layoutc.runtime.dispatch.fallback import fallback
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.indexing import dim_of
+from layoutc.runtime.dispatch.written_by_ranks import WRITES, may_wait
 from layoutc.runtime.errors import LayoutError, UnsupportedOperator
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize import weights
@@ -138,7 +139,7 @@ def scatter_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     (output,), pieces, *rest = args
     for piece in (output, *(pieces[0] if pieces else ())):
         _check_rows_of(func, piece)
-    waits = _waits(func, args, kwargs, output)
+    waits = may_wait(func, args, kwargs, output)
 
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into], [sent] if pieces else pieces, *rest, **kwargs)[1]
@@ -155,10 +156,10 @@ def broadcast_(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """
     (tensor,), *rest = args
     if tensor._sent is not None or not broadcasts.among_quantized():
-        waits = _waits(func, args, kwargs, tensor)
+        waits = may_wait(func, args, kwargs, tensor)
         return [tensor], broadcasts.send_values(func, tensor, rest, kwargs, waits)
     _check_straight(func, tensor)
-    waits = _waits(func, args, kwargs, tensor)
+    waits = may_wait(func, args, kwargs, tensor)
 
     def send(into: Tensor, sent: list[Tensor]) -> Any:
         return func([into.copy_(sent[0]) if sent else into], *rest, **kwargs)[1]
@@ -211,23 +212,6 @@ def _done(
         tensor._writes.trains = True
         initial_values.store(tensor, values[: tensor._rows])
     return [tensor], works[-1]
-
-
-def _waits(func: Any, args: Args, kwargs: Kwargs, tensor: Tensor) -> bool:
-    """Whether `work.wait()` may be called.
-
-    On a card, a synchronous collective runs on the caller's stream, and its work is a Python object around a null
-    pointer: waiting for that crashes the process.
-    """
-    return tensor.device.type == "cpu" or bool(_argument(func, args, kwargs, "async_op", True))
-
-
-def _argument(func: Any, args: Args, kwargs: Kwargs, name: str, default: Any) -> Any:
-    """An operator's argument by name, whether it was passed by position or by keyword."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, default)
-    return default
 
 
 # --------------------------------------------------------------------------------------------------- padding and order
@@ -321,6 +305,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     dtensor_ops.shard_dim_alltoall.default: shard_dim_alltoall,
     c10d.scatter_.default: scatter_,
     c10d.broadcast_.default: broadcast_,
+    **WRITES,
     aten.constant_pad_nd.default: pad,
     aten.index_select.default: index_select,
     torch.Tensor.data: weights.replacement,  # plain values that are assigned to a tensor's data

@@ -17,6 +17,7 @@ from layoutc.runtime.dispatch.handlers import Args, Kwargs, like_plain
 from layoutc.runtime.dispatch.indexing import Selection, bounds, dim_of, matrix_for, selection
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.dispatch.rejoining import StackedPlanes, unstacked
+from layoutc.runtime.dispatch.written_by_ranks import refuse_flat_parameters
 from layoutc.runtime.errors import UnsupportedOperator
 from layoutc.runtime.quantize import ddp_replicas
 from layoutc.runtime.weight.padding import NEW, NOT_PADDED, Padding
@@ -210,6 +211,7 @@ def cat(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = pieces[0]
     if not isinstance(first, QuantizedTensor) or not _joinable(pieces, dim := dim_of(dim, first.dim())):
+        refuse_flat_parameters(pieces)
         if callers.syncing_replicas() is not None:
             return func(*ddp_replicas.dense(args), **kwargs)  # type: ignore[no-any-return]
         return fallback(func, args, kwargs)  # type: ignore[no-any-return]
