@@ -58,6 +58,7 @@ def test_most_formats_are_stated() -> None:
     assert all(lines for _, _, lines in rows())
     stated = [name for name, (row, *_) in found.items() if row[1].startswith("stated")]
     assert len(stated) >= 27, sorted(set(FORMATS) - set(stated))
+    assert [names for names, how, _ in rows() if how.startswith("stated") and "compared" not in how] == []
 
 
 @pytest.mark.parametrize("text", [MICRO, ROWS], ids=["micro-exponents", "rows"])
