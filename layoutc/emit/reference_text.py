@@ -151,7 +151,7 @@ def _prologue(plan: Plan) -> list[str]:
     lines = ["m, k = x.shape"] if sized else []
     lines += ["if seed is None:", "    seed = draw_seed(x)"] if plan.layout.stochastic else []
     reads_input_max = any(inputs_of(source.quantization).input_max for source in plan.layout.sources)
-    lines += ["input_max = torch.finfo(x.dtype).max"] if reads_input_max else []
+    lines += ["input_max = min(torch.finfo(x.dtype).max, num.F32_MAX)"] if reads_input_max else []
     lines += ["x = x.float().contiguous()"]
     if plan.shares_amax:
         amax = f"num.column_amax(x, {plan.amax_columns})" if plan.amax_columns else "num.tensor_amax(x)"

@@ -77,7 +77,7 @@ class OneProcess:
 
     def __init__(self, recipe: str, optimizer: str, width: int, inner: int | None, dtype: torch.dtype) -> None:
         self.quantize = recipe_module(recipe).quantize
-        self.model = build_plain(width, inner)
+        self.model = build_plain(width, inner).to(torch.promote_types(dtype, torch.float32))
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.dtype = dtype
         self.weights: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class OneProcess:
         for name, param in self.model.named_parameters():
             if param.dim() == 2:
                 # Into the tensor of the step before, whose history of amaxes goes on where the recipe has one.
-                held = self.weights[name] = self.quantize(param.detach(), out=self.weights.get(name))
+                held = self.weights[name] = self.quantize(param.detach().float(), out=self.weights.get(name))
                 used[name] = nn.Parameter(held._with_planes(held._planes, dtype=self.dtype))
             else:
                 used[name] = nn.Parameter(param.detach().to(self.dtype))
@@ -98,7 +98,7 @@ class OneProcess:
         for name, param in self.model.named_parameters():
             grad = used[name].grad
             assert grad is not None
-            param.grad = grad.float()
+            param.grad = grad.to(param.dtype)
         self.optimizer.step()
         return loss.item()
 
@@ -106,7 +106,7 @@ class OneProcess:
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, width: int, share: float) -> float:
     """One step; the loss before it."""
     x, y = batch(step, width)
-    loss = (model(x) - y).square().mean()
+    loss = (model(x.to(next(model.parameters()).dtype)) - y).square().mean()
     (loss * share).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -155,7 +155,7 @@ def trains(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if feature == "columns":
         options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
-    dtype = torch.bfloat16 if feature == "policy" else torch.float32
+    dtype = {"policy": torch.bfloat16, "double": torch.float64}.get(feature or "", torch.float32)
     if feature == "policy":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     width, inner = sizes or (width_for(recipe, ranks),) * 2
@@ -166,6 +166,8 @@ def trains(
 
         model.layers = nn.ModuleList([checkpoint_wrapper(layer) for layer in model.layers])
     shard(model, **options)
+    if feature == "double":
+        model.double()
     trained = OPTIMIZERS[optimizer](model.parameters())
     plan = planned_bytes(recipe, reference.model, ranks, keeps) if sizes is None and feature is None else None
     share = 1.0 if meshed == "one" else my_share()
@@ -370,6 +372,12 @@ def test_shards_that_cut_blocks_train_as_one_process(two: Ranks, four: Ranks, re
     unit = recipe_module(recipe).LAYOUT.block_rows
     two.run(trains, recipe, "fused", False, None, (3 * unit, unit))
     four.run(trains, recipe, "fused", False, None, (3 * unit, unit))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_shards_in_fp64_train_as_one_process(two: Ranks, recipe: str) -> None:
+    """model.double() after fully_shard: what is gathered are the values rounded to fp32, quantized."""
+    two.run(trains, recipe, "fused", False, None, None, False, "double")
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])

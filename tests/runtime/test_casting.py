@@ -301,6 +301,24 @@ def test_modules_are_converted_moved_and_materialized() -> None:
     assert torch.equal(assigned(torch.ones(1, 128)), _quantized(state)(torch.ones(1, 128)))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_in_fp64_are_quantized_as_fp32(recipe: str) -> None:
+    """Bytes are those of the values rounded to fp32, also of blocks whose scales fp32 can hardly hold."""
+    module, values = module_of(recipe), values_for(recipe).double() / 3
+    values[128:] *= 1e-42
+    linear = nn.Linear(values.shape[1], 256, bias=False)
+    layoutc.cast_on_gather_(linear, recipe)
+    linear.double()
+    linear.weight.data.copy_(values)
+    expected, found = module.quantize(values.float()), linear.weight.quantize()
+    planes = {name: raw(plane) for name, plane in found.planes().items()}
+    assert planes.keys() == expected.planes().keys()
+    for name, plane in expected.planes().items():
+        assert torch.equal(planes[name], raw(plane)), name
+    x = torch.randn(4, values.shape[1], dtype=torch.float64)
+    assert torch.equal(linear(x), F.linear(x, expected.dequantize(torch.float64)))
+
+
 def _quantized(state: dict[str, Tensor]) -> nn.Module:
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
     model.load_state_dict(state)
