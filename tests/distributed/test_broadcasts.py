@@ -136,6 +136,37 @@ def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str)
     four.run(loads_as_accelerate_does, recipe)
 
 
+def loads_by_hand(recipe: str) -> None:
+    """Each tensor of rank 0 is broadcast and cut, and the parts are assigned to a model on the meta device.
+
+    PyTorch tests this with threads for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators.
+    """
+    given, rank = shapes(recipe, dist.get_world_size()), dist.get_rank()
+    mesh, expected = mesh_of(dist.get_world_size()), whole(recipe, given, 0)
+    with torch.device("meta"):
+        model = Weights(recipe, given, 50)
+    model = model.to("meta")
+    fully_shard(model, mesh=mesh)
+    sharded = {}
+    state = Weights(recipe, given, 0).state_dict() if rank == 0 else {}
+    for name, param in model.state_dict().items():
+        full = state[name].detach() if rank == 0 else torch.empty(param.shape, dtype=param.dtype)
+        dist.broadcast(full, 0, group=mesh.get_group(0))
+        sharded[name] = nn.Parameter(distribute_tensor(full, mesh, param.placements))
+    model.load_state_dict(sharded, assign=True)
+    reference = Weights(recipe, given, 0)
+    fully_shard(reference, mesh=mesh)
+    for param, source, one in zip(params(model), params(reference), expected, strict=True):
+        assert_same_shard(param._local_tensor, source._local_tensor)
+        assert_same(param.full_tensor().data, one)
+    assert_gathers(model, expected)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
+def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(four: Ranks, recipe: str) -> None:
+    four.run(loads_by_hand, recipe)
+
+
 def broadcasts(recipe: str) -> str:
     """To a plain buffer, its values; among quantized ones, which would not get its bytes, nothing."""
     one, rank = whole(recipe, [(256, 256)], 0)[0], dist.get_rank()
