@@ -8,6 +8,9 @@ Each is run plain, and with the linear layers that it builds quantized or cast o
 of 4x4 blocks. The table has a line for each test. A test that fails plain needs a card, or what gloo lacks: it is
 listed and not looked at. A test is refused where what each rank that failed raised, or the cause that it names, is an
 error of layoutc's: those are listed with its words. Exits with 1 if a test that passes plain fails quantized otherwise.
+
+What a test compares with has the same weights: where FSDP2 gathers a weight that is cast, the reference's values are
+quantized too, in fp32, as the shards' are. --exact compares to the bit what the tests compare to a tolerance.
 """
 
 from __future__ import annotations
@@ -57,14 +60,18 @@ ON_CPU = (
 
 
 # ------------------------------------------------------------------------------------------------ one file, in one mode
-def on_cpu() -> None:
-    """Tells torch's helpers that there are as many devices as ranks, and forks ranks in place of starting them anew."""
+def on_cpu(exact: bool) -> None:
+    """Tells torch's helpers that there are as many devices as ranks, and forks ranks in place of starting them anew.
+
+    exact: values are compared to the bit.
+    """
     import torch.distributed
     from torch.testing._internal import common_distributed as common
     from torch.testing._internal import common_fsdp, common_utils
 
     torch.set_num_threads(1)
     torch.accelerator.device_count = torch.cpu.device_count = lambda: RANKS  # type: ignore[assignment]
+    torch.cpu._sleep = lambda cycles: None  # type: ignore[attr-defined]
     common_fsdp.DEVICE_COUNT = RANKS
     if not hasattr(common_fsdp, "test_compiled_fsdp"):  # older files import it; they are run eagerly alone
         common_fsdp.test_compiled_fsdp = lambda **_: lambda test: test  # type: ignore[attr-defined]
@@ -73,7 +80,7 @@ def on_cpu() -> None:
         return unittest.skipIf(least > RANKS, f"needs {least} ranks")
 
     common.skip_if_lt_x_gpu = skips  # type: ignore[assignment]
-    common.TIMEOUT_DEFAULT = 60
+    common.TIMEOUT_DEFAULT = 180
     replicas = torch.nn.parallel.DistributedDataParallel
     plain = replicas.__init__
 
@@ -84,11 +91,35 @@ def on_cpu() -> None:
     equal = common_utils.TestCase.assertEqual
 
     def equal_values(self: Any, x: Any, y: Any, *args: Any, **options: Any) -> None:
-        equal(self, getattr(x, "plain", x), getattr(y, "plain", y), *args, **options)  # of weights cast on gather
+        if exact:
+            options |= {"rtol": 0, "atol": 0}
+        if hasattr(x, "planes") and hasattr(y, "plain"):
+            x, y = y, x
+        if hasattr(x, "plain") and hasattr(y, "planes"):  # a weight that is cast, and one that was gathered
+            expected, planes = x.quantize().planes(), y.planes()
+            assert planes
+            for name, plane in planes.items():
+                equal(self, expected[name].view(torch.uint8), plane.view(torch.uint8), *args)
+            return
+        equal(self, values(x), values(y), *args, **options)
 
     common_utils.TestCase.assertEqual = equal_values  # type: ignore[method-assign, assignment]
     context = torch.multiprocessing.get_context("fork")
     common.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(context.Process)  # type: ignore[assignment]
+
+
+def values(one: Any) -> Any:
+    """Of a weight that is cast on gather, and of a wrapper that holds one: plain values, for comparing."""
+    if hasattr(one, "plain"):
+        return one.plain
+    if not hasattr(one, "__tensor_flatten__"):
+        return one
+    names, context = one.__tensor_flatten__()
+    inner = {name: getattr(one, name) for name in names}
+    if not any(hasattr(part, "plain") for part in inner.values()):
+        return one
+    inner = {name: values(part) for name, part in inner.items()}
+    return type(one).__tensor_unflatten__(inner, context, one.size(), one.stride())
 
 
 def quantize_linears(recipe: str, use: str) -> None:
@@ -114,6 +145,48 @@ def quantize_linears(recipe: str, use: str) -> None:
             layoutc.cast_on_gather_(self, found)
 
     nn.Linear.__init__ = built  # type: ignore[method-assign, assignment]
+    if use == "cast":
+        compute_as_gathered()
+
+
+def compute_as_gathered() -> None:
+    """A reference's copy in 16 bits gets the weights that FSDP2 gathers in that dtype.
+
+    Those are quantized from fp32, and their values are rounded to 16 bits. A copy by module.to(dtype) would have values
+    that are rounded first and quantized then, and so it would after param.copy_(fp32 values).
+    """
+    import torch
+    from torch import Tensor, nn
+
+    from layoutc.runtime.cast.tensor import CastOnGather
+
+    class Gathered(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        def detach(self) -> Tensor:
+            return super().detach().as_subclass(Gathered)
+
+        def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if isinstance(source, CastOnGather):
+                source = source.quantize().dequantize(self.dtype)
+            return super().copy_(source, non_blocking)
+
+    convert = nn.Module.to
+
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        dtype = torch._C._nn._parse_to(*args, **options)[1]
+        found = {}
+        if dtype is not None and dtype.itemsize == 2:
+            for name, param in self.named_parameters():
+                if isinstance(param, CastOnGather) and param.dtype != dtype:
+                    found[name] = param.quantize().dequantize(dtype).detach().as_subclass(Gathered)
+        converted = convert(self, *args, **options)
+        for name, values in found.items():
+            owner, _, own = name.rpartition(".")
+            setattr(converted.get_submodule(owner), own, nn.Parameter(values))
+        return converted
+
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
 
 
 class Lines(unittest.TestResult):
@@ -140,9 +213,9 @@ class Lines(unittest.TestResult):
         self.tell(test, "skip", reason)
 
 
-def run(file: Path, mode: str, out: Path, only: str) -> None:
-    """All tests of a file, in this process and its forks."""
-    on_cpu()
+def run(file: Path, mode: str, out: Path, only: str, names: list[str], *, exact: bool, processes: bool) -> None:
+    """The tests of a file, in this process and its forks. names: those to run; none: all."""
+    on_cpu(exact)
     recipe, _, use = mode.partition(" ")
     if use:
         quantize_linears(recipe, use)
@@ -154,20 +227,22 @@ def run(file: Path, mode: str, out: Path, only: str) -> None:
     source = file.read_text(encoding="utf-8")
     for card, cpu in ON_CPU:
         source = source.replace(card, cpu)
+    if processes:
+        source = source.replace("FSDPTestMultiThread", "FSDPTest")
     linecache.cache[str(file)] = (len(source), None, source.splitlines(keepends=True), str(file))
     exec(compile(source, str(file), "exec"), module.__dict__)
     with out.open("a", encoding="utf-8") as lines:
         result = Lines(lines)
         for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
             for test in suite:
-                if only in test.id():
+                if only in test.id() and (not names or test.id().partition(".")[2] in names):
                     test.run(result)
 
 
 # ---------------------------------------------------------------------------------------------------------- all of them
-def outcomes(file: Path, mode: str, only: str, seconds: float) -> dict[str, tuple[str, str]]:
+def outcomes(file: Path, mode: str, options: list[str], seconds: float) -> dict[str, tuple[str, str]]:
     """Of each test of a file: pass, fail or skip, and what was said. A file that takes too long has no more tests."""
-    command = [sys.executable, __file__, str(file), "--mode", mode, "--only", only]
+    command = [sys.executable, __file__, str(file), "--mode", mode, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
         process = subprocess.Popen(
@@ -230,24 +305,33 @@ def main() -> int:
     parser.add_argument("--only", default="", help="tests whose names contain this")
     parser.add_argument("--modes", default=",".join(MODES), help="separated by commas; plain is always run")
     parser.add_argument("--seconds", type=float, default=600.0, help="for one file in one mode")
+    parser.add_argument("--exact", action="store_true", help="values are compared to the bit, plain ones too")
+    parser.add_argument("--processes", action="store_true", help="ranks that tests have as threads are processes")
+    parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.mode:
-        run(asked.files[0].resolve(), asked.mode, asked.out, asked.only)
+        file, flags = asked.files[0].resolve(), {"exact": asked.exact, "processes": asked.processes}
+        run(file, asked.mode, asked.out, asked.only, asked.names, **flags)
         return 0
+    options = ["--only", asked.only, *["--exact"] * asked.exact, *["--processes"] * asked.processes]
     modes = ["plain", *(mode for mode in asked.modes.split(",") if mode != "plain")]
     wrong, refused, left_out = [], [], []
     passes = dict.fromkeys(modes, 0)
     for file in asked.files:
-        found = {mode: outcomes(file.resolve(), mode, asked.only, asked.seconds) for mode in modes}
+        found = {"plain": outcomes(file.resolve(), "plain", options, asked.seconds)}
+        names = [name for name, (outcome, _) in found["plain"].items() if outcome == "pass"]
+        for mode in modes[1:] if names else ():
+            found[mode] = outcomes(file.resolve(), mode, [*options, "--names", *names], asked.seconds)
         print(f"\n{file.name}: {', '.join(modes)}")
         for name, (outcome, said) in found["plain"].items():
-            row = [found[mode].get(name, ("none", "did not end"))[0] for mode in modes]
-            print(f"  {name:<72} {' '.join(f'{cell:<5}' for cell in row)}", flush=True)
             if outcome != "pass":
+                print(f"  {name:<72} {outcome}", flush=True)
                 left_out.append(f"{name}: {reason(said)}")
                 continue
+            row = [found[mode].get(name, ("none", "did not end"))[0] for mode in modes]
+            print(f"  {name:<72} {' '.join(f'{cell:<5}' for cell in row)}", flush=True)
             for mode, cell in zip(modes, row, strict=True):
                 passes[mode] += cell == "pass"
             for mode in modes[1:]:
