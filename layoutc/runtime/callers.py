@@ -91,6 +91,11 @@ def is_called_from(package: str) -> bool:
     return frame is not None and _module(frame).startswith(package)
 
 
+def parallelizes() -> bool:
+    """True within torch.distributed.tensor.parallel, which cuts a module's weights into parts."""
+    return any(_module(frame).startswith("torch.distributed.tensor.parallel") for frame in _frames())
+
+
 def initializes() -> bool:
     """True if a function of torch.nn.init called the operator whose handler runs, on a tensor or on a DTensor of it."""
     for frame in _frames():

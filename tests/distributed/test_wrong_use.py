@@ -66,6 +66,27 @@ def tensor_parallel_rows_inside_a_block() -> None:
     layoutc.quantize_(model, "fp8_block")
 
 
+def tensor_parallel_parts_of_cast_weights_inside_a_block() -> None:
+    model = nn.Sequential(nn.Linear(256, 384))
+    layoutc.cast_on_gather_(model, "fp8_block")
+    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})
+
+
+def columns_of_cast_weights_inside_a_block() -> None:
+    model = nn.Sequential(nn.Linear(192, 128))
+    layoutc.cast_on_gather_(model, "fp8_block")
+    parallelize_module(model, mesh_of(2), {"0": RowwiseParallel()})
+
+
+def parts_of_cast_weights_under_fsdp_inside_a_block() -> None:
+    model = nn.Sequential(nn.Linear(256, 384, bias=False))
+    layoutc.cast_on_gather_(model, "fp8_block")
+    mesh = mesh_of(1, 2, names=("fsdp", "tp"))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    model.unshard()
+
+
 def fsdp_columns_inside_a_block() -> None:
     shard(build("mxfp8", 96), shard_placement_fn=by_columns)
 
@@ -253,6 +274,18 @@ REFUSED: list[tuple[Case, list[str]]] = [
     (a_shape_in_quantized_init, ["0.weight: mxfp8 takes rows", "(64, 48)", "the next that fits is (64, 64)"]),
     (tensor_parallel_columns_inside_a_block, ["0.weight: ", "48 columns a rank", "a multiple of 32 columns"]),
     (tensor_parallel_rows_inside_a_block, ["0.weight: ", "192 rows a rank", "a multiple of 128 rows"]),
+    (
+        tensor_parallel_parts_of_cast_weights_inside_a_block,
+        ["0.weight: shape (384, 256)", "by tensor parallelism on dim 0 every 192 rows", "a multiple of 128"],
+    ),
+    (
+        columns_of_cast_weights_inside_a_block,
+        ["0.weight: shape (128, 192)", "by tensor parallelism on dim 1 every 96 columns", "a multiple of 128"],
+    ),
+    (
+        parts_of_cast_weights_under_fsdp_inside_a_block,
+        ["0.weight: shape (384, 256)", "by tensor parallelism on dim 0 every 192 rows", "a multiple of 128"],
+    ),
     (fsdp_columns_inside_a_block, ["columns 0 to 48 of layers.0.weight", "exact at multiples of 32 columns"]),
     (
         fsdp_rows_of_experts_inside_a_block,

@@ -137,7 +137,7 @@ class Plan:
 
     def __init__(self, tensors: Sequence[CastOnGather], addresses: tuple[int, ...], which: PassName) -> None:
         for tensor in tensors:
-            shards.check_other_dim(tensor)
+            shards.check_cuts(tensor)
         self.addresses = addresses
         self.orientations = [tensor.LAYOUT.serves[which] for tensor in tensors]
         self.row_shardings = [shards.row_sharding(tensor) for tensor in tensors]
@@ -240,7 +240,7 @@ def join(shard: CastOnGather) -> Hook | None:
 
 def send_alone(shard: CastOnGather, mesh: Any) -> Sent:
     """What a tensor sends in the pass that gathers now, quantized by itself. Collective if its scales or blocks are."""
-    shards.check_other_dim(shard)
+    shards.check_cuts(shard)
     return Part(shard, shard.quantize(shard.LAYOUT.serves[hooks.passing(shard)]), None).send(mesh)
 
 

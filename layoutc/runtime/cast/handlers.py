@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layoutc.ints.sizes import cdiv
 from layoutc.runtime import callers
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
@@ -19,7 +20,7 @@ from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
 from layoutc.runtime.products import autograd, experts
-from layoutc.runtime.sharding import registry
+from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -42,9 +43,18 @@ def _view(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather | list[CastOnGa
     """A view of the values. It remembers how it was made, so that uses in a model can view the quantized weight."""
     tensor, *rest = args
     shown = func(tensor._plain, *rest, **kwargs)
+    if func in _CUTS and callers.parallelizes():
+        _check_part(tensor, shown if isinstance(shown, Tensor) else shown[0])
     if isinstance(shown, Tensor):
         return tensor._alias(View(func, tuple(rest)), shown)  # type: ignore[no-any-return]
     return [tensor._alias(View(func, tuple(rest), index), piece) for index, piece in enumerate(shown)]
+
+
+def _check_part(tensor: CastOnGather, part: Tensor) -> None:
+    """Raises LayoutError where tensor parallelism cuts blocks: all ranks cut, and see the same first part."""
+    for dim, (size, each) in enumerate(zip(tensor.shape, part.shape, strict=True)):
+        if each < size and each:
+            shards.check_parts(tensor.LAYOUT, tensor.shape, dim, cdiv(size, each), tensor._name or "a weight")
 
 
 def _transpose(func: Any, args: Args, kwargs: Kwargs) -> CastOnGather:
@@ -188,6 +198,7 @@ _COPIES = (
     aten.record_stream.default,
     aten._local_scalar_dense.default,
 )
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 _LOW_PRECISION = autograd.HANDLERS | experts.HANDLERS
 _REDUCTIONS = (
     *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "max"),

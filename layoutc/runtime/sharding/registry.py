@@ -171,6 +171,11 @@ class Sharding:
         return int(self.param().fsdp_placement.dim)  # type: ignore[union-attr]
 
     @property
+    def mesh_dims(self) -> int:
+        """Of how many dims of the parameter's mesh FSDP2 makes use, which come first."""
+        return int(self.param().mesh_info.mesh.ndim)  # type: ignore[union-attr]
+
+    @property
     def is_part(self) -> bool:
         """True if the weight was a DTensor before: each rank gathers its part of it, as tensor parallelism cuts it."""
         return bool(getattr(self.param(), "is_dtensor", False))

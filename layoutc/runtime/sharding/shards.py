@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -88,11 +89,15 @@ def row_sharding_of(param: Tensor, shard: Shard) -> RowSharding | None:
     return RowSharding(group, group.rank(), cuts)
 
 
-def check_other_dim(shard: Shard) -> None:
-    """Raises LayoutError on all ranks for a weight that is sharded on a dim other than 0, if cuts fall inside
-    blocks."""
+def check_cuts(shard: Shard) -> None:
+    """Raises LayoutError on all ranks for a weight whose cuts fall inside blocks, but for FSDP2's of dim 0: where ranks
+    have parts of it under tensor parallelism, or FSDP2 shards another dim."""
     sharding, layout = find(shard), shard.LAYOUT
-    if sharding is None or sharding.is_gone or (dim := sharding.dim) == 0:
+    if sharding is None or sharding.is_gone:
+        return
+    if sharding.is_part:
+        _check_parts_of(shard, sharding)
+    if (dim := sharding.dim) == 0:
         return
     own, is_last = shard.shape, dim == len(sharding.shape) - 1
     size, multiple = (own[dim], layout.column_multiple) if is_last else (prod(own[dim:-1]), layout.block_rows)
@@ -101,4 +106,30 @@ def check_other_dim(shard: Shard) -> None:
             f"{parameter_name(shard)}: shape {sharding.shape} in {layout.name} is cut on dim {dim} every {size} "
             f"{'columns' if is_last else 'rows'}, but a cut must fall at a multiple of {multiple}; shard dim 0, or use "
             "another number of ranks"
+        )
+
+
+def _check_parts_of(shard: Shard, sharding: Sharding) -> None:
+    param: Tensor = sharding.parameter
+    assert isinstance(param, DTensor)
+    shape = list(param.shape)
+    for mesh_dim, dim in meshes.cuts(param):
+        if mesh_dim >= sharding.mesh_dims:
+            parts = param.device_mesh.size(mesh_dim)
+            check_parts(shard.LAYOUT, shape, dim, parts, parameter_name(shard) or "a weight")
+            shape[dim] = cdiv(shape[dim], parts)
+
+
+def check_parts(layout: Layout, shape: Sequence[int], dim: int, parts: int, name: str) -> None:
+    """Raises LayoutError for a weight of a shape whose parts, of tensor parallelism, would cut blocks on a dim: each
+    rank would quantize its rows or columns of such a block by themselves."""
+    each, is_last = cdiv(shape[dim], parts), dim == len(shape) - 1
+    size, multiple = (
+        (each, layout.column_multiple) if is_last else (prod((each, *shape[dim + 1 : -1])), layout.block_rows)
+    )
+    if each < shape[dim] and size % multiple:
+        raise LayoutError(
+            f"{name}: shape {tuple(shape)} in {layout.name} is cut by tensor parallelism on dim {dim} every {size} "
+            f"{'columns' if is_last else 'rows'}, but a cut must fall at a multiple of {multiple}; leave the weight "
+            "out of the recipe, or use another number of ranks"
         )
