@@ -87,14 +87,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Setting:
-    """What budgets of one plan have in common. eager: with the host's time."""
+    """What budgets of one plan have in common. host: with the host's time."""
 
     picks: Picks
     dtypes: Dtypes
     load: Load
     link: Link
     machine: Machine
-    eager: bool = True
+    host: bool = True
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
@@ -116,7 +116,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         if key not in works:
             works[key] = work_of(layer, own, mesh)
         ordered.append(works[key])
-    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.eager)
+    parts = step(use, ordered, work_of(model.root, groups.root, mesh), at.load, at.link, at.machine, at.host)
     alike = _alike(model, groups)
     members = [member for group in groups.every for member in group.members]
     taken = sum(member.weight.elements for member in members if member.piece.plan is not None)

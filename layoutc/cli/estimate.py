@@ -86,7 +86,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
-@click.option("--compiled", is_flag=True, help="Without the host's time, which was measured of eager models alone.")
+@click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
     recipes: tuple[str, ...],
@@ -99,7 +99,7 @@ def estimate(
     rule: str,
     cast: bool,
     low: bool,
-    compiled: bool,
+    graph: bool,
     as_json: bool,
     **sizes: int | None,
 ) -> None:
@@ -112,7 +112,7 @@ def estimate(
     layoutc estimate mxfp8 nvfp4                              an 8B model on 8 to 16,384 ranks, 50 GB/s a rank
     layoutc estimate nvfp4 --model llama-405b --rule tree     latency by the logarithm of the ranks
     layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
-    layoutc estimate fp8_current --low --compiled --batch 4   products in low precision, no host time
+    layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
@@ -128,7 +128,7 @@ def estimate(
     made = []
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
-        rows = [estimate_step(use, model, world, link, H200, not compiled) for world in worlds for use in uses]
+        rows = [estimate_step(use, model, world, link, H200, not graph) for world in worlds for use in uses]
         made.append((link, rows))
     if as_json:
         data = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]

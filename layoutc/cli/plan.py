@@ -98,7 +98,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @_count("per-host", "Ranks of a host.", 8)
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
-@click.option("--compiled", is_flag=True, help="Without the host's time.")
+@click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each recipe and world.")
@@ -187,7 +187,7 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
 
 _ASKED = (
     *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
-    *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "compiled"),
+    *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "graph"),
 )
 
 
@@ -251,7 +251,7 @@ def _setting(model: Model, asked: dict[str, Any]) -> Setting:
     dtypes = Dtypes(BYTES[asked["stored"]], BYTES[asked["gathered"]], BYTES[asked["reduced"]], asked["moments"])
     load = Load(asked["sequence"] * asked["batch"], asked["sequence"])
     link = link_of(asked["link"] * 1e9, asked["per_host"], None, asked["rule"])
-    return Setting(picks, dtypes, load, link, H200, not asked["compiled"])
+    return Setting(picks, dtypes, load, link, H200, not asked["graph"])
 
 
 def _uses(asked: dict[str, Any]) -> list[Use]:

@@ -7,7 +7,7 @@ from are in `tests/bench/RESULTS.md`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layoutc.estimate.links import Link
 
@@ -19,8 +19,12 @@ class Machine:
     products: operations a second by kind of scales ("": no scales), as timed alone; in_step: what they reach in a step,
     as a factor. attention: operations a second. memory: bytes a second. token_bytes: bytes that elementwise work moves
     for each token and each column of activations. operand_bytes: bytes that quantizing moves for each entry of an
-    activation or a gradient. interference: see `layoutc.estimate.streams`. group_host, weight_host, cast_host: seconds
-    of the host for a group, and for each quantized weight and each weight that is cast, in a step.
+    activation or a gradient. interference: see `layoutc.estimate.streams`.
+
+    Seconds of the host, which is the same for eager and compiled models: group_host, weight_host, cast_host, low_host,
+    of a group, of each quantized weight and each weight that is cast, and besides of each whose products are in low
+    precision, in a step without its gathers. amax_host: of a matrix whose amax is found before it is quantized.
+    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe.
     """
 
     name: str
@@ -35,6 +39,10 @@ class Machine:
     group_host: float
     weight_host: float
     cast_host: float
+    low_host: float
+    amax_host: float
+    plain_gather_host: float
+    gather_host: float
 
 
 # 16,384 tokens, 4096 to 14336, one H200, each product by itself, fast accumulation off.
@@ -52,12 +60,16 @@ H200 = Machine(
     in_step=1.09,  # fitted: what products take of steps at batch 4
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
-    token_bytes=27.6,  # fitted, as all below: whole steps
-    operand_bytes=9.0,
-    interference=0.68,
-    group_host=4.2e-3,
-    weight_host=0.99e-3,
-    cast_host=1.3e-3,
+    token_bytes=17.7,  # fitted, as what follows up to low_host: whole steps
+    operand_bytes=9.63,
+    interference=0.766,
+    group_host=5.84e-3,
+    weight_host=0.522e-3,
+    cast_host=0.794e-3,
+    low_host=0.330e-3,
+    amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
+    plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
+    gather_host=836e-6 / 7,  # the same, the mean of four recipes: 781, 983, 805 and 776 us
 )
 
 # NCCL's latencies of a ring's steps, src/graph/tuning.cc at 01afd20 (Simple): 3.4 us by NVLink, 9.6 us by a network.
@@ -66,6 +78,8 @@ NCCL_HOP, NCCL_FAR_HOP = 3.4e-6, 9.6e-6
 # sockets.
 # The share of reduce-scatters is that over sockets (390.5 ms); over NVLink none was recorded.
 NVLINK = Link("NVLink", 256e9, 78e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
+# The same among four, whose bandwidth is fitted to one gather in bf16 by itself: 1.139 ms.
+NVLINK_4 = replace(NVLINK, bandwidth=311e9)
 SOCKETS = Link("sockets", 9.68e9, 364e-6, NCCL_HOP, NCCL_FAR_HOP, reduced=0.93)
 
 

@@ -54,10 +54,10 @@ def problems(use: Use, model: Model) -> list[str]:
     )
 
 
-def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, eager: bool = True) -> StepEstimate:
+def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, host: bool = True) -> StepEstimate:
     """A step of the model on `world` ranks. Raises ValueError for what can't be: see `problems`, and worlds below 1.
 
-    eager: with the host's time; that of compiled models was not measured, and is taken as none.
+    host: with the host's time, which a step that is captured in a CUDA graph does not have.
     """
     if world < 1:
         raise ValueError(f"{world} ranks can't hold a model: world is 1 or more")
@@ -82,7 +82,7 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, e
         sent=(Sent(world, root, 0, root // BF16),),
         products=tuple(Product(m, k, quantized=False) for m, k in model.root[1:]),
     )
-    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, eager)
+    parts = step(use, [group] * model.groups, around, Load(model.tokens, model.sequence), link, machine, host)
     return StepEstimate(
         **{field.name: getattr(parts, field.name) for field in fields(Parts)},
         name=use.name,

@@ -106,18 +106,18 @@ class Parts:
 
 
 def step(
-    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, eager: bool = True
+    use: Use, groups: Sequence[Work], root: Work, load: Load, link: Link, machine: Machine, host: bool = True
 ) -> Parts:
     """A step over groups in the order of forward. root: is gathered before the first and kept until backward is done.
 
-    eager: with the host's time; that of compiled models was not measured, and is taken as none.
+    host: with the host's time, which a step that is captured in a CUDA graph does not have.
     """
     if not groups:  # the root is all there is
         groups, root = [root], Work((), ())
     times: dict[Work, GroupTimes] = {}
     for work in groups:
         if work not in times:
-            times[work] = _times(use, work, load, link, machine, eager)
+            times[work] = _times(use, work, load, link, machine, host)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
     made = list(_with_root([times[work] for work in groups], link, root, head))
@@ -140,16 +140,15 @@ def step(
     )
 
 
-def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, eager: bool) -> GroupTimes:
-    host = machine.group_host + work.weights * _weight_host(use, machine) if eager else 0.0
+def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, host: bool) -> GroupTimes:
     return GroupTimes(
         gather_forward=sum(link.gather(one.forward, one.ranks) for one in work.sent),
         forward=_compute(use, work, load, machine, "forward"),
         gather_backward=sum(link.gather(one.backward, one.ranks) for one in work.sent if one.backward),
         backward=_compute(use, work, load, machine, "backward"),
         reduce=sum(link.reduce_scatter(one.rows * FP32, one.ranks) for one in work.sent),
-        host_forward=host / 2,
-        host_backward=host / 2,
+        host_forward=_host(use, work, machine, "forward") if host else 0.0,
+        host_backward=_host(use, work, machine, "backward") if host else 0.0,
     )
 
 
@@ -171,10 +170,33 @@ def _with_root(groups: Sequence[GroupTimes], link: Link, root: Work, head: float
         )
 
 
-def _weight_host(use: Use, machine: Machine) -> float:
-    if use.plan is None:
+def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
+    """Seconds of the host for a group in a pass: a gather, and what a pass launches, a third of which is forward's.
+
+    FSDP2 gathers nothing over one rank.
+    """
+    taken = use.plan is not None and work.weights > 0
+    seconds = machine.group_host
+    if taken:
+        own = machine.cast_host if use.cast else machine.weight_host
+        seconds += work.weights * (own + _low_host(use, machine))
+    seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
+    if any(one.ranks > 1 and getattr(one, which) for one in work.sent):
+        quantized = work.weights if taken else 0
+        plain = max(0, len(work.products) - quantized)
+        seconds += quantized * machine.gather_host + plain * machine.plain_gather_host
+    return seconds
+
+
+def _low_host(use: Use, machine: Machine) -> float:
+    """Of a weight's products in a step: activations and gradients whose scale is one for all need an amax first."""
+    products = use.plan.products if use.plan else None
+    if products is None or not any(_low_rate(use, machine, one.name) for one in products.products):
         return 0.0
-    return machine.cast_host if use.cast else machine.weight_host
+    whole = sum(
+        any(plane.per_m is None for plane in layout.planes) for layout in (products.activation, products.gradient)
+    )
+    return machine.low_host + whole * machine.amax_host
 
 
 def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) -> float:

@@ -17,6 +17,7 @@ HEADS = (
 MEASURED = (
     "measured: steps on 1, 2 and 4 H200s by NVLink, on 2 over sockets of 9.5 GB/s; all else is extrapolated",
     f"compute and link slow one another by {1 + H200.interference:.2f} where they overlap: fitted, least certain",
+    "host: of eager and compiled models alike, as on a few hosts, which differed by up to 2; none with --graph",
     "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
     "gathered: GB that a rank holds after all gathers of a forward, with the padding of shards",

@@ -2,10 +2,10 @@
 
     python tests/bench/fit_steps.py
 
-Prints the constants, which `layoutc/estimate/machine.py` has rounded, and a table: each point, its estimate, the
-residual in percent of what was measured, and whether the point was used in the fit or held out. Points were measured
-with torch 2.11.0+cu130 on H200s of one host: 8 Llama-shaped blocks of dim 4096 and ffn 14336. A range is taken as its
-middle. torchao's host time is not fitted, nor that of compiled models.
+Prints the constants with the points that each rests on, which `layoutc/estimate/machine.py` has rounded, and a table:
+each point with its runs (`recorded_steps.py`), how far these are apart, its estimate, the residual against the middle
+of the runs and against the nearest of their range (0 within it), in percent, and whether the point was used in the fit
+or held out. A point with one run has one residual.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import recorded_steps as recorded
 
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H200, NVLINK, PRODUCTS, SOCKETS, Machine
+from layoutc.estimate.machine import H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Use, copied_bytes
@@ -29,29 +30,61 @@ from layoutc.plan.plan import Plan
 from layoutc.spec.checks.read import read_spec_bytes
 
 SPECS = Path(__file__).parent.parent.parent / "specs"
+# The peer's host, measured inside FSDP2 and not fitted: a gather of a weight takes 117 to 141 us, a linear layer's
+# forward 323 and 237 us more than in bf16, with one cast of an activation, of which backward has three; finding the
+# amaxes of 64 weights after a step takes 2.2 ms. Compiled, its casts are Inductor's kernels, and call no operators.
+PEER_GATHER, PEER_LINEAR, PEER_AMAXES = 129e-6, 280e-6, 2.2e-3 / 64
 
 
 @dataclass(frozen=True)
 class Point:
-    """A recorded time in seconds: what it is of, and whether the constants are fitted to it."""
+    """A recorded time in seconds: what it is of, its runs, and whether the constants are fitted to their middle."""
 
     label: str
-    measured: float
+    runs: tuple[float, ...]
     fitted: bool
     estimate: Callable[[Constants], float]
+
+    @property
+    def measured(self) -> float:
+        """The middle of the runs."""
+        return (min(self.runs) + max(self.runs)) / 2
+
+    @property
+    def spread(self) -> float:
+        """How far the runs are apart, in percent of the middle."""
+        return 100 * (max(self.runs) - min(self.runs)) / self.measured
+
+    def errors(self, at: Constants) -> tuple[float, float]:
+        """Percent of the middle of the runs, and of the nearest of their range."""
+        seconds = self.estimate(at)
+        nearest = min(max(seconds, min(self.runs)), max(self.runs))
+        return 100 * (seconds / self.measured - 1), 100 * (seconds / nearest - 1)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted."""
+    """What is fitted. peer_operand_bytes: operand_bytes of the peer in eager mode, whose casts are not fused."""
 
     machine: Machine = H200
     nvlink: Link = NVLINK
+    nvlink_4: Link = NVLINK_4
     sockets: Link = SOCKETS
+    peer_operand_bytes: float = 111.7
 
-    def link(self, name: str) -> Link:
-        """By name."""
-        return self.nvlink if name == "NVLink" else self.sockets
+    def link(self, name: str, world: int = 2) -> Link:
+        """By name; that of four ranks is another."""
+        return self.sockets if name == "sockets" else self.nvlink_4 if world == 4 else self.nvlink
+
+    def machine_for(self, words: str, how: str) -> Machine:
+        """The machine, or the machine as the peer uses it."""
+        if words != "torchao":
+            return self.machine
+        host = replace(self.machine, low_host=0.0, amax_host=0.0, gather_host=PEER_GATHER)
+        if how.startswith("eager"):
+            eager = replace(host, cast_host=4 * PEER_LINEAR + PEER_AMAXES)
+            return replace(eager, operand_bytes=self.peer_operand_bytes)
+        return replace(host, cast_host=self.machine.weight_host + PEER_AMAXES)
 
 
 @cache
@@ -82,18 +115,24 @@ def blocks(sequence: int = 4096, batch: int = 1) -> Model:
 LARGE = llama("blocks of 70B", 8192, 28672, 64, 8, 1, 4096, 1)
 
 
-def step(words: str, model: Model, world: int, link: str, eager: bool) -> Callable[[Constants], StepEstimate]:
-    return lambda at: estimate(use(words), model, world, at.link(link), at.machine, eager)
+def step(words: str, model: Model, world: int, link: str, how: str) -> Callable[[Constants], StepEstimate]:
+    """how: eager or compiled, and -graph where the step is captured in a CUDA graph."""
+
+    def made(at: Constants) -> StepEstimate:
+        machine = at.machine_for(words, how)
+        return estimate(use(words), model, world, at.link(link, world), machine, not how.endswith("-graph"))
+
+    return made
 
 
-def total(words: str, model: Model, world: int, link: str, eager: bool) -> Callable[[Constants], float]:
-    made = step(words, model, world, link, eager)
+def total(words: str, model: Model, world: int, link: str, how: str) -> Callable[[Constants], float]:
+    made = step(words, model, world, link, how)
     return lambda at: made(at).total
 
 
 def gathers(words: str, link: str) -> Callable[[Constants], float]:
     """All gathers of a step on two ranks."""
-    made = step(words, blocks(), 2, link, True)
+    made = step(words, blocks(), 2, link, "eager")
     return lambda at: made(at).gather_forward + made(at).gather_backward
 
 
@@ -105,90 +144,61 @@ def gather_alone(words: str, model: Model, world: int, copies: bool) -> Callable
         own = sum(sent(use(words), shape, world, "forward") for shape in shapes)
         rows = sum(cdiv(m, world) * k for m, k in shapes)
         moved = 2 * own * (1 + world) if words == "bf16" else copied_bytes(use(words), world, own, rows)
-        return at.nvlink.gather(own, world) + (moved / at.machine.memory if copies else 0)
+        return at.link("NVLink", world).gather(own, world) + (moved / at.machine.memory if copies else 0)
 
     return seconds
 
 
-# What travels of a step on two ranks, ms: 16 gathers.
-IN_STEPS = {
-    "NVLink": {"bf16": 15.3, "fp8_block": 8.0, "mxfp8": 8.1, "nvfp4": 4.8},
-    "sockets": {"bf16": 369, "torchao": 189, "fp8_block": 185, "mxfp8": 188, "nvfp4": 97},
-}
-REDUCED = 390.5  # 370 to 411: 8 reduce-scatters over sockets
-# Products of a step at batch 4, ms: two harnesses.
-CARD = {"bf16": (238.1, 253.5), "torchao": (145.0, 129.0), "fp8_current+low": (123.8,), "fp8_block+low": (153.2,)}
-# Gathers until the weights are there, host included, ms: RESULTS.md, "Gathers".
-WAITED = {
-    2: {"bf16": 1.435, "mxfp8": 1.074, "fp8_block": 1.083, "fp8_current": 1.122, "nvfp4": 0.997},
-    4: {"bf16": 1.593, "mxfp8": 1.144, "fp8_block": 1.147, "fp8_current": 1.185, "nvfp4": 0.869},
-}
-# Whole steps, ms: sequence, batch, ranks, link and how; *: the constants are fitted to it. Lines of one kind are of
-# different harnesses.
-STEPS = """
-512 1 2 NVLink eager: bf16 55*, fp8_block 99.5*, cast fp8_block 116*
-4096 1 2 NVLink eager: bf16 108.7, fp8_block 112, mxfp8 113, nvfp4 114
-4096 1 2 NVLink eager: cast fp8_block 123, cast mxfp8 121, cast nvfp4 116
-4096 1 2 NVLink eager: bf16 107.6, fp8_current+low 129.7
-4096 4 2 NVLink eager: bf16 349, fp8_block 345, mxfp8 344, nvfp4 349
-4096 4 2 NVLink eager: cast fp8_block 350, cast mxfp8 347, cast nvfp4 349
-4096 4 2 NVLink eager: bf16 347.2, fp8_current+low 243.8
-4096 1 2 NVLink compiled: bf16 108.3*, fp8_block 106, mxfp8 112, nvfp4 112
-4096 1 2 NVLink compiled: cast fp8_block 122, cast mxfp8 120, cast nvfp4 116, torchao 96.1
-4096 1 2 NVLink compiled: bf16 106.3, torchao 115.6, fp8_current+low 116.4, fp8_block+low 127.9
-4096 4 2 NVLink compiled: bf16 335*, fp8_block 331, mxfp8 333, nvfp4 331
-4096 4 2 NVLink compiled: cast fp8_block 333, cast mxfp8 330, cast nvfp4 331, torchao 243
-4096 4 2 NVLink compiled: bf16 340.9, torchao 249.3, fp8_current+low 234.3, fp8_block+low 264.9
-4096 1 1 NVLink compiled: bf16 104.6, torchao 124.2, fp8_current+low 96.0, fp8_block+low 130.9
-4096 4 1 NVLink compiled: bf16 331.9, torchao 252.6, fp8_current+low 225.3*, fp8_block+low 250.4
-4096 1 1 NVLink eager: bf16 104.5, fp8_current+low 135, fp8_block+low 102
-4096 1 4 NVLink eager: bf16 107
-4096 1 4 NVLink compiled: bf16 108, torchao 104
-4096 1 2 sockets eager: bf16 848*, fp8_block 642*, nvfp4 554*, mxfp8 715, cast nvfp4 550, torchao 748
-"""
+def gather_and_wait(words: str, world: int, host: float) -> Callable[[Constants], float]:
+    """The same with the host's time as it was measured beside: half of it lies before the collective (the hooks, copies
+    in), half after (views, copies out), and the card is not done before the host has issued all."""
+    ready = gather_alone(words, blocks(), world, True)
+    return lambda at: max(host / 2 + ready(at), host)
 
 
 def points() -> list[Point]:
     """Everything that is recorded of gathers and steps."""
     made: list[Point] = []
 
-    def add(label: str, ms: float, fitted: bool, seconds: Callable[[Constants], float]) -> None:
-        made.append(Point(label, ms / 1e3, fitted, seconds))
+    def add(label: str, ms: tuple[float, ...] | float, fitted: bool, seconds: Callable[[Constants], float]) -> None:
+        runs = ms if isinstance(ms, tuple) else (ms,)
+        made.append(Point(label, tuple(run / 1e3 for run in runs), fitted, seconds))
 
-    for link, rows in IN_STEPS.items():
+    for link, rows in recorded.IN_STEPS.items():
         for words, ms in rows.items():
             add(f"gathers in a step, 2 ranks, {link}, {words}", ms, True, gathers(words, link))
-    for words, ms in (("torchao", 7.7), ("cast fp8_block", 8.9), ("cast mxfp8", 8.8), ("cast nvfp4", 5.3)):
+    for words, ms in recorded.OTHERS_IN_STEPS.items():
         add(f"gathers in a step, 2 ranks, NVLink, {words}", ms, False, gathers(words, "NVLink"))
-    reduced = step("bf16", blocks(), 2, "sockets", True)
-    add("reduce-scatters in a step, 2 ranks, sockets", REDUCED, True, lambda at: reduced(at).reduce_scatter)
-    for words, ms in (("bf16", 0.888), ("fp8_block", 0.475), ("mxfp8", 0.487), ("nvfp4", 0.380)):
-        add(f"gather alone, 2 ranks, NVLink, {words}", ms, False, gather_alone(words, blocks(), 2, False))
-    for words, ms in (("bf16", 1.139), ("fp8_current", 0.651), ("mxfp8", 0.648), ("nvfp4", 0.359)):
-        add(f"gather alone, 4 ranks, NVLink, {words}", ms, False, gather_alone(words, blocks(), 4, False))
-    for words, ms in (("bf16", 1.271), ("fp8_block", 0.690), ("mxfp8", 0.732), ("nvfp4", 0.392)):
+    reduced = step("bf16", blocks(), 2, "sockets", "eager")
+    add("reduce-scatters in a step, 2 ranks, sockets", recorded.REDUCED, True, lambda at: reduced(at).reduce_scatter)
+    for world, alone in recorded.ALONE.items():
+        for words, ms in alone.items():
+            label, fitted = f"gather alone, {world} ranks, NVLink, {words}", (world, words) == (4, "bf16")
+            add(label, ms, fitted, gather_alone(words, blocks(), world, False))
+    for words, ms in recorded.READY.items():
         add(f"gather to ready, 2 ranks, NVLink, {words}", ms, False, gather_alone(words, blocks(), 2, True))
-    for words, ms in (("bf16", 4.327), ("fp8_block", 2.387), ("nvfp4", 1.290)):
+    for words, ms in recorded.READY_70B.items():
         add(f"gather to ready, 2 ranks, NVLink, 70B, {words}", ms, False, gather_alone(words, LARGE, 2, True))
-    for world, rows in WAITED.items():
-        for words, ms in rows.items():
-            label = f"gather and wait, {world} ranks, NVLink, {words}"
-            add(label, ms, False, gather_alone(words, blocks(), world, True))
-    for line in STEPS.strip().splitlines():
+    for world, waited in recorded.WAITED.items():
+        for words, (ms, host) in waited.items():
+            seconds = gather_and_wait(words, world, host / 1e3)
+            add(f"gather and wait, {world} ranks, NVLink, {words}", ms, False, seconds)
+    for line in recorded.STEPS.strip().splitlines():
         where, _, times = line.partition(": ")
         sequence, batch, world, link, how = (int(word) if word.isdigit() else word for word in where.split())
         for time in times.split(", "):
-            words, _, ms = time.rpartition(" ")
+            parts = time.rstrip("*").split(" ")
+            count = 2 if parts[0] == "cast" else 1
+            words, runs = " ".join(parts[:count]), tuple(map(float, parts[count:]))
             label = f"step, {world} rank{'s' * (world > 1)}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
-            seconds = total(words, blocks(sequence, batch), world, link, how == "eager")
-            add(label, float(ms.rstrip("*")), ms.endswith("*"), seconds)
+            add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how))
     return made
 
 
-def fit_links() -> tuple[Link, Link]:
+def fit_links() -> tuple[Link, Link, Link]:
     """launch and bandwidth of each link: the least squares of relative residuals, which is linear in 1 / bandwidth."""
     found: dict[str, Link] = {}
-    for name, rows in IN_STEPS.items():
+    for name, rows in recorded.IN_STEPS.items():
         lines = []
         for words, ms in rows.items():
             weights = blocks().block.weights
@@ -197,10 +207,13 @@ def fit_links() -> tuple[Link, Link]:
         (latency, inverse), *_ = np.linalg.lstsq(np.array(lines), np.ones(len(lines)), rcond=None)
         start = NVLINK if name == "NVLink" else SOCKETS
         found[name] = replace(start, launch=float(latency) - start.hop, bandwidth=float(1 / inverse), reduced=1.0)
-    fp32 = sum(m * k for m, k in blocks().block.weights) // 2 * 4
-    alone = REDUCED / 8e3 - found["sockets"].latency(2)
-    reduced = fp32 / (found["sockets"].bandwidth * alone)
-    return replace(found["NVLink"], reduced=reduced), replace(found["sockets"], reduced=reduced)
+    elements = sum(m * k for m, k in blocks().block.weights)
+    alone = sum(recorded.REDUCED) / 2 / 8e3 - found["sockets"].latency(2)
+    reduced = elements // 2 * 4 / (found["sockets"].bandwidth * alone)
+    nvlink, sockets = (replace(found[name], reduced=reduced) for name in ("NVLink", "sockets"))
+    others = elements // 4 * 2 * 3
+    four = replace(nvlink, bandwidth=others / (recorded.ALONE[4]["bf16"] / 1e3 - nvlink.latency(4)))
+    return nvlink, four, sockets
 
 
 def fit_products() -> float:
@@ -214,14 +227,14 @@ def fit_products() -> float:
         "fp8_block+low": (PRODUCTS["BlockWise128x128"],) * 2 + (PRODUCTS["BlockWise1x128"],),
     }
     shares = np.array(
-        [sum(operations / r for r in rates[words]) / (ms / 1e3) for words, row in CARD.items() for ms in row]
+        [sum(operations / r for r in rates[words]) / (ms / 1e3) for words, row in recorded.CARD.items() for ms in row]
     )
     return float(shares @ shares / shares.sum())
 
 
 # The rest follows whole steps: where each begins, and the least that it can be.
-NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host")
-SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 1e-3])
+NAMES = ("token_bytes", "operand_bytes", "interference", "group_host", "weight_host", "cast_host", "low_host")
+SCALES = np.array([20.0, 5.0, 0.3, 5e-3, 5e-4, 5e-4, 5e-4, 50.0])
 
 
 def fit_steps(at: Constants) -> Constants:
@@ -229,13 +242,14 @@ def fit_steps(at: Constants) -> Constants:
     steps = [point for point in points() if point.fitted and point.label.startswith("step")]
 
     def with_(x: np.ndarray) -> Constants:
-        return replace(at, machine=replace(at.machine, **dict(zip(NAMES, map(float, x * SCALES), strict=True))))
+        *own, peer = map(float, x * SCALES)
+        return replace(at, machine=replace(at.machine, **dict(zip(NAMES, own, strict=True))), peer_operand_bytes=peer)
 
     def residuals(x: np.ndarray) -> np.ndarray:
         made = with_(x)
         return np.array([point.estimate(made) / point.measured - 1 for point in steps])
 
-    x = np.ones(len(NAMES))
+    x = np.ones(len(SCALES))
     for _ in range(30):
         now = residuals(x)
         slopes = np.array([(residuals(x + 1e-4 * one) - now) / 1e-4 for one in np.eye(len(x))]).T
@@ -251,37 +265,62 @@ def fit_steps(at: Constants) -> Constants:
     return with_(x)
 
 
+# What is fitted, how many constants, and to what.
+FITTED = (
+    ("launch and bandwidth of NVLink", 2, f"{len(recorded.IN_STEPS['NVLink'])} sums of gathers"),
+    ("launch and bandwidth of sockets", 2, f"{len(recorded.IN_STEPS['sockets'])} sums of gathers"),
+    ("bandwidth among four ranks", 1, "1 gather"),
+    ("reduced", 1, "1 sum of reduce-scatters"),
+    ("in_step", 1, f"{sum(map(len, recorded.CARD.values()))} sums of products"),
+    (f"{', '.join(NAMES)} and the peer's operand_bytes", len(SCALES), f"{recorded.STEPS.count('*')} steps"),
+)
+
+
 def fit() -> Constants:
     """All constants."""
-    nvlink, sockets = fit_links()
-    start = Constants(replace(H200, in_step=fit_products()), nvlink, sockets)
+    nvlink, four, sockets = fit_links()
+    start = Constants(replace(H200, in_step=fit_products()), nvlink, four, sockets)
     return fit_steps(start)
 
 
 def main() -> None:
     """Prints the constants and the table."""
     found = fit()
-    for link in (found.nvlink, found.sockets):
-        speed = f"{link.bandwidth / 1e9:.2f} GB/s"
-        print(f"{link.name}: {speed}, launch {link.launch * 1e6:.0f} us, reduced {link.reduced:.3f}")
+    for name, link in (("NVLink", found.nvlink), ("NVLink, 4 ranks", found.nvlink_4), ("sockets", found.sockets)):
+        print(f"{name}: {link.bandwidth / 1e9:.2f} GB/s, launch {link.launch * 1e6:.0f} us, reduced {link.reduced:.3f}")
     print(f"in_step {found.machine.in_step:.3f}")
     print(", ".join(f"{name} {getattr(found.machine, name):.4g}" for name in NAMES))
-    print("\n| point | measured, ms | estimate, ms | residual | used |\n|---|--:|--:|--:|---|")
+    print(f"the peer's operand_bytes, eager: {found.peer_operand_bytes:.4g}")
+    for which, count, basis in FITTED:
+        print(f"{count} fitted: {which}, to {basis}")
+    print("\n| point | runs, ms | spread | estimate, ms | of the middle | of the nearest | used |")
+    print("|---|--:|--:|--:|--:|--:|---|")
     kept = Constants()
-    errors: dict[tuple[str, bool], list[float]] = {}
+    errors: dict[tuple[str, bool], list[tuple[float, float, list[float]]]] = {}
     for point in points():
-        seconds = point.estimate(kept)
-        error = 100 * (seconds / point.measured - 1)
-        errors.setdefault((point.label.split(",")[0].split(" ")[0].rstrip("s"), point.fitted), []).append(error)
+        middle, nearest = point.errors(kept)
+        errors.setdefault((point.label.split(",")[0].split(" ")[0].rstrip("s"), point.fitted), []).append(
+            (middle, nearest, [100 * (point.estimate(kept) / run - 1) for run in point.runs])
+        )
+        runs = " ".join(f"{run * 1e3:.5g}" for run in point.runs)
+        spread = f"{point.spread:.0f}%" if len(point.runs) > 1 else ""
         print(
-            f"| {point.label} | {point.measured * 1e3:.5g} | {seconds * 1e3:.4g} | {error:+.1f}% | "
-            f"{'fitted' if point.fitted else 'held out'} |"
+            f"| {point.label} | {runs} | {spread} | {point.estimate(kept) * 1e3:.4g} | {middle:+.1f}% | "
+            f"{nearest:+.1f}% | {'fitted' if point.fitted else 'held out'} |"
         )
     print()
     for (kind, fitted), some in errors.items():
-        size = np.abs(some)
-        how = "fitted" if fitted else "held out"
-        print(f"{kind}, {how}: {len(some)} points, median {np.median(size):.1f}%, largest {size.max():.1f}%")
+        print(f"{kind}, {'fitted' if fitted else 'held out'}: {len(some)} points")
+        middles, nearests, each = (list(column) for column in zip(*some, strict=True))
+        runs = [run for row in each for run in row]
+        for what, residuals in (
+            ("the middle", middles),
+            ("the nearest", nearests),
+            (f"each of {len(runs)} runs", runs),
+        ):
+            size = np.abs(residuals)
+            beyond = f"{(size > 15).sum()} beyond 15%"
+            print(f"    of {what}: median {np.median(size):.1f}%, largest {size.max():.1f}%, {beyond}")
 
 
 if __name__ == "__main__":

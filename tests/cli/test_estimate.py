@@ -30,7 +30,7 @@ def test_bf16_is_the_first_row_of_each_world() -> None:
 
 
 def test_json_has_parts_and_constants() -> None:
-    result = run("nvfp4", "--world", "8", "--json", "--compiled", "--layers", "3", "--vocabulary", "0")
+    result = run("nvfp4", "--world", "8", "--json", "--graph", "--layers", "3", "--vocabulary", "0")
     data = json.loads(result.stdout)
     [link] = data["links"]
     plain, quantized = link["estimates"]

@@ -260,7 +260,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     only = ("--only", "*.up", "--only", "*.experts", "--leave", "layers.0.up", "--experts")
     sizes = ("--stored", "bf16", "--gathered", "fp32", "--reduced", "fp16", "--moments", 3)
     mesh = ("--world", "16,32", "--replicas", 2, "--ep", 4, "--experts-dim", 1)
-    rest = ("--sequence", 64, "--batch", 3, "--link", 25, "--per-host", 4, "--rule", "tree", "--low", "--compiled")
+    rest = ("--sequence", 64, "--batch", 3, "--link", 25, "--per-host", 4, "--rule", "tree", "--low", "--graph")
     data = data_of(*shapes, "--recipe", "mxfp8,nvfp4", "--use", "both", *only, *sizes, *mesh, *rest)
     uses = [(use.name, use.plan and use.plan.layout.name, use.cast, use.low) for use, _, _ in asked]
     named = [("mxfp8", "mxfp8", cast, True) for cast in (False, True)]
@@ -276,7 +276,7 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         False,
     )
     assert all(setting == other for _, _, setting in asked)
-    assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["eager"]) == (64, 3, False)
+    assert (data["setting"]["sequence"], data["setting"]["batch"], data["setting"]["host"]) == (64, 3, False)
     assert data["setting"]["bytes"] == {"stored": 2, "gathered": 4, "reduced": 2, "moments": 3}
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)
@@ -310,4 +310,4 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
         assert (result.exit_code, said in result.stderr) == (2, True), (damage, result.stderr)
 
 
-FLAGS = ("--experts", "--low", "--compiled")
+FLAGS = ("--experts", "--low", "--graph")

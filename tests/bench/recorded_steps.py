@@ -1,0 +1,77 @@
+"""Steps and gathers that were measured, each with all of its runs: what `fit_steps.py` fits to and compares with.
+
+Milliseconds, torch 2.11.0+cu130, H200s of one host, 8 Llama-shaped blocks of dim 4096 and ffn 14336. The runs are those
+of RESULTS.md, by several harnesses on several machines; where a range was recorded, both of its ends are runs.
+"""
+
+from __future__ import annotations
+
+# What travels of a step on two ranks: 16 gathers.
+IN_STEPS = {
+    "NVLink": {"bf16": 15.3, "fp8_block": 8.0, "mxfp8": 8.1, "nvfp4": 4.8},
+    "sockets": {"bf16": 369, "torchao": 189, "fp8_block": 185, "mxfp8": 188, "nvfp4": 97},
+}
+OTHERS_IN_STEPS = {"torchao": 7.7, "cast fp8_block": 8.9, "cast mxfp8": 8.8, "cast nvfp4": 5.3}
+REDUCED = (370, 411)  # 8 reduce-scatters over sockets
+# Products of a step at batch 4: two harnesses.
+CARD = {"bf16": (238.1, 253.5), "torchao": (145.0, 129.0), "fp8_current+low": (123.8,), "fp8_block+low": (153.2,)}
+# One gather by itself, on two and four ranks, and until weights can be multiplied with; the same of blocks of 70B.
+ALONE = {
+    2: {"bf16": 0.888, "fp8_block": 0.475, "mxfp8": 0.487, "nvfp4": 0.380},
+    4: {"bf16": 1.139, "fp8_current": 0.651, "mxfp8": 0.648, "nvfp4": 0.359},
+}
+READY = {"bf16": 1.271, "fp8_block": 0.690, "mxfp8": 0.732, "nvfp4": 0.392}
+READY_70B = {"bf16": 4.327, "fp8_block": 2.387, "nvfp4": 1.290}
+# Gathers until the weights are there, with the host: on the card, and what the host took.
+WAITED = {
+    2: {
+        "bf16": (1.435, 0.348),
+        "mxfp8": (1.074, 0.781),
+        "fp8_block": (1.083, 0.805),
+        "fp8_current": (1.122, 0.776),
+        "nvfp4": (0.997, 0.983),
+    },
+    4: {
+        "bf16": (1.593, 0.347),
+        "mxfp8": (1.144, 0.689),
+        "fp8_block": (1.147, 0.724),
+        "fp8_current": (1.185, 0.711),
+        "nvfp4": (0.869, 0.814),
+    },
+}
+# Whole steps: sequence, batch, ranks, link and how; *: constants are fitted to the middle of its runs.
+STEPS = """
+512 1 2 NVLink eager: bf16 53 57 70.3*, fp8_block 88 111 101.4*, cast fp8_block 102 130 97.6*, fp8_current+low 121.5*
+512 1 2 NVLink eager: nvfp4 104.1, torchao 145 163 190.5
+512 1 2 NVLink compiled: bf16 63.0, fp8_block 115.5, nvfp4 100.7, cast fp8_block 100.0, fp8_current+low 110.4
+512 1 1 NVLink eager: bf16 67.6, fp8_block 88.7, nvfp4 91.2, cast nvfp4 103.5, fp8_current+low 132.3
+512 1 1 NVLink compiled: bf16 60.3, fp8_block 84.8, nvfp4 87.2, cast nvfp4 105.0, fp8_current+low 100.6
+512 1 2 NVLink compiled-graph: bf16 40.6, fp8_block 37.6, mxfp8 38.2, nvfp4 36.4, fp8_current+low 36.0
+512 1 2 NVLink compiled-graph: cast fp8_block 38.2, cast nvfp4 36.5
+512 1 2 NVLink eager-graph: bf16 40.6, fp8_block 37.8, mxfp8 38.5, nvfp4 36.4, cast nvfp4 36.6
+4096 1 2 NVLink eager: bf16 108.7 106.0 109.1 109.0, fp8_block 112, mxfp8 113, nvfp4 114
+4096 1 2 NVLink eager: cast fp8_block 123, cast mxfp8 121, cast nvfp4 116, torchao 191 215.4
+4096 1 2 NVLink eager: fp8_current+low 111.7 147.6 113.5, fp8_block+low 109.0
+4096 4 2 NVLink eager: bf16 349 343.4 350.9 352.1, fp8_block 345, mxfp8 344, nvfp4 349
+4096 4 2 NVLink eager: cast fp8_block 350, cast mxfp8 347, cast nvfp4 349, torchao 491 518.2*
+4096 4 2 NVLink eager: fp8_current+low 237.9 249.7 243.8, fp8_block+low 270.6
+4096 1 2 NVLink compiled: bf16 108.3 105.5 107.1 108.1*, fp8_block 106, mxfp8 112, nvfp4 112
+4096 1 2 NVLink compiled: cast fp8_block 122, cast mxfp8 120, cast nvfp4 116
+4096 1 2 NVLink compiled: torchao 96.1 132.6 98.6 104.0, fp8_current+low 123.0 109.7 106.9, fp8_block+low 127.9
+4096 4 2 NVLink compiled: bf16 335 336.9 344.8 344.7*, fp8_block 331, mxfp8 333, nvfp4 331
+4096 4 2 NVLink compiled: cast fp8_block 333, cast mxfp8 330, cast nvfp4 331
+4096 4 2 NVLink compiled: torchao 243 246.3 252.2 251.6, fp8_current+low 231.5 237.1 237.2, fp8_block+low 264.9
+4096 1 2 NVLink compiled-graph: bf16 104.9, torchao 86.4, fp8_current+low 76.1, fp8_block+low 81.5, fp8_block 100.2
+4096 1 2 NVLink compiled-graph: cast nvfp4 101.1
+4096 1 2 NVLink eager-graph: bf16 104.7, fp8_current+low 78.6, fp8_block+low 82.9
+4096 4 2 NVLink compiled-graph: bf16 338.5, torchao 242.8 242.1, fp8_current+low 229.8 228.1 224.2
+4096 4 2 NVLink compiled-graph: fp8_block+low 255.1, fp8_block 328.6, cast nvfp4 331.9
+4096 4 2 NVLink eager-graph: bf16 342.8, fp8_current+low 235.1, fp8_block+low 260.7
+4096 1 1 NVLink compiled: bf16 104.4 104.7, torchao 111.2 137.2, fp8_current+low 88.7 103.2, fp8_block+low 130.9
+4096 4 1 NVLink compiled: bf16 334.5 329.3, torchao 254.5 250.7, fp8_current+low 227.6 223.0*, fp8_block+low 250.4
+4096 1 1 NVLink eager: bf16 104.5, fp8_current+low 135, fp8_block+low 102
+4096 1 4 NVLink eager: bf16 107, torchao 182
+4096 1 4 NVLink compiled: bf16 108, torchao 104
+4096 1 2 sockets eager: bf16 848 1012.2*, fp8_block 642 653.9*, nvfp4 554 567.0*, mxfp8 715, cast nvfp4 550
+4096 1 2 sockets eager: torchao 748, fp8_current+low 651.6
+"""
