@@ -86,6 +86,30 @@ def test_experts_on_ranks_of_their_own(
     assert found[0] == pytest.approx(alone[0], abs=1e-5)
 
 
+@pytest.mark.skipif(not ALL_PAIRS, reason="takes half a minute: LAYOUTC_ALL_PAIRS=1")
+@pytest.mark.parametrize(("use", "recipe"), [("quantized", "mxfp8"), ("cast_on_gather", "nvfp4")])
+def test_tensor_parallelism_of_experts(
+    one: Ranks, two: Ranks, assets: Path, tmp_path: Path, use: str, recipe: str
+) -> None:
+    """Two ranks: the first loss is that of plain weights of the same values to the bit, in the same parallelism, whose
+    sums are in another order than one process has. Gradients are, too, so that codes of later steps differ."""
+    options = ["--layoutc.recipe", recipe, "--layoutc.use", use, "--layoutc.param-filter", FILTERS["qwen3"]]
+    short, parted = ["--training.steps", "3"], ["--parallelism.tensor-parallel-degree", "2"]
+    command = titan.arguments("qwen3", assets, tmp_path / "1", *options, *short)
+    one.run(titan.losses, [*command, "--checkpoint.create-seed-checkpoint"], seconds=SECONDS)
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    values = tmp_path / "values.pt"
+    one.run(titan.save_values, command, recipe, values, seconds=SECONDS)
+    alone = one.run(titan.losses, command, seconds=SECONDS)[0]
+    command = titan.arguments("qwen3", assets, tmp_path / "2", *options, *short, *parted)
+    found = two.run(titan.losses, command, seconds=SECONDS)
+    command = titan.arguments("qwen3", assets, tmp_path / "plain", *short, *parted)
+    plain = two.run(titan.losses, command, values, seconds=SECONDS)
+    assert found[0] == found[1]
+    assert found[0][0] == plain[0][0]
+    assert found[0] == pytest.approx(alone, abs=1e-3)
+
+
 # torchtitan 0.3 hands a schedule the microbatches as arg_mbs, which torch has a parameter for from 2.14 on; 2.13 takes
 # the list for an argument of the model, and cuts it into microbatches itself.
 UNCUT = "arg_mbs" in signature(PipelineScheduleSingle.step).parameters

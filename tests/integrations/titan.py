@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,12 +100,23 @@ def arguments(model: str, assets: Path, folder: Path, *more: str, backend: str =
     ]
 
 
-def losses(command: list[str]) -> list[float]:
-    """What torchtitan's command does with these arguments, and the losses that it reports."""
+def losses(command: list[str], given: Path | None = None) -> list[float]:
+    """What torchtitan's command does with these arguments, and the losses that it reports.
+
+    given: a file with whole values of all parameters, to start from where there is no checkpoint.
+    """
     on_cpu()
+    from torch.distributed.tensor import DTensor, distribute_tensor
     from torchtitan.config import ConfigManager
 
     trainer: Any = ConfigManager().parse_args(command).build()
+    values = torch.load(given) if given else {}
+    for name, param in trainer.model_parts[0].named_parameters() if given else ():
+        value = values[name]
+        if isinstance(param, DTensor):
+            value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        with torch.no_grad():
+            param.copy_(value)
     found: list[float] = []
     log = trainer.metrics_processor.log
 
@@ -121,6 +133,28 @@ def losses(command: list[str]) -> list[float]:
     finally:
         trainer.close()
     return found
+
+
+def save_values(command: list[str], recipe: str, file: Path) -> None:
+    """The whole values that the model of this command multiplies with, from its seed checkpoint; in one process."""
+    on_cpu()
+    from torch.distributed.tensor import DTensor
+    from torchtitan.config import ConfigManager
+
+    module = import_module(f"layoutc.recipes.{recipe}")
+    trainer: Any = ConfigManager().parse_args(command).build()
+    try:
+        trainer.checkpointer.load(step=0)
+        found = {}
+        for name, param in trainer.model_parts[0].named_parameters():
+            held = param._local_tensor if isinstance(param, DTensor) else param
+            value = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            if isinstance(held, module.CastTensor):
+                value = module.quantize(value)
+            found[name] = value.dequantize() if hasattr(value, "LAYOUT") else value
+        torch.save(found, file)
+    finally:
+        trainer.close()
 
 
 def exported(command: list[str]) -> dict[str, torch.Tensor]:
