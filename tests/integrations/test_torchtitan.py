@@ -72,8 +72,9 @@ def test_a_command_line_trains_on_ranks_as_on_one(
 def test_experts_on_ranks_of_their_own(
     one: Ranks, two: Ranks, assets: Path, tmp_path: Path, model: str, use: str, recipe: str
 ) -> None:
-    """Expert parallelism of two ranks: the first loss to the bit, the others to last digits of fp32. An expert's
-    gradient is one sum over the tokens of both ranks there, in an order that differs between CPUs."""
+    """Expert parallelism of two ranks: the first loss to the bit. An expert's gradient is one sum over the tokens of
+    both ranks there, in an order that differs between CPUs, so that later steps' codes differ now and then: losses by
+    up to 2e-5 on three machines. A wrong gradient shows in the second: they fall by 0.1 a step."""
     options = ["--layoutc.recipe", recipe, "--layoutc.use", use, "--layoutc.param-filter", FILTERS[model]]
     seed = titan.arguments(model, assets, tmp_path / "1", *options, "--checkpoint.create-seed-checkpoint")
     one.run(titan.losses, seed, seconds=SECONDS)
@@ -83,7 +84,7 @@ def test_experts_on_ranks_of_their_own(
     found = two.run(titan.losses, titan.arguments(model, assets, tmp_path / "2", *parted), seconds=SECONDS)
     assert found[0] == found[1]
     assert found[0][0] == alone[0][0]
-    assert found[0] == pytest.approx(alone[0], abs=1e-5)
+    assert found[0] == pytest.approx(alone[0], abs=1e-3)
 
 
 @pytest.mark.skipif(not ALL_PAIRS, reason="takes half a minute: LAYOUTC_ALL_PAIRS=1")
