@@ -8,7 +8,7 @@ the peak of memory, the loss after the steps, the last fifth of steps over the f
 the last step and were not after the first; with --profile, where the card's time goes in one step, and with --trace a
 trace of it for each variant. `layoutc:RECIPE`
 are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low
-precision. `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
+precision, and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients). `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
 has that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture.
 """
@@ -41,7 +41,7 @@ VARIANTS = (
 )
 # Where a kernel belongs, by what its name contains; the first that fits.
 KINDS = (
-    ("gather", ("nccl", "all_gather", "split_with_sizes", "chunk_cat")),
+    ("gather", ("nccl", "all_gather", "split_with_sizes", "chunk_cat", "rank_sum")),
     ("quantize", ("quantize_kernel", "lay_out_kernel", "amax", "scaled_mm_out", "to_copy_amax")),
     ("products", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "_scaled_mm")),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
@@ -109,8 +109,7 @@ def build(
     variant: str, sizes: Sizes, device: torch.device, eager: bool, graph: bool
 ) -> tuple[nn.Module, Any, Callable[[], None]]:
     """The sharded model, its optimizer, and what is called after each step."""
-    kind, _, rest = variant.partition(":")
-    recipe = rest.removesuffix("+low")
+    kind, _, recipe = variant.split("+")[0].partition(":")
     torch.manual_seed(0)
     with torch.device(device):
         model = nn.Sequential(*[Block(sizes) for _ in range(sizes.layers)])
@@ -127,6 +126,8 @@ def build(
             block.compile()
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if "exchange" in variant.split("+"):
+        layoutc.exchange_gradients(model)
     adamw: dict[str, Any] = {"lr": 1e-4, "fused": True, "capturable": graph}
     if kind == "layoutc":
         optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **adamw)
@@ -164,7 +165,7 @@ def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes,
         after()
 
     mode: AbstractContextManager[None] = nullcontext()
-    if variant.endswith("+low"):
+    if "low" in variant.split("+"):
         mode = layoutc.products("auto", saves=options.saves)
     stream = torch.cuda.Stream() if options.graph else None
     with mode, torch.cuda.stream(stream) if stream else nullcontext():

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -318,6 +319,19 @@ def sharded_parameters() -> dict[int, Tensor]:
         if (gathered := getattr(param, "_unsharded_param", None)) is not None:
             sharded[id(gathered)] = param.sharded_param
     return sharded
+
+
+def shard_groups(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The group that each FSDPParamGroup of a module that fully_shard was called with is sharded over.
+
+    Raises as `parameters`.
+    """
+    states, state_class, mesh_class = _registry()
+    state = states[module]() if module in states else None
+    groups = _groups(state) if isinstance(state, state_class) else []
+    meshes: list[Any] = [param.mesh_info for group in groups for param in group.fsdp_params[:1]]
+    sharding = [isinstance(mesh, mesh_class) for mesh in meshes]
+    return [mesh.shard_process_group for mesh in compress(meshes, sharding)]
 
 
 #: Of every pre-all-gather hook.

@@ -1,0 +1,158 @@
+"""Gradients that FSDP2 reduces in fp32 travel in the dtype in which backward computed them, and are added up in fp32.
+
+FSDP2 copies gradients in bf16 into a buffer in fp32 and reduce-scatters that. Here each rank sends every other one its
+part in bf16, half of the bytes, and the rank that keeps the sum adds up in fp32, in the order of ranks: the same
+numbers under the same arithmetic. It goes in by FSDP2's `set_custom_reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.kernels.rank_sums import rank_sum
+from layoutc.runtime.sharding import registry
+from layoutc.runtime.torch_private import no_torch_function
+
+NARROW = (torch.bfloat16, torch.float16)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name until 2.12
+
+
+class _Kept:
+    """What gradients were copied into: (ranks, n), in their dtype; None before that."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+
+class GradientBuffer(Tensor):
+    """The buffer in fp32 that FSDP2 asks for and copies gradients into; it keeps them in their own dtype.
+
+    (n,) or (ranks, n / ranks). Whatever else is done with it is done with values in fp32, which are kept from then on.
+    """
+
+    kept: _Kept
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], device: torch.device, kept: _Kept) -> GradientBuffer:
+        """kept: what views share."""
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
+        made.kept = kept
+        return made
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Views of the whole buffer, and FSDP2's copy into it; all else by values."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.view.default:
+            buffer, shape = args
+            return GradientBuffer(
+                torch.empty(buffer.shape, device="meta").view(shape).shape, buffer.device, buffer.kept
+            )
+        if func is torch.ops.fsdp.chunk_cat.default:
+            return _copy(kwargs.pop("out"), *args, **kwargs)
+        args = [one.in_fp32() if isinstance(one, GradientBuffer) else one for one in args]
+        return func(*args, **kwargs)
+
+    def in_fp32(self) -> Tensor:
+        """The values, in fp32 from now on."""
+        values = self.kept.values
+        if values is None:
+            raise LayoutError("gradients were not copied into this buffer: FSDP2 reduces in another way than is known")
+        self.kept.values = values = values.to(torch.float32)
+        return values.view(self.shape)
+
+
+def _copy(out: GradientBuffer, grads: Sequence[Tensor], dim: int, num_chunks: int) -> None:
+    """FSDP2's copy of gradients that are all of one dtype: each rank's chunks of them in a row."""
+    dtype = grads[0].dtype if grads[0].dtype in NARROW else out.dtype
+    out.kept.values = values = torch.empty(out.shape, dtype=dtype, device=out.device)
+    torch.ops.fsdp.chunk_cat(grads, dim, num_chunks, out=values)
+
+
+class Exchange:
+    """What FSDP2 takes for a reduce-scatter: of one group of parameters, over `ranks` ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._given: int | None = None  # the size of the buffer whose result will be asked for next
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for the buffer, then for the result, which is smaller by the number of ranks."""
+        (numel,) = size
+        is_result, self._given = self._given == numel * self._ranks, None
+        if is_result or dtype is not torch.float32:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._given = int(numel)
+        return GradientBuffer((int(numel),), device, _Kept())
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """The rank's part of the sum or the mean, on the current stream. Other operations, and gradients in fp32, are
+        reduce-scattered as FSDP2 would.
+        """
+        values = input_tensor.kept.values if isinstance(input_tensor, GradientBuffer) else None
+        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self._ranks}.get(getattr(op, "op", op))
+        if values is None or values.dtype not in NARROW or divisor is None or async_op:
+            plain = input_tensor.in_fp32() if isinstance(input_tensor, GradientBuffer) else input_tensor
+            work: dist.Work | None = _reduce_scatter(output_tensor, plain, group=group, op=op, async_op=async_op)
+            return work
+        received = torch.empty_like(values)
+        dist.all_to_all_single(received, values, group=group)
+        rank_sum(received, output_tensor, divisor)
+        return None
+
+
+def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
+    """Makes FSDP2 send gradients in bf16 or fp16 as they are and add them up in fp32, in all modules of `model`.
+
+    Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. It acts where the
+    policy's reduce_dtype is fp32 and gradients are narrower: `MixedPrecisionPolicy(torch.bfloat16, torch.float32)`.
+    Gradients of two ranks are those of FSDP2's own reduce-scatter to the bit; of more, sums are in the order of ranks.
+    Half of the bytes travel, and the sums of gradients that accumulate without synchronization still travel in fp32.
+
+    across_hosts: every rank sends to every other one, so that a host of n ranks sends up to n / 2 times as much to
+    other hosts as a ring in fp32 would; False refuses that. Raises LayoutError there, on all ranks, and for a model
+    that FSDP2 does not shard.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
+    groups = {module: registry.shard_groups(module) for module in modules}
+    if several := [module for module, found in groups.items() if len(found) > 1]:
+        raise LayoutError(
+            f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
+            "where FSDP2 takes one reduce-scatter for all. Call fully_shard on modules of their own for each mesh"
+        )
+    distinct = dict.fromkeys(group for found in groups.values() for group in found)
+    if not across_hosts and (apart := [group for group in distinct if _hosts(group) > 1]):
+        raise LayoutError(
+            f"exchange_gradients: {apart[0].size()} ranks on {_hosts(apart[0])} hosts shard together, and each would "
+            "send to all others. Shard within hosts (a mesh of two dims, replicate and shard), or pass "
+            "across_hosts=True where the hosts' links have room for it"
+        )
+    for module, found in groups.items():
+        for group in found:
+            if group.size() > 1:
+                module.set_custom_reduce_scatter(cast(Any, Exchange(group.size())))
+
+
+def _hosts(group: Any) -> int:
+    """On how many hosts a group's ranks are: a collective of the group."""
+    names: list[Any] = [None] * group.size()
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    return len(set(names))

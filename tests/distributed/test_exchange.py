@@ -1,0 +1,202 @@
+"""Gradients that are exchanged as they are: those of FSDP2's own reduce-scatter in fp32, with half of the bytes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks, mesh_of
+from test_fsdp2_options import LOOPS, built, sharded, stepped, two_steps
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.fsdp2 import exchange
+from layoutc.runtime.kernels.rank_sums import sum_in_order
+from layoutc.runtime.sharding import meshes
+
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+USES = ("plain", "quantized", "cast")
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, list[tuple[torch.dtype, int]]]]:
+    """Dtypes and elements that a rank hands to exchanges and to reduce-scatters."""
+    sent: dict[str, list[tuple[torch.dtype, int]]] = {"exchanges": [], "reduce-scatters": []}
+
+    def counting(kind: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = kwargs.get("input", args[1] if len(args) > 1 else None)
+        sent[kind].append((values.dtype, values.numel()))
+        return collective(*args, **kwargs)
+
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # FSDP2 calls either, and the first calls no second
+    places = [(dist, name, "reduce-scatters") for name in names if hasattr(dist, name)]
+    places += [(exchange, "_reduce_scatter", "reduce-scatters"), (dist, "all_to_all_single", "exchanges")]
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, kind in places:
+            patch.setattr(place, name, partial(counting, kind, getattr(place, name)))
+        yield sent
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: meshes.local_of(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def equal_to_reduce_scatter(use: str, loop: Callable[[Any], Any], **options: Any) -> dict[str, Any]:
+    """Values and gradients of a loop with exchanges and without, to the bit; what was sent with them."""
+    found = []
+    for exchanges in (False, True):
+        model = sharded(built("fp8_block", use), **{"mp_policy": POLICY, **options})
+        if exchanges:
+            layoutc.exchange_gradients(model)
+        with counted() as sent:
+            values = loop(model)
+        found.append((values, gradients(model)))
+    (values, expected), (others, theirs) = found
+    assert all(map(torch.equal, values, others))
+    assert theirs.keys() == expected.keys()
+    assert expected
+    for name, grad in expected.items():
+        assert torch.equal(theirs[name], grad), name
+    return sent
+
+
+def all_loops(use: str) -> None:
+    """Those that accumulate without synchronization reduce sums in fp32, and all others exchange."""
+    for name, loop in LOOPS.items():
+        if use != "quantized" and name not in ("two_steps", "gradients_later", "left_out"):
+            continue
+        sent = equal_to_reduce_scatter(use, loop)
+        assert all(dtype is torch.bfloat16 for dtype, _ in sent["exchanges"]), name
+        assert all(dtype is torch.float32 for dtype, _ in sent["reduce-scatters"]), name
+        accumulates = name == "gradients_later"
+        assert bool(sent["reduce-scatters"]) == accumulates, name
+        assert bool(sent["exchanges"]) != accumulates, name
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_two_ranks_are_those_of_a_reduce_scatter(two: Ranks, use: str) -> None:
+    two.run(all_loops, use)
+
+
+def half_of_the_bytes() -> None:
+    model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
+    with counted() as before:
+        stepped(model, 0)
+    layoutc.exchange_gradients(model)
+    with counted() as after:
+        stepped(model, 1)
+    assert not before["exchanges"]
+    assert not after["reduce-scatters"]
+    assert [numel for _, numel in after["exchanges"]] == [numel for _, numel in before["reduce-scatters"]]
+    assert {dtype.itemsize for dtype, _ in before["reduce-scatters"]} == {4}
+    assert {dtype.itemsize for dtype, _ in after["exchanges"]} == {2}
+
+
+def test_half_of_the_bytes_travel(two: Ranks) -> None:
+    two.run(half_of_the_bytes)
+
+
+def by_columns(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def other_ways() -> None:
+    """Where gradients are fp32, or summed and divided otherwise, FSDP2's own reduce-scatter is left."""
+    for use in ("plain", "cast"):
+        equal_to_reduce_scatter(use, two_steps, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert equal_to_reduce_scatter(use, two_steps, shard_placement_fn=by_columns)["exchanges"]
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)):
+            assert not equal_to_reduce_scatter(use, two_steps, mp_policy=policy)["exchanges"]
+
+
+def test_offload_columns_and_policies_without_a_wider_sum(two: Ranks) -> None:
+    two.run(other_ways)
+
+
+def uneven(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False))
+
+
+def summed_in_order() -> None:
+    """Each rank's gradients in bf16, computed by itself, added up in fp32 one after the other. 37 rows over 4 ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(16, 37, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+    alone = uneven(37).to(torch.bfloat16)
+    scale = 1000.0**rank  # of like magnitudes, fp32 adds up a few values of 8 bits exactly, in any order
+    (alone(x).float().square().mean() * scale).backward()
+    model = uneven(37)
+    fully_shard(model, mp_policy=POLICY)
+    layoutc.exchange_gradients(model)
+    (model(x).float().square().mean() * scale).backward()
+    differ = False
+    for (name, param), own in zip(model.named_parameters(), alone.parameters(), strict=True):
+        parts = [torch.empty_like(own.grad) for _ in range(world)]  # type: ignore[arg-type]
+        dist.all_gather(parts, own.grad)
+        expected = sum_in_order(torch.stack(parts)) / world
+        grad: Any = param.grad
+        assert torch.equal(grad.full_tensor(), expected), name
+        differ |= not torch.equal(expected, sum_in_order(torch.stack(parts[::-1])) / world)
+    assert differ  # so the order is seen
+
+
+def test_sums_are_in_the_order_of_ranks(four: Ranks) -> None:
+    four.run(summed_in_order)
+
+
+def replicas() -> None:
+    sent = equal_to_reduce_scatter("quantized", two_steps, mesh=mesh_of(2, 2, names=("copies", "slices")))
+    assert sent["exchanges"]
+
+
+def test_hybrid_sharding_exchanges_within_its_shards(four: Ranks) -> None:
+    four.run(replicas)
+
+
+def trains() -> None:
+    """Masters, steps and a state that is gathered are those without exchanges."""
+    found = []
+    for exchanges in (False, True):
+        model = sharded(built("nvfp4", "quantized"), mp_policy=POLICY)
+        if exchanges:
+            layoutc.exchange_gradients(model)
+        optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(4):
+            losses.append(float(stepped(model, step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
+def test_a_training_is_the_same(two: Ranks) -> None:
+    two.run(trains)
+
+
+def refused() -> None:
+    with pytest.raises(LayoutError, match="FSDP2 shards no module of this model"):
+        layoutc.exchange_gradients(nn.Linear(4, 4))
+    model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host {dist.get_rank()}")
+        with pytest.raises(LayoutError, match="2 ranks on 2 hosts shard together"):
+            layoutc.exchange_gradients(model)
+        layoutc.exchange_gradients(model, across_hosts=True)
+    with counted() as sent:
+        stepped(model, 0)
+    assert sent["exchanges"]
+
+
+def test_what_is_refused_names_what_works(two: Ranks) -> None:
+    two.run(refused)

@@ -1,0 +1,129 @@
+"""Exchanged gradients on cards: those of FSDP2's reduce-scatter to the bit, and the kernel's sums those of torch.
+
+    torchrun --nproc-per-node 2 tests/gpu/exchange_nccl.py
+
+On two ranks a sum has one order, so gradients, losses and weights after steps are compared byte for byte: plain
+weights, quantized ones and ones that are cast on gather, eager, compiled, and captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import layoutc
+from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+FORMS = [
+    (use, way)
+    for use in ("plain", "layoutc:fp8_block", "layoutc:nvfp4", "cast:mxfp8")
+    for way in ("eager", "compiled", "captured")
+]
+
+
+class Block(nn.Module):
+    """A feed-forward layer whose weights FSDP2 pads: 1000 rows over the ranks of some worlds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 1000), nn.Linear(1000, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def trained(use: str, way: str, exchanges: bool, device: torch.device) -> tuple[list[float], list[Tensor]]:
+    """Losses of six steps, the last gradients, and the bytes of weights."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    kind, _, recipe = use.partition(":")
+    with device:
+        model = nn.Sequential(*[Block() for _ in range(3)])
+    if kind != "plain":
+        (layoutc.quantize_ if kind == "layoutc" else layoutc.cast_on_gather_)(model, recipe)
+    for block in model:
+        if way == "compiled":
+            block.compile()
+        fully_shard(block, mp_policy=POLICY)
+    fully_shard(model, mp_policy=POLICY)
+    if exchanges:
+        layoutc.exchange_gradients(model)
+    settings: dict[str, Any] = {"lr": 1e-3, "fused": True, "capturable": way == "captured"}
+    optimizer: Any = (
+        layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), **settings)
+        if kind == "layoutc"
+        else torch.optim.AdamW(model.parameters(), **settings)
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(64, 512, generator=generator).to(device, torch.bfloat16) for _ in range(6)]
+    x, loss = batches[0].clone(), torch.zeros(())
+
+    def step() -> None:
+        nonlocal loss
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    losses, run, stream = [], step, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for at, batch in enumerate(batches):
+            if at == 3 and way == "captured":
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    step()
+                run = graph.replay
+            x.copy_(batch)
+            run()
+            torch.cuda.synchronize()
+            losses.append(float(loss.detach()))
+    held: list[Tensor] = []
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert isinstance(param.grad, DTensor)
+        local: Any = param._local_tensor
+        held += [param.grad._local_tensor.clone()]
+        held += list(local.planes().values()) if isinstance(local, QuantizedTensor) else [local.detach()]
+    return losses, held
+
+
+def sums(device: torch.device) -> None:
+    """The kernel, of sizes that tiles divide and others, beside torch's additions."""
+    for ranks in (2, 3, 8):
+        for numel in (4096, 5000, 1 << 20, (1 << 20) + 7):
+            for dtype in (torch.bfloat16, torch.float16):
+                parts = torch.randn(ranks, numel, device=device) * torch.logspace(-3, 3, ranks, device=device)[:, None]
+                parts[0, :3] = torch.tensor([float("inf"), float("nan"), -0.0], device=device)
+                out = torch.empty(numel, device=device)
+                rank_sum(parts := parts.to(dtype), out, ranks)
+                expected = sum_in_order(parts) / torch.full((), float(ranks), device=device)
+                assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0)), (ranks, numel, dtype)
+
+
+def main() -> None:
+    """All forms; the first rank prints."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    sums(device)
+    for use, way in FORMS:
+        losses, held = trained(use, way, False, device)
+        others, theirs = trained(use, way, True, device)
+        assert losses == others, (use, way, losses, others)
+        assert all(map(torch.equal, held, theirs)), (use, way)
+        if dist.get_rank() == 0:
+            print(f"{use}, {way}: losses, gradients and weights equal, to {losses[-1]:.6f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The kernel that adds up what ranks have sent, under Triton's interpreter: bytes of numpy's fp32, rank by rank."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
+from layoutc.runtime.triton.rank_sums import rank_sum_kernel
+
+
+def parts_of(ranks: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of very different sizes, so that the order of additions is seen; and infinities, a NaN and -0."""
+    generator = torch.Generator().manual_seed(ranks * numel)
+    parts = torch.randn(ranks, numel, generator=generator) * torch.logspace(-6, 4, ranks)[:, None]
+    parts[:, 0], parts[0, 1], parts[:, 2] = -0.0, float("inf"), float("nan")
+    return parts.to(dtype)
+
+
+def expected(parts: torch.Tensor, divisor: int) -> np.ndarray:
+    rows = list(parts.to(torch.float32).numpy())
+    found: np.ndarray = reduce(np.add, rows) / np.float32(divisor)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("ranks", "numel", "divisor"), [(2, 4096, 2), (3, 5000, 3), (7, 9, 7), (4, 4097, 1)])
+def test_both_ways_add_in_the_order_of_ranks(ranks: int, numel: int, divisor: int, dtype: torch.dtype) -> None:
+    parts, out = parts_of(ranks, numel, dtype), torch.empty(numel)
+    rank_sum(parts, out, divisor)
+    assert out.numpy().tobytes() == expected(parts, divisor).tobytes()
+    if triton.knobs.runtime.interpret:
+        out.fill_(1)
+        rank_sum_kernel[(-(-numel // 1024),)](parts, out, numel, ranks, float(divisor), TILE=1024)
+        assert out.numpy().tobytes() == expected(parts, divisor).tobytes()
+
+
+def test_another_order_gives_other_bytes() -> None:
+    parts = parts_of(7, 100, torch.bfloat16)
+    assert not torch.equal(sum_in_order(parts)[3:], sum_in_order(parts.flip(0))[3:])
