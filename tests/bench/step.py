@@ -6,10 +6,11 @@ Llama-shaped blocks (attention with grouped keys and values, RMS norms, SwiGLU),
 --eager, compiled; AdamW, fused. Printed: the median step and its spread on the slowest rank, the speed against bf16,
 the peak of memory, the loss after the steps, the last fifth of steps over the first, and bytes that are allocated after
 the last step and were not after the first; with --profile, where the card's time goes in one step, and with --trace a
-trace of it for each variant. `layoutc:RECIPE`
-are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low` multiplies in low
-precision, and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients). `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise`
-has that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
+trace of it for each variant.
+`layoutc:RECIPE` are quantized weights under MasterWeights, `cast:RECIPE` weights that are cast on gather; `+low`
+multiplies in low precision, and `+exchange`, of any variant, sends gradients in bf16 (layoutc.exchange_gradients).
+`torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has
+that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
 time is left in it; its peak of memory is that of the capture.
 """
 
