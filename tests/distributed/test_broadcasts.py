@@ -136,7 +136,7 @@ def test_accelerates_loading_from_one_rank_keeps_bytes(four: Ranks, recipe: str)
     four.run(loads_as_accelerate_does, recipe)
 
 
-def loads_by_hand(recipe: str) -> None:
+def loads_by_hand(recipe: str, names: str) -> None:
     """Each tensor of rank 0 is broadcast and cut, and the parts are assigned to a model on the meta device.
 
     PyTorch tests this with threads for ranks (test_rank0_broadcast_meta_device_init), whose group calls no operators.
@@ -148,9 +148,13 @@ def loads_by_hand(recipe: str) -> None:
     model = model.to("meta")
     fully_shard(model, mesh=mesh)
     sharded = {}
-    state = Weights(recipe, given, 0).state_dict() if rank == 0 else {}
-    for name, param in model.state_dict().items():
+    state: dict[str, Any] = Weights(recipe, given, 0).state_dict() if rank == 0 else {}
+    if names != "alike":
+        state = dict(zip(state, whole(recipe, given, 0), strict=False))
+    for number, (name, param) in enumerate(model.state_dict().items()):
         full = state[name].detach() if rank == 0 else torch.empty(param.shape, dtype=param.dtype)
+        if rank == 0 and names == "other":
+            full._name = f"model.{-number}.weight"  # as below a wrapper, and some are names of others
         dist.broadcast(full, 0, group=mesh.get_group(0))
         sharded[name] = nn.Parameter(distribute_tensor(full, mesh, param.placements))
     model.load_state_dict(sharded, assign=True)
@@ -164,7 +168,14 @@ def loads_by_hand(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *ODD])
 def test_a_state_dict_that_is_broadcast_by_hand_keeps_bytes(four: Ranks, recipe: str) -> None:
-    four.run(loads_by_hand, recipe)
+    four.run(loads_by_hand, recipe, "alike")
+
+
+@pytest.mark.parametrize("names", ["none", "other"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_block", "mxfp6_e2m3"])
+def test_weights_of_other_names_or_none_keep_their_bytes(four: Ranks, recipe: str, names: str) -> None:
+    """What a recipe's quantize() returns has no name; a wrapper of a model changes all of them."""
+    four.run(loads_by_hand, recipe, names)
 
 
 def broadcasts(recipe: str) -> str:

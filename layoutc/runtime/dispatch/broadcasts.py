@@ -29,7 +29,7 @@ from layoutc.runtime.weight.pending_writes import Writes
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 Slices = tuple[slice, ...]
-_sent: weakref.WeakValueDictionary[str, Writes] = weakref.WeakValueDictionary()  # by the name of a weight
+_sent: weakref.WeakValueDictionary[int, Writes] = weakref.WeakValueDictionary()  # of the weights that live, by id
 
 
 # ------------------------------------------------------------------------------------------------------------- the send
@@ -81,8 +81,7 @@ def _remember(tensor: QuantizedTensor) -> None:
     )
     whole._name = tensor._name
     tensor._sent = tensor._writes.sent = whole
-    if tensor._name is not None:
-        _sent[tensor._name] = tensor._writes
+    _sent[id(tensor._writes)] = tensor._writes
 
 
 # ---------------------------------------------------------------------------------------------------------- the arrival
@@ -120,7 +119,7 @@ def _exchanged(
     found: Tensor,
 ) -> Tensor:
     """As `received`: along each of the groups in turn, so that all ranks of their mesh have the planes in the end."""
-    whole = _whole(like, found, slices)
+    whole = _whole(like, found, slices, shape)
     for group in groups:
         described: list[Any] = [None] * group.size()
         dist.all_gather_object(described, _described(whole), group=group)
@@ -147,28 +146,40 @@ def _exchanged(
     if whole is None or whole.LAYOUT.layout_id != like.LAYOUT.layout_id:
         return found.dequantize(found.dtype) if isinstance(found, QuantizedTensor) else found
     whole._name = like._name
-    piece: Tensor = whole
-    for dim, (part, size) in enumerate(zip(slices, shape, strict=True)):
+    return _cut(whole, slices)
+
+
+def _cut(whole: Tensor, slices: Slices) -> Tensor:
+    """The part of a weight that slices say, as a view."""
+    for dim, (part, size) in enumerate(zip(slices, tuple(whole.shape), strict=True)):
         if (part.start, part.stop) != (0, size):
-            piece = piece.narrow(dim, part.start, part.stop - part.start)
-    return piece
+            whole = whole.narrow(dim, part.start, part.stop - part.start)
+    return whole
 
 
 def _described(whole: QuantizedTensor | None) -> tuple[str, tuple[str, ...]] | None:
     return None if whole is None else (whole.LAYOUT.layout_id, tuple(whole._planes))
 
 
-def _whole(like: QuantizedTensor, found: Tensor, slices: Slices) -> QuantizedTensor | None:
-    """The weight that this rank has broadcast, of which `found` is a part, quantized or as values."""
+def _whole(like: QuantizedTensor, found: Tensor, slices: Slices, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    """The weight of that shape that this rank has broadcast, of which `found` is a part, quantized or as values.
+
+    Values alone say which: a weight may have another name where it is loaded, as below a wrapper, or none, as what a
+    recipe's quantize() returns. Of an empty part only the name can.
+    """
     if isinstance(found, QuantizedTensor):
         return found._sent
-    writes = _sent.get(like._name) if like._name is not None else None
-    whole = writes.sent if writes is not None else None
-    if whole is None or whole.dtype != found.dtype or whole.dim() != found.dim():
-        return None
-    values = whole.dequantize()[slices]
-    same = values.shape == found.shape and torch.equal(values, found.to(values.device))
-    return whole if same else None
+    for writes in list(_sent.values()):
+        whole = writes.sent
+        if whole is None or (tuple(whole.shape), whole.dtype) != (shape, found.dtype):
+            continue
+        if whole.LAYOUT.layout_id != like.LAYOUT.layout_id or (not found.numel() and whole._name != like._name):
+            continue
+        values = _cut(whole, slices)
+        values = values.dequantize() if isinstance(values, QuantizedTensor) else values
+        if values.shape == found.shape and torch.equal(values, found.to(values.device)):
+            return whole
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------------- modules
