@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime import callers
+from layoutc.runtime.cast.copied_views import CopiedView
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.cast.tensor import CastOnGather, View, rebuild_cast
 from layoutc.runtime.dispatch import einsum
@@ -88,18 +89,35 @@ def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _copied(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """clone, _to_copy, _pin_memory: of the class in any floating-point dtype; in another dtype, a plain tensor."""
+    """clone, _to_copy, _pin_memory: of the class in any floating-point dtype; in another dtype, a plain tensor.
+
+    A copy of a view has values of its own, but no blocks.
+    """
     tensor: CastOnGather = args[0]
     made: Tensor = func(tensor._plain, *args[1:], **kwargs)
     if not made.is_floating_point():
         return made
     moved = tensor._fresh(made)
+    if _is_view_in_a_model(tensor):
+        moved._copied = CopiedView(tensor, moved)
+        return moved
     if made.dtype == tensor.dtype and made.numel() == tensor._planes["values"].numel():
         moved._agreed = Agreed.restored(tensor._agreed.snapshot(tensor), moved)
     if registry.remember_copy(moved, tensor):
         moved._agreed = tensor._agreed
         moved._source = tensor if tensor._source is None else tensor._source
     return moved
+
+
+def _is_view_in_a_model(tensor: CastOnGather) -> bool:
+    """True for a view of an unsharded weight, or of a copy of such a view, but those that are cut for ranks."""
+    is_view = bool(tensor._views) or (tensor._copied is not None and not isinstance(tensor, nn.Parameter))
+    return (
+        is_view
+        and not tensor.is_detached
+        and registry.find(tensor) is None
+        and not callers.is_called_from("torch.distributed")
+    )
 
 
 def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -110,7 +128,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     for position, operand in enumerate(args):
         if isinstance(operand, CastOnGather):
             is_left = position == first or func is aten.linear.default
-            wanted = "rowwise" if is_left != operand._transposed else "columnwise"
+            wanted = "rowwise" if is_left != operand.is_transposed else "columnwise"
             orientations = operand.LAYOUT.orientations
             operand = operand.in_use((wanted,) if wanted in orientations else orientations[:1])
         operands.append(operand)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime import product_mode, strict
 from layoutc.runtime.cast import gather_group
+from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
@@ -62,7 +63,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
 
     - Products see the quantized weight, in the orientation that they contract; so they do of any alias or view.
     - Operators that write, copy, convert or send see the values, and so does every operator on a shard that FSDP2
-    holds.
+      holds. In a model, a copy of a view stands for the view.
     - Other operators see the values of a detached alias (`.data`, `.detach()`) and of its views, in any grad mode.
     - On the parameter itself and its views, pointwise operators and reductions see the values under no_grad, as
       optimizers and averages need. All others, and those in a model's backward, see the quantized weight, which is
@@ -73,7 +74,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
 
-    _planes: dict[str, Tensor]  # {"values": all of them}: the very dict is what aliases and views share
+    _planes: Values  # {"values": all of them}: the very dict is what aliases and views share
     _plain: Tensor  # those that this view shows
     _views: tuple[View, ...]  # the views that lead from all values to these
     _transposed: bool
@@ -84,15 +85,16 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _products: Mode | None  # as of a QuantizedTensor
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _hook: gather_group.Hook | None  # of a shard whose group is known
+    _copied: CopiedView | None  # of a copy of a view of a weight
 
     @staticmethod
     def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
         """Wraps values without copying. Raises ValueError for a recipe that weights can't have."""
         cls.QUANTIZED.LAYOUT.check_weights()
-        return cls._wrap({"values": values}, values, requires_grad=requires_grad)
+        return cls._wrap(Values(values=values), values, requires_grad=requires_grad)
 
     @classmethod
-    def _wrap(cls, planes: dict[str, Tensor], values: Tensor, *, requires_grad: bool = False) -> Self:
+    def _wrap(cls, planes: Values, values: Tensor, *, requires_grad: bool = False) -> Self:
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -104,7 +106,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         )
         self._planes, self._plain = planes, values
         self._views, self._transposed, self._detached, self._name = (), False, False, None
-        self._agreed, self._source, self._products, self._hook = Agreed(), None, None, None
+        self._agreed, self._source, self._products, self._hook, self._copied = Agreed(), None, None, None, None
         return self
 
     def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:
@@ -113,7 +115,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         other._views = self._views if view is None else (*self._views, view)
         other._transposed, other._detached = self._transposed != transposed, self.is_detached
         other._name, other._agreed, other._source = self._name, self._agreed, self._source
-        other._products = self._products
+        other._products, other._copied = self._products, self._copied
         return other
 
     def _fresh(self, values: Tensor) -> Self:
@@ -156,8 +158,9 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         with torch.no_grad():
             if registry.find(self) is not None or hooks.simulated():
                 return self._quantized(self._plain, chosen)
-            whole: Any = self._quantized(self._planes["values"], chosen)
-            return self._viewed(whole)  # type: ignore[return-value]
+            if (copied := self._copied_view()) is not None:
+                return self._viewed(copied.quantize(chosen))  # type: ignore[return-value]
+            return self._viewed(self._quantized(self._planes["values"], chosen))  # type: ignore[return-value]
 
     def in_use(self, orientations: Sequence[str] | None = None) -> Tensor:
         """What a model multiplies with: quantize(), or this view of its values where codes can't follow the view.
@@ -167,8 +170,23 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         try:
             return self.quantize(orientations)
         except InexactView:
-            strict.note(str(self._views[-1].func), self._label())
-            return self._viewed(self._quantized(self._planes["values"], self.LAYOUT.orientations[:1]).dequantize())
+            first = self.LAYOUT.orientations[:1]
+            copied = self._copied_view()
+            whole: Tensor = self._quantized(self._planes["values"], first) if copied is None else copied.in_use(first)
+            if isinstance(whole, QuantizedTensor):
+                strict.note(str(self._views[-1].func), self._label())
+                whole = whole.dequantize()
+            return self._viewed(whole.contiguous())
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether rows of the quantized weight are its columns."""
+        copied = self._copied_view() if self._copied is not None else None
+        return self._transposed != (copied is not None and copied._transposed)
+
+    def _copied_view(self) -> CastOnGather | None:
+        """The view that this is a copy of, where it is; a parameter is a weight by itself."""
+        return None if self._copied is None or isinstance(self, nn.Parameter) else self._copied.view(self)
 
     def _viewed(self, whole: Tensor) -> Tensor:
         """The view of a whole weight that this is of all values."""
@@ -256,7 +274,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         new = value._alias() if isinstance(value, CastOnGather) else self._fresh(value.detach())
         _set_data(self, new)
         self._planes, self._plain, self._agreed = new._planes, new._plain, new._agreed
-        self._views, self._transposed, self._hook = new._views, new._transposed, None
+        self._views, self._transposed, self._hook, self._copied = new._views, new._transposed, None, new._copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The name of the tensor of all values, and the views that lead to these."""
@@ -276,7 +294,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         values = inner["_whole"]
         for func, args, index in views:
             values = func(values, *args) if index is None else func(values, *args)[index]
-        self = cls._wrap({"values": inner["_whole"]}, values)
+        self = cls._wrap(Values(values=inner["_whole"]), values)
         self._views, self._transposed, self._detached, self._name = views, transposed, detached, name
         self._products = products
         return self

@@ -1,0 +1,49 @@
+"""Copies of views of weights: they have the view's values, and a model multiplies with them as with the view.
+
+To quantize their values anew would give them blocks of their own, and other products than FSDP2's gathered weight has:
+a transposed copy would have blocks along the other axis, a copy of some rows an amax of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from layoutc.runtime.errors import LayoutError
+
+Cast = Any  # a CastOnGather, whose module imports this one
+
+
+class Values(dict[str, Tensor]):
+    """{"values": all of a weight's}, which can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+class CopiedView:
+    """The view that a tensor is a copy of. It keeps no weight alive: a copy that outlives the weight is by itself."""
+
+    def __init__(self, view: Cast, copy: Cast) -> None:
+        if (first := view._copied_view()) is not None:  # `view` is one of a copy of a view
+            views, transposed = (*first._views, *view._views), first._transposed != view._transposed
+            view = first._alias()
+            view._views, view._transposed = views, transposed
+        self._planes = weakref.ref(view._planes)
+        self._rest = view._views, view._transposed, view._name, view._agreed, view._products
+        self._written = view._agreed.count(view), copy._agreed.count(copy)
+
+    def view(self, copy: Cast) -> Cast | None:
+        """The view; None where its weight is gone. Raises LayoutError if that or the copy has been written since."""
+        if (planes := self._planes()) is None:
+            return None
+        view = copy._wrap(planes, planes["values"])
+        view._views, view._transposed, view._name, view._agreed, view._products = self._rest
+        if self._written != (view._agreed.count(view), copy._agreed.count(copy)):
+            raise LayoutError(
+                f"{copy._label()} is a copy of a view of a weight, and either has been written since, so what its "
+                "blocks are is not known: to multiply with the weight, copy the view again; for a weight with blocks "
+                "of its own, copy view.detach()"
+            )
+        return view
