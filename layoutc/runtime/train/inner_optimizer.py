@@ -19,6 +19,37 @@ def push_options(outer_groups: list[dict[str, Any]], inner_groups: list[dict[str
         _set_options(inner, {key: value for key, value in outer.items() if key != "params"})
 
 
+def marks(inner_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `pull_options` compares options with."""
+    return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in inner_groups]
+
+
+def pull_options(
+    outer_groups: list[dict[str, Any]], inner_groups: list[dict[str, Any]], before: list[dict[str, Any]]
+) -> None:
+    """Copies options that the inner optimizer has set since `marks` to the outer groups.
+
+    Some optimizers keep what they have found so far in their groups: Prodigy its step size, ScheduleFree the weight of
+    its average. It would be overwritten by `push_options`, and missing in checkpoints.
+    """
+    for outer, inner, marked in zip(outer_groups, inner_groups, before, strict=True):
+        changed = {key: value for key, value in inner.items() if key != "params" and _differs(marked.get(key), value)}
+        own = {
+            key: value.clone() if isinstance(value, Tensor) and key not in outer else value
+            for key, value in changed.items()
+        }
+        _set_options(outer, own)
+
+
+def _mark(value: Any) -> Any:
+    return (value, value._version) if isinstance(value, Tensor) else (value, None)
+
+
+def _differs(mark: Any, value: Any) -> bool:
+    now = _mark(value)
+    return mark is None or mark[0] is not now[0] or mark[1] != now[1]
+
+
 def own_options(groups: Iterable[dict[str, Any]]) -> None:
     """Gives the inner optimizer its own copies of tensor options: code may replace one for a step and restore it."""
     for group in groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -100,14 +101,50 @@ class MasterWeights(torch.optim.Optimizer):
         self._loaded = False
         entries = self._entries()
         self._gradients.give(entries)
+        marks = inner_optimizer.marks(self.inner.param_groups)
         try:
             inner_optimizer.step(self.inner)
+            inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
             self._collect_state()
             self._write_back()
             self._places.clear()
         finally:
             self._gradients.take(entries)
         return loss
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The inner optimizer's own `train`, as ScheduleFree has it; the weights that it has stepped follow it.
+
+        Collective, as a step is. Raises AttributeError, so that hasattr is false, for optimizers without it.
+        """
+        return partial(self._switch, self._switch_of("train"))
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """As `train`."""
+        return partial(self._switch, self._switch_of("eval"))
+
+    def _switch_of(self, mode: str) -> Callable[[], None]:
+        switch = getattr(self.inner, mode, None)
+        if not callable(switch):
+            raise AttributeError(f"{type(self.inner).__name__} has no {mode}()")
+        return switch  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _switch(self, switch: Callable[[], None]) -> None:
+        replaced_parameters.follow(self)
+        inner_optimizer.push_options(self.param_groups, self.inner.param_groups)
+        self._check_parameters()
+        self._refresh_masters()
+        self._loaded = False
+        marks = inner_optimizer.marks(self.inner.param_groups)
+        switch()
+        inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
+        stepped = [entry for entry in self._entries() if entry.trains and self.inner.state.get(entry.master)]
+        WriteBack(stepped)()
+        for entry in stepped:
+            entry.stamp = stamp(entry.param)
 
     def state_dict(self) -> dict[str, Any]:
         """As Optimizer.state_dict, of the parameters that the groups hold now."""

@@ -1,0 +1,160 @@
+"""Optimizers that keep in their groups what they have found so far, or whose weights differ in evaluation."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layoutc
+
+STEPS = 5
+
+
+class Averages(torch.optim.Optimizer):
+    """A schedule-free SGD: parameters are an average in evaluation, and lie beside it in training."""
+
+    def __init__(self, params: Any, lr: float = 0.1, total: Any = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "total": total, "averages": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """z walks; the average, a tenth of the way to z, follows with the weight of a step among all so far."""
+        for group in self.param_groups:
+            assert not group["averages"], "call train() first"
+            group["total"] = group["total"] + group["lr"]
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                z.sub_(param.grad, alpha=group["lr"])
+                param.lerp_(z, float(group["lr"] / group["total"]))
+
+    @torch.no_grad()
+    def _show(self, averages: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["averages"] is not averages else ():
+                if self.state[param]:
+                    param.lerp_(self.state[param]["z"], weight)
+            group["averages"] = averages
+
+    def train(self) -> None:
+        """Moves a tenth of the way to z."""
+        self._show(False, 0.1)
+
+    def eval(self) -> None:
+        """Moves back."""
+        self._show(True, 1 - 1 / 0.9)
+
+
+def pair(recipe: str = "nvfp4") -> tuple[nn.Linear, nn.Linear]:
+    """A quantized layer, and one of fp32 values equal to those that it was quantized from."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 64)
+    layer = copy.deepcopy(plain)
+    layoutc.quantize_(layer, recipe)
+    return layer, plain
+
+
+def step(layer: nn.Linear, optimizer: Any, seed: int) -> None:
+    """One step with gradients that follow from the seed."""
+    torch.manual_seed(seed)
+    for param in layer.parameters():
+        param.grad = torch.randn(param.shape)
+    optimizer.step()
+
+
+def assert_follows(layer: Any, optimizer: Any, plain: nn.Linear, recipe: str = "nvfp4") -> None:
+    """Masters equal plain parameters, and the weight is what these are quantized to."""
+    masters = optimizer.masters()
+    for param, value in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(masters[param], value)
+    quantized = importlib.import_module(f"layoutc.recipes.{recipe}").quantize(plain.weight.detach())
+    for name, plane in quantized.planes().items():
+        assert torch.equal(layer.weight.planes()[name].view(torch.uint8), plane.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("total", [0.0, torch.zeros(())], ids=["number", "tensor"])
+def test_masters_step_with_what_the_optimizer_has_found(total: float | Tensor) -> None:
+    """And evaluation has the average's weights. Without, each step would be the first."""
+    layer, plain = pair()
+    ours = layoutc.MasterWeights(Averages, layer.parameters(), total=total)
+    theirs = Averages(plain.parameters(), total=copy.deepcopy(total))
+    for seed in range(STEPS):
+        for optimizer in (ours, theirs):
+            optimizer.train()  # type: ignore[union-attr]
+        step(layer, ours, seed)
+        step(plain, theirs, seed)
+        assert_follows(layer, ours, plain)
+        ours.eval()
+        theirs.eval()
+        assert_follows(layer, ours, plain)
+
+
+def test_what_the_optimizer_has_found_is_in_its_state() -> None:
+    """So a run that resumes goes on as if it had not stopped."""
+    (layer, plain), (other, _) = pair(), pair()
+    first = layoutc.MasterWeights(Averages, layer.parameters())
+    theirs = Averages(plain.parameters())
+    for optimizer in (first, theirs):
+        optimizer.train()  # type: ignore[union-attr]
+    for seed in range(2):
+        step(layer, first, seed)
+        step(plain, theirs, seed)
+    second = layoutc.MasterWeights(Averages, other.parameters())
+    other.load_state_dict(layer.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.param_groups[0]["total"] == pytest.approx(0.2)
+    for seed in range(2, STEPS):
+        step(other, second, seed)
+        step(plain, theirs, seed)
+    assert_follows(other, second, plain)
+
+
+def test_schedulers_still_set_learning_rates() -> None:
+    layer, plain = pair()
+    ours, theirs = (
+        layoutc.MasterWeights(torch.optim.SGD, layer.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in (ours, theirs)]
+    for seed in range(3):
+        step(layer, ours, seed)
+        step(plain, theirs, seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_follows(layer, ours, plain)
+
+
+def test_other_optimizers_have_no_modes() -> None:
+    """Trainers ask."""
+    layer, _ = pair()
+    optimizer = layoutc.MasterWeights(torch.optim.AdamW, layer.parameters())
+    assert not hasattr(optimizer, "train")
+    assert not hasattr(optimizer, "eval")
+
+
+OTHERS = {"schedulefree": ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"), "prodigyopt": ("Prodigy",)}
+
+
+@pytest.mark.parametrize(("package", "name"), [(package, name) for package, names in OTHERS.items() for name in names])
+def test_packages_step_masters_as_plain_parameters(package: str, name: str) -> None:
+    """Prodigy keeps its step size in its groups, ScheduleFree the weight of its average."""
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}: pip install {package}")
+    cls = getattr(importlib.import_module(package), name)
+    layer, plain = pair()
+    ours, theirs = layoutc.MasterWeights(cls, layer.parameters(), lr=1e-2), cls(plain.parameters(), lr=1e-2)
+    for _ in range(2 * STEPS):
+        for optimizer in (ours, theirs):
+            if package == "schedulefree":
+                optimizer.train()
+        step(layer, ours, 0)  # the same way each time, so that Prodigy finds larger steps
+        step(plain, theirs, 0)
+        if package == "schedulefree":
+            ours.eval()
+            theirs.eval()
+        assert_follows(layer, ours, plain)
