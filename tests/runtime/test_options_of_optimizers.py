@@ -147,7 +147,8 @@ def test_packages_step_masters_as_plain_parameters(package: str, name: str) -> N
         pytest.skip(f"needs {package}: pip install {package}")
     cls = getattr(importlib.import_module(package), name)
     layer, plain = pair()
-    ours, theirs = layoutc.MasterWeights(cls, layer.parameters(), lr=1e-2), cls(plain.parameters(), lr=1e-2)
+    lr = 1.0 if package == "prodigyopt" else 1e-2
+    ours, theirs = layoutc.MasterWeights(cls, layer.parameters(), lr=lr), cls(plain.parameters(), lr=lr)
     for _ in range(2 * STEPS):
         for optimizer in (ours, theirs):
             if package == "schedulefree":
