@@ -94,3 +94,15 @@ def test_a_weight_by_itself_has_blocks_of_its_own(how: str) -> None:
     assert isinstance(made, QuantizedTensor)
     module = importlib.import_module("layoutc.recipes.nvfp4")
     assert torch.equal(made.dequantize(), module.quantize(copy.plain).dequantize())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vector_of_parameters_has_their_values(mode: str) -> None:
+    """So that vector_to_parameters, which others call to restore weights, changes nothing."""
+    layer, _ = cast("nvfp4")
+    before = layer.weight.plain.clone()  # type: ignore[attr-defined]
+    with MODES[mode]():
+        vector = nn.utils.parameters_to_vector(layer.parameters())
+    assert torch.equal(vector.view(256, 256), before)
+    nn.utils.vector_to_parameters(vector.clone(), layer.parameters())
+    assert torch.equal(layer.weight.plain, before)  # type: ignore[attr-defined]

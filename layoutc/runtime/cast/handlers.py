@@ -195,6 +195,8 @@ def _reads_values(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """True for an operator that is not a use of the weight in a model, whichever alias it is called on."""
     if func in _COPIES or "c10d" in func.namespace:
         return True
+    if func is aten.cat.default and callers.is_called_from(_VECTORS):
+        return True
     casts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, CastOnGather)]
     if all(registry.find(tensor) is not None for tensor in casts):  # a model uses gathered weights, never shards
         return True
@@ -216,6 +218,7 @@ _COPIES = (
     aten.record_stream.default,
     aten._local_scalar_dense.default,
 )
+_VECTORS = "torch.nn.utils.convert_parameters"  # flat copies, from which others write parameters
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default)
 _LOW_PRECISION = autograd.HANDLERS | experts.HANDLERS
 _REDUCTIONS = (
