@@ -38,3 +38,13 @@ def whole_instead(recipe: str) -> str:
         f"write the whole weight, on all ranks: weight.copy_(distribute_tensor({recipe}.quantize(values), "
         "weight.device_mesh, weight.placements, src_data_rank=None))"
     )
+
+
+def made_of_one_tensor(cls: type) -> TypeError:
+    """For a parameter that another package makes anew by calling the class of the old one."""
+    return TypeError(
+        f"{cls.__name__}(tensor, ...): a quantized weight is several planes, so its class makes none of one tensor, as "
+        "accelerate's init_empty_weights, load_checkpoint_and_dispatch and cpu_offload ask for. Call quantize_ once "
+        "the weights are loaded, or build the model on the meta device and call load_state_dict(values, assign=True); "
+        "offload with FSDP2's CPUOffloadPolicy"
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.errors import LayoutError, MissingOrientation
+from layoutc.runtime.errors import LayoutError, MissingOrientation, made_of_one_tensor
 from layoutc.runtime.facts import Layout, contiguous_strides
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.sharding import registry
@@ -76,16 +76,22 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     def __new__(
         cls,
         planes: MutableMapping[str, Tensor],
-        shape: Iterable[int],
-        dtype: torch.dtype,
+        shape: Iterable[int] = (),
+        dtype: torch.dtype = torch.float32,
         *,
         matrix: tuple[int, int] | None = None,
         orientations: tuple[str, ...] | None = None,
         transposed: bool = False,
         requires_grad: bool = False,
         halo: Halo = NO_HALO,
+        **others: Any,
     ) -> Self:
-        """Wraps planes without copying them. matrix: their (m, k), halo included; default: that of `shape`."""
+        """Wraps planes without copying them. matrix: their (m, k), halo included; default: that of `shape`.
+
+        Raises TypeError for one tensor in place of planes, and attributes of another tensor, as accelerate gives them.
+        """
+        if others or isinstance(planes, Tensor):
+            raise made_of_one_tensor(cls)
         shape = tuple(shape)
         matrix = matrix or (prod(shape[:-1]), shape[-1])
         strides = None  # contiguous
