@@ -129,6 +129,31 @@ def test_schedulers_still_set_learning_rates() -> None:
     assert_follows(layer, ours, plain)
 
 
+class Slow(torch.optim.SGD):
+    """What a wrapper does: every second step it goes half of the way back to where it was, and writes that."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", param.detach().clone())
+                if group["taken"] % 2 == 0:
+                    slow.lerp_(param.detach(), 0.5)
+                    param.data.copy_(slow)
+
+
+def test_what_an_optimizer_writes_by_data_is_written_to_masters() -> None:
+    layer, plain = pair()
+    ours = layoutc.MasterWeights(lambda params, **options: Slow(params, **options), layer.parameters(), lr=0.1)
+    theirs = Slow(plain.parameters(), lr=0.1)
+    for seed in range(STEPS):
+        step(layer, ours, seed)
+        step(plain, theirs, seed)
+        assert_follows(layer, ours, plain)
+
+
 def test_other_optimizers_have_no_modes() -> None:
     """Trainers ask."""
     layer, _ = pair()

@@ -52,8 +52,13 @@ class MasterWeights(torch.optim.Optimizer):
     _gradients = Gradients()
     _rewriting: WriteBack | None = None
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any], **options: Any) -> None:
-        """`params` and `options` are those of `optimizer_class`. After fully_shard masters are as small as shards."""
+    def __init__(
+        self, optimizer_class: Callable[..., torch.optim.Optimizer], params: Iterable[Any], **options: Any
+    ) -> None:
+        """`params` and `options` are those of `optimizer_class`, a class or a function.
+
+        After fully_shard masters are as small as shards.
+        """
         params = list(params)
         groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for group in groups:
