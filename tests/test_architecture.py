@@ -54,7 +54,7 @@ RUNTIME = {
     "runtime.weight": ("ints runtime runtime.sharding runtime.kernels", "torch"),
     "runtime.quantize": ("runtime runtime.sharding runtime.kernels runtime.weight", "torch"),
     "runtime.products": ("runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
-    "runtime.fsdp2": ("ints runtime runtime.sharding runtime.weight runtime.quantize", "torch"),
+    "runtime.fsdp2": ("ints runtime runtime.sharding runtime.kernels runtime.weight runtime.quantize", "torch"),
     "runtime.dispatch": ("ints runtime runtime.sharding runtime.weight runtime.quantize runtime.products", "torch"),
     "runtime.cast": (
         "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.products runtime.fsdp2 runtime.dispatch",

@@ -36,8 +36,8 @@ from triton.compiler import ASTSource
 
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch
-from layoutc.runtime.triton import amaxes as row_kernels
 from layoutc.runtime.triton import batch
+from layoutc.runtime.triton import reductions as row_kernels
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
-from layoutc.runtime.triton.rank_sums import rank_sum_kernel
+from layoutc.runtime.triton.reductions import rank_sum_kernel
 
 
 def parts_of(ranks: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -121,7 +121,7 @@ def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
     """Makes FSDP2 send gradients in bf16 or fp16 as they are and add them up in fp32, in all modules of `model`.
 
     Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. It acts where the
-    policy's reduce_dtype is fp32 and gradients are narrower: `MixedPrecisionPolicy(torch.bfloat16, torch.float32)`.
+    policy's param_dtype is bf16 or fp16 and its reduce_dtype fp32.
     Gradients of two ranks are those of FSDP2's own reduce-scatter to the bit; of more, sums are in the order of ranks.
     Half of the bytes travel, and the sums of gradients that accumulate without synchronization still travel in fp32.
 

@@ -22,9 +22,9 @@ TILE = (8, 1024, 8)  # rows, columns and warps of a program
 def _kernels() -> tuple[ModuleType, ModuleType]:
     """The modules that launch kernels and define them. They are imported here because both need Triton."""
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton import amaxes
+    from layoutc.runtime.triton import reductions
 
-    return direct, amaxes
+    return direct, reductions
 
 
 def column_tile(block_k: int) -> tuple[int, int, int]:

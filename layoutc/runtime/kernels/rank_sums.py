@@ -43,7 +43,7 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 def _bind(parts: Tensor, out: Tensor, divisor: int) -> Bound:
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton.rank_sums import rank_sum_kernel
+    from layoutc.runtime.triton.reductions import rank_sum_kernel
 
     ranks, numel = parts.shape
     args = parts, out, numel, ranks, float(divisor)

@@ -122,7 +122,7 @@ def _with_halo(layout: Layout, values: Tensor, row_sharding: RowSharding | None,
         if not spans:
             continue
         if layout.extremes:
-            extremes = received[[rank for rank, *_ in spans], edge]
+            extremes = torch.stack([received[rank, edge] for rank, *_ in spans])  # an index would be copied to a card
             rows = whole[start - origin : stop - origin]
             rows.copy_(extremes[:, 0].amin(0))
             rows[-1] = extremes[:, 1].amax(0)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from layoutc.runtime.triton.amaxes import raise_amax
+from layoutc.runtime.triton.reductions import raise_amax
 from layoutc.runtime.triton.tiles import tile_at
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -1,4 +1,6 @@
-"""Triton kernels of amaxes and ranges that are larger than a tile: of a matrix, of blocks of columns or of rows."""
+"""Triton kernels that reduce more than a tile: amaxes and ranges of a matrix, of blocks of columns or of rows; and sums
+over ranks.
+"""
 
 from __future__ import annotations
 
@@ -118,3 +120,15 @@ def _load_rows(
         return load(x, row, column, m, k, stride_m, stride_k, ROWS, TILE_K, False)
     else:
         return load(x, row, column, m, k, stride_m, stride_k, ROWS, TILE_K, False, (BLOCK_M, TILE_K))
+
+
+@triton.jit
+def rank_sum_kernel(parts, out, numel, ranks, divisor, TILE: tl.constexpr):
+    """out[i] = (parts[0, i] + parts[1, i] + ...) / divisor. parts: (ranks, numel), contiguous; out: fp32."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    total = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
+    for _ in range(1, ranks):
+        parts += numel
+        total += tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, tl.div_rn(total, tl.full((TILE,), 0.0, tl.float32) + divisor), mask=inside)
