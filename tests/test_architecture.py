@@ -71,14 +71,15 @@ ABOVE = {
         "ints runtime runtime.sharding runtime.weight runtime.quantize runtime.cast",
         "torch",
     ),
+    "checkpoint.held": ("runtime runtime.bindings checkpoint.untrusted", "torch"),
     "checkpoint.safetensors": (
         "ints runtime runtime.bindings runtime.sharding runtime.weight runtime.quantize runtime.cast runtime.train "
-        "checkpoint.common checkpoint.untrusted",
+        "checkpoint.common checkpoint.untrusted checkpoint.held",
         "torch safetensors",
     ),
     "checkpoint.gguf": (
         "runtime runtime.bindings runtime.sharding runtime.weight checkpoint.common checkpoint.untrusted "
-        "checkpoint.safetensors",
+        "checkpoint.held checkpoint.safetensors",
         "torch gguf",
     ),
     "checkpoint": (

@@ -41,7 +41,7 @@ def buffers(m: int, k: int) -> dict[str, Facts]:
 LAYOUT = Layout(
     name="nf4_bitsandbytes",
     summary="NF4 weights in blocks of 64 under FP32 scales, bitsandbytes' without double quantization",
-    spec_sha256="e9ed129afe651dae7698acd0b47c219939377c18fe147ca0d4a41bd2df9c736d",
+    spec_sha256="6378f128987502a2208118fee7536d53e3b7a235d6fcdba77c5ba7aad61e61d5",
     layout_id="54509abfdf25",
     language=1,
     shard_rows=1,

@@ -68,7 +68,7 @@ def emit(plan: Plan, sha256: str) -> dict[str, str]:
         names = ("MATRICES", "REST", "Binding", "BoundPlane", "Codes", "RecordBinding")
         used = ", ".join(name for name in names if re.search(rf"\b{name}\b", "\n".join([*lines, *containers])))
         of_recipe = {"header": recipe.header, "name": recipe.name, "imports": used}
-        view = of_recipe | {"files": lines, "containers": containers, "codebook": codebook_lines(plan.layout)}
+        view = of_recipe | {"files": lines, "containers": containers, "codebooks": codebook_lines(plan.layout)}
         files[BINDINGS] = _environment().get_template(f"{BINDINGS}.j2").render(view)
     return files
 

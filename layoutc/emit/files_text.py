@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
 
 from layoutc.layout.bindings import Binding, BoundPlane
 from layoutc.layout.layout import Layout
 from layoutc.spec.notation import AS_STORED, MATRICES
+
+CODEBOOK = "CODEBOOK"  # the name of the elements' own
+LINE = 116  # characters of values
 
 
 def files_lines(layout: Layout) -> list[str]:
@@ -14,10 +18,19 @@ def files_lines(layout: Layout) -> list[str]:
     return [line for binding in layout.files for line in _binding(binding)]
 
 
-def codebook_lines(layout: Layout) -> list[str]:
-    """The values of CODEBOOK, which bindings state, a few in a line; none for a recipe whose bindings state none."""
-    values = next((binding.codebook[2] for binding in layout.files if binding.codebook), ())
-    return [", ".join(map(repr, values[i : i + 4])) + "," for i in range(0, len(values), 4)]
+def codebook_lines(layout: Layout) -> dict[str, list[str]]:
+    """The codebooks that bindings state, by name, their values in as few lines as hold them."""
+    found = {CODEBOOK: next((binding.codebook[2] for binding in layout.files if binding.codebook), ())}
+    found |= {_name_of(plane): plane.code_values for binding in layout.files for plane in binding.planes}
+    return {
+        name: textwrap.wrap(", ".join(map(repr, values)) + ",", LINE, break_on_hyphens=False)
+        for name, values in found.items()
+        if values
+    }
+
+
+def _name_of(plane: BoundPlane) -> str:
+    return f"VALUES_OF_{plane.codes.values.upper()}" if plane.codes and plane.codes.values else ""
 
 
 def container_lines(layout: Layout) -> list[str]:
@@ -43,7 +56,7 @@ def _binding(binding: Binding) -> list[str]:
         "    },",
         f"    shape={shape},",
         *([f"    groups={groups},"] if binding.groups else []),
-        *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, CODEBOOK),"] if codebook else []),
+        *([f"    codebook=({json.dumps(codebook[0])}, {json.dumps(codebook[1])}, {CODEBOOK}),"] if codebook else []),
         *([f"    text=({json.dumps(text[0])}, {json.loads(text[1])!r}, {_strings(text[2])}),"] if text else []),
         f"    ignored={_strings(binding.ignored)},",
         *(["    parts=[", *(f"        {part}" for part in parts), "    ],"] if parts else ["    parts=(),"]),
@@ -71,6 +84,7 @@ def _plane(plane: BoundPlane) -> str:
     arguments += [f"{key}={value!r}" for key, value in (("over", plane.over), ("by", plane.by)) if value is not None]
     if (codes := plane.codes) is not None:
         stated = [json.dumps(codes.codebook), json.dumps(codes.scale), str(codes.block), json.dumps(codes.offset)]
+        stated += [_name_of(plane)] if plane.code_values else []
         arguments.append(f"codes=Codes({', '.join(stated)})")
     return f"BoundPlane({', '.join(arguments)})"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from math import gcd
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from layoutc.spec.notation import AS_STORED, MATRICES, FileLayout, parse_file_layout, parse_form
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from layoutc.layout.records import Record
     from layoutc.spec.bindings import FileBinding, FileCodes, FileTensor, PlaneKey
+
+
+NONE: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class BoundPlane:
     by: float | None  # the file has each value over this
     spread: bool = False
     codes: FileCodes | None = None  # the file has codes of the values
+    code_values: tuple[float, ...] = ()  # those of the codes, where files are written
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -88,16 +93,18 @@ def bindings(
     low_first: bool,
     columns: int | None,
     values: tuple[float, ...],
+    codebooks: Mapping[str, tuple[float, ...]],
 ) -> tuple[Binding, ...]:
     """The bindings of a checked spec, for these planes.
 
     low_first: how their codes fill bytes. columns: of a block. values: of the elements' codes, if they have a codebook.
+    codebooks: the values of every format's codes.
     """
     return tuple(
         Binding(
             name=name,
             summary=stated.summary.rstrip("."),
-            planes=tuple(bound(planes[kind], stated.tensors[kind], low_first) for kind in planes),
+            planes=tuple(bound(planes[kind], stated.tensors[kind], low_first, codebooks) for kind in planes),
             shape=(stated.tensors["shape"].name, stated.tensors["shape"].dtype) if "shape" in stated.tensors else None,
             groups=_groups(stated.tensors.get("groups"), columns),
             codebook=_codebook(stated.tensors.get("codebook"), values),
@@ -144,14 +151,17 @@ def _text(stated: FileTensor | None) -> tuple[str, str, tuple[str, ...]] | None:
     return None if stated is None else (stated.name, json.dumps(stated.value), stated.any)
 
 
-def bound(plane: Stored, stated: FileTensor, low_first: bool) -> BoundPlane:
+def bound(
+    plane: Stored, stated: FileTensor, low_first: bool, codebooks: Mapping[str, tuple[float, ...]] = NONE
+) -> BoundPlane:
     over, by = parse_form(stated.form) if stated.form else (None, None)
     in_file = low_first if stated.pack is None else stated.pack == "low-first"
     if stated.layout == "scalar":
         return BoundPlane(plane.name, stated.name, stated.dtype, None, max(8, plane.bits), True, True, over, by)
     layout = parse_file_layout(stated.layout, dict(stated.sizes)) if stated.layout else AS_STORED
-    if stated.codes:
-        return BoundPlane(plane.name, stated.name, stated.dtype, layout, 8, True, True, None, None, codes=stated.codes)
+    if (codes := stated.codes) is not None:
+        made = BoundPlane(plane.name, stated.name, stated.dtype, layout, 8, True, True, None, None, codes=codes)
+        return replace(made, code_values=codebooks[codes.values]) if codes.values else made
     if plane.code_bits:
         low = stated.pack != "high-first"
         return BoundPlane(plane.name, stated.name, stated.dtype, layout, plane.code_bits, low, True, over, by, True)

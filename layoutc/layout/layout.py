@@ -269,6 +269,7 @@ def resolve(spec: schema.Spec) -> Layout:
             sources[0].quantization.low_first,
             sources[0].quantization.block.k,
             sources[0].quantization.element.values,
+            {name: fmt.values for name, fmt in all_formats.items()},
         ),
         containers=record_bindings(spec.files, records),
         records=tuple(records),

@@ -35,7 +35,8 @@ def _container(layout: Layout, binding: RecordBinding) -> Table:
 def _tables(layout: Layout, binding: Binding) -> list[Table]:
     rows = [_row(layout, plane) for plane in binding.planes]
     for plane, codes in [(one, one.codes) for one in binding.planes if one.codes is not None]:
-        rows.append((f"codes of {plane.plane}", codes.codebook, "F32", "256", "value of each"))
+        meaning = f"value of each, {codes.values}" if codes.values else "value of each"
+        rows.append((f"codes of {plane.plane}", codes.codebook, "F32", "256", meaning))
         rows.append(("", codes.scale, "F32", f"one for {codes.block} codes", f"then + {codes.offset} of the JSON"))
     if binding.shape:
         rows.append(("the weight's sizes", binding.shape[0], binding.shape[1], "2", ""))
@@ -77,7 +78,7 @@ def _row(layout: Layout, plane: BoundPlane) -> tuple[str, ...]:
     if not plane.low_first:
         form = "high bits first"
     if plane.codes is not None:
-        form = "codes, read only"
+        form = "codes, which round values" if plane.code_values else "codes, read only"
     return plane.plane, plane.name, plane.dtype, order, form
 
 

@@ -28,6 +28,9 @@ class FileCodes(_Model):
     offset: Annotated[str, Field(min_length=1, max_length=100)] = Field(
         description="the key of `text` that has the number to add"
     )
+    values: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="the format whose values the codebook has in files that are written; none are without"
+    )
 
 
 class FileTensor(_Model):
@@ -48,7 +51,7 @@ class FileTensor(_Model):
         default=None, description="what the file has in place of a value x of fp32: `2688 / x`, `x / 2688`"
     )
     codes: FileCodes | None = Field(
-        default=None, description="files have codes of the values, which are read, and never written"
+        default=None, description="files have codes of the values, which lose precision when they are made"
     )
     value: dict[str, Any] | None = Field(
         default=None, description="what a `text` says, as JSON; `rows` and `columns` stand for the weight's sizes"

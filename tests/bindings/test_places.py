@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layoutc.checkpoint.safetensors import places
+from layoutc.checkpoint.held import places
 from layoutc.emit.files_text import _plane
 from layoutc.layout.bindings import BoundPlane, Stored, bound, dims, where
 from layoutc.layout.layout import AMAX, Plane

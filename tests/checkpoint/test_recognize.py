@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import unshipped
 
+from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors.choosing import Fit, alternatives, check_all_fit
-from layoutc.checkpoint.safetensors.files import Stored
 from layoutc.checkpoint.safetensors.recognize import Bound, bindings_of, is_for
 from layoutc.recipes import (
     fp8_block,

@@ -1,4 +1,4 @@
-"""Files that have codes of scales, as bitsandbytes' double quantization makes them: read by slices, and never made."""
+"""Files that have codes of scales, as bitsandbytes' double quantization makes them: read by slices, and kept."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from layoutc.checkpoint import convert_safetensors, export_safetensors, load_safetensors, quantize_as_stored
+from layoutc.checkpoint.safetensors.bound import held
+from layoutc.checkpoint.safetensors.recognize import bindings_of
 from layoutc.runtime.errors import DamagedError, LayoutError
 
 SHAPES = {"0.weight": (101, 192), "1.weight": (5, 128)}  # 303 scales, so the first block of 256 ends inside of a row
@@ -85,14 +87,11 @@ def test_each_rank_reads_the_scales_of_its_rows(four: Ranks, tmp_path: Path, wor
 
 
 def test_one_process_reads_them_and_writes_the_scales_themselves(tmp_path: Path) -> None:
-    """Exports in the form with codes are refused, with the one that works; loading that gives the same bytes."""
+    """Loading that gives the same bytes."""
     expected, source, out = write(tmp_path), model(), tmp_path / "out"
     names = quantize_as_stored(source, tmp_path)
     assert len(names) == 2
     assert load_safetensors(source, tmp_path) == ((), ())
-    with pytest.raises(LayoutError, match=r"export as nf4_bitsandbytes/bitsandbytes$"):
-        export_safetensors(source, out, files="bitsandbytes_double")
-    assert not out.exists()
     export_safetensors(source, out, files="nf4_bitsandbytes/bitsandbytes")
     again = model()
     assert len(quantize_as_stored(again, out)) == 2
@@ -106,6 +105,44 @@ def test_one_process_reads_them_and_writes_the_scales_themselves(tmp_path: Path)
     assert {name: one.tolist() for name, one in found.items()} == {
         name: one.tolist() for name, one in load_file(out / "model.safetensors").items()
     }
+
+
+def writes(where: str, out: str, world: int) -> None:
+    """Reads files on ranks, and writes them again."""
+    mesh = mesh_of(world)
+    if dist.get_rank() < world:
+        group, found = mesh.get_group(), model()
+        quantize_as_stored(found, where)
+        fully_shard(found, mesh=mesh)
+        load_safetensors(found, where, process_group=group)
+        export_safetensors(found, out, files="bitsandbytes_double", source=where, process_group=group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_codes_of_any_codebook_and_offset_are_written_as_they_were(four: Ranks, tmp_path: Path, world: int) -> None:
+    """To the byte, by ranks and by a conversion, where the files that the weights were read from are told."""
+    write(tmp_path)
+    four.run(writes, str(tmp_path), str(tmp_path / "out"), world)
+    convert_safetensors(tmp_path, tmp_path / "converted", files="nf4_bitsandbytes/bitsandbytes_double")
+    expected = load_file(tmp_path / "model.safetensors")
+    for name in ("out", "converted"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert {key: (one.dtype, one.tolist()) for key, one in found.items()} == {
+            key: (one.dtype, one.tolist()) for key, one in expected.items()
+        }
+
+
+def test_codes_of_a_codebook_that_a_binding_does_not_state_are_not_made(tmp_path: Path) -> None:
+    """With the name of the files that work."""
+    from layoutc.recipes import nf4_bitsandbytes
+
+    bound = next(one for one in bindings_of([nf4_bitsandbytes.Tensor]) if one.binding.name == "bitsandbytes_double")
+    planes = dict(bound.binding.planes)
+    codes = planes["rowwise_scale"].codes
+    assert codes is not None
+    planes["rowwise_scale"] = planes["rowwise_scale"]._replace(codes=codes._replace(values=()))
+    with pytest.raises(LayoutError, match=r"codes of values .* never made; export as nf4_bitsandbytes/bitsandbytes$"):
+        held("0.weight", (2, 64), bound._replace(binding=bound.binding._replace(planes=planes)))
 
 
 def scales_of(found: nn.Module) -> list[bytes]:

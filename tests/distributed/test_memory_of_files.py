@@ -18,7 +18,11 @@ from layoutc.checkpoint import export_safetensors, load_safetensors
 
 pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux: memory is read from /proc")
 ROWS, COLUMNS, LAYERS = 2048, 4096, 32
-FILES = {"fp8_block": "deepseek", "int4_packed128": "compressed_tensors"}
+FILES = {
+    "fp8_block": "deepseek",
+    "int4_packed128": "compressed_tensors",
+    "nf4_bitsandbytes": "bitsandbytes_double",  # whose scales are compared with what the codes of the source stand for
+}
 MIB = 2**20
 # Weights that are held while one is written: that one, and the next in gloo's buffer, as it was gathered, in its order,
 # and as it will be written.
@@ -47,12 +51,13 @@ def loads_and_writes(recipe: str, folder: str, out: str) -> tuple[list[int], int
             load_safetensors(model, folder, files=FILES[recipe])
         shards = sum(plane.nbytes for p in model.parameters() for plane in p._local_tensor.planes().values())
         with most(found):
-            export_safetensors(model, out, files=FILES[recipe], max_shard_bytes=2**40)
+            export_safetensors(model, out, files=FILES[recipe], max_shard_bytes=2**40, source=folder)
         dist.barrier()
     weight = 2 * shards // LAYERS  # of both ranks
     return found, shards, weight
 
 
+@pytest.mark.filterwarnings("ignore:.*are rounded to codes:UserWarning")
 @pytest.mark.parametrize("recipe", FILES)
 def test_ranks_hold_their_shard_and_some_weights(recipe: str, two: Ranks, tmp_path: Path) -> None:
     """A folder of a few hundred MB, and one file: neither is held whole anywhere."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ FOLDERS: dict[str, tuple[str | None, str]] = {
     "awq": (None, "awq"),
     "gptq": (None, "gptq"),
     "bitsandbytes": (None, "bitsandbytes"),
+    "bitsandbytes_double": (None, "bitsandbytes_double"),
 }
 F16 = ("awq", "gptq")
 NF4_STATE = "quant_state.bitsandbytes__nf4"
@@ -305,8 +307,9 @@ def gptq_values(tensors: Tensors, name: str) -> Tensor:
     return (tensors[f"{module}.scales"][of] * (codes - zero[of])).t()
 
 
-def bitsandbytes(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
-    """What Linear4bit puts into a state dict, for all linear layers but lm_head, as transformers quantizes."""
+def bitsandbytes(state: Tensors, double: bool = False) -> tuple[Tensors, dict[str, Any]]:
+    """What Linear4bit puts into a state dict, for all linear layers but lm_head, as transformers quantizes. double:
+    scales are quantized again."""
     from bitsandbytes.functional import quantize_4bit
 
     tensors: Tensors = {}
@@ -314,17 +317,22 @@ def bitsandbytes(state: Tensors) -> tuple[Tensors, dict[str, Any]]:
         if not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
-        tensors[name], kept = quantize_4bit(value, blocksize=64, quant_type="nf4", compress_statistics=False)
+        tensors[name], kept = quantize_4bit(value, blocksize=64, quant_type="nf4", compress_statistics=double)
         tensors |= {f"{name}.{key}": one for key, one in kept.as_dict(packed=True).items()}
-    return tensors, nf4_config()
+    return tensors, nf4_config(double)
 
 
-def nf4_config() -> dict[str, Any]:
+def nf4_config(double: bool) -> dict[str, Any]:
     """The config that transformers writes."""
     from transformers import BitsAndBytesConfig
 
     of_bf16: Any = torch.bfloat16
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=of_bf16)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=of_bf16,
+        bnb_4bit_use_double_quant=double,
+    )
     config: dict[str, Any] = how.to_dict()
     return config
 
@@ -346,6 +354,7 @@ WRITERS = {
     "awq": awq,
     "gptq": gptq,
     "bitsandbytes": bitsandbytes,
+    "bitsandbytes_double": partial(bitsandbytes, double=True),
 }
 
 
@@ -381,7 +390,7 @@ def as_others_read(folder: str, path: Path, dtype: torch.dtype) -> Any:
         for name, param in model.named_parameters():
             param.data = (tensors[name] if name not in names_of_weights(model) else values(tensors, name)).to(dtype)
         return model
-    if folder == "bitsandbytes":
+    if folder.startswith("bitsandbytes"):
         return AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=dtype).dequantize()
     how: Any = {"gpt_oss": Mxfp4Config, "deepseek": FineGrainedFP8Config}.get(folder, CompressedTensorsConfig)
     return AutoModelForCausalLM.from_pretrained(path, quantization_config=how(dequantize=True), dtype=dtype)

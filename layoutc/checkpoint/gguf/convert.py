@@ -18,9 +18,10 @@ from layoutc.checkpoint.gguf.planning import config_of, entry, has, names_of, so
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped
+from layoutc.checkpoint.held.stored import OF_OTHERS
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.convert import Converted, dtype_of
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, Slices, library, read_folder
+from layoutc.checkpoint.safetensors.files import Slices, library, read_folder
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry
 from layoutc.checkpoint.safetensors.writing import (
@@ -132,7 +133,7 @@ def convert_to_gguf(
 
 def _made(jobs: list[Job], mapped: Mapped, kinds: list[Kind]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, each when it is asked for."""
-    for tensor, (name, facts) in jobs:
+    for tensor, (name, facts, _) in jobs:
         like = torch.empty((), dtype=facts.dtype).expand(facts.shape)  # its shape and dtype, in no memory
         source = entry(name, like, mapped.sources[tensor], mapped, kinds, False)
         if isinstance(source, Entry):

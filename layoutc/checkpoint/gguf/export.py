@@ -24,8 +24,8 @@ from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import NUMBERS, PLAIN, TYPES
 from layoutc.checkpoint.gguf.values import Mapped, Rotated, Share
 from layoutc.checkpoint.gguf.writing import OpenGguf, Planned, check_new, copied, records_of, values_of
+from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.export import check_exportable, class_of, state_of
-from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS
 from layoutc.checkpoint.safetensors.load import dequantized
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, file_name
 from layoutc.runtime.errors import LayoutError

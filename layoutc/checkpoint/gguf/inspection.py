@@ -9,7 +9,7 @@ from layoutc.checkpoint.gguf.container import Held
 from layoutc.checkpoint.gguf.kinds import Kind, installed
 from layoutc.checkpoint.gguf.splits import read_model
 from layoutc.checkpoint.gguf.types import PLAIN
-from layoutc.checkpoint.safetensors.files import OF_OTHERS
+from layoutc.checkpoint.held.stored import OF_OTHERS
 from layoutc.runtime.weight import stored_form
 
 

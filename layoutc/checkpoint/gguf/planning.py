@@ -13,7 +13,7 @@ from layoutc.checkpoint.gguf.container import Header
 from layoutc.checkpoint.gguf.kinds import Kind, installed, kinds_of
 from layoutc.checkpoint.gguf.types import PLAIN
 from layoutc.checkpoint.gguf.values import Mapped, RecordSource, Rotated, Source, check_known
-from layoutc.checkpoint.safetensors.files import Stored
+from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors.planning import Entry, Rename, Step, file_name
 from layoutc.checkpoint.untrusted.files import short
 from layoutc.runtime.errors import LayoutError

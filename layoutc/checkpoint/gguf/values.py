@@ -14,8 +14,7 @@ from torch import Tensor
 
 from layoutc.checkpoint.gguf.container import Header, Held
 from layoutc.checkpoint.gguf.types import PLAIN, TYPES
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, Stored
-from layoutc.checkpoint.safetensors.places import Read
+from layoutc.checkpoint.held.stored import OF_OTHERS, Read, Stored
 from layoutc.checkpoint.untrusted.files import open_file
 from layoutc.runtime.bindings.facts import RecordBinding
 from layoutc.runtime.errors import DamagedError, LayoutError

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, Slices, read_folder
+from layoutc.checkpoint.held.stored import OF_OTHERS
+from layoutc.checkpoint.safetensors.files import Slices, read_folder
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.bindings.names import parts_of, tensor_name
 from layoutc.runtime.errors import LayoutError

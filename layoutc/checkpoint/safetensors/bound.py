@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.safetensors import places, recognize
-from layoutc.checkpoint.safetensors.files import NAMES, OF_OTHERS, Stored
+from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held.codes import Encoded, Meaning
+from layoutc.checkpoint.held.stated import Stated, stated
+from layoutc.checkpoint.held.stored import NAMES, OF_OTHERS, Read, Stored
+from layoutc.checkpoint.held.weights import Held
+from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.untrusted.files import json_of, open_file, read_at, short
 from layoutc.runtime.bindings.facts import BoundPlane
 from layoutc.runtime.bindings.names import parameter_name, parts_of, tensor_name
-from layoutc.runtime.bindings.texts import sizes_in, with_sizes
+from layoutc.runtime.bindings.texts import sizes_in
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
 LONGEST_TEXT = 1 << 16  # bytes
+NO_TEXTS: Mapping[str, bytes] = MappingProxyType({})
 
 
 class PlaneSource(Protocol):
@@ -30,7 +35,7 @@ class PlaneSource(Protocol):
     def shape(self) -> tuple[int, ...]:
         """The plane's shape."""
 
-    def read(self, index: tuple[slice, ...], fetch: places.Read) -> Tensor:
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
         """Entries of the plane, of its dtype. fetch: reads slices of tensors. Raises LayoutError."""
 
 
@@ -45,14 +50,14 @@ class BoundSource(NamedTuple):
     facts: Facts
     parts: tuple[tuple[Stored, places.Place], ...]
     shared: bool
-    meanings: tuple[places.Meaning, ...] = ()
+    meanings: tuple[Meaning, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The plane's shape."""
         return self.facts.shape
 
-    def read(self, index: tuple[slice, ...], fetch: places.Read) -> Tensor:
+    def read(self, index: tuple[slice, ...], fetch: Read) -> Tensor:
         """Entries of the plane, of its dtype. Raises LayoutError if parts that share a value have different ones."""
         spans = [range(size)[part] for part, size in zip(index, self.shape, strict=False)]
         rows, columns = (spans[0], spans[-1]) if len(self.shape) == 2 else (range(1), range(1))
@@ -75,93 +80,37 @@ class BoundSource(NamedTuple):
             return torch.empty((0, len(columns)), dtype=self.facts.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _part(self, number: int, rows: range, columns: range, fetch: places.Read) -> Tensor:
+    def codes(self, number: int, fetch: Read) -> tuple[Encoded, Tensor]:
+        """The codes that a part has for its values, and what these stand for; of planes that have meanings."""
+        meaning, (_, place) = self.meanings[number], self.parts[number]
+        rows, columns = (range(size) for size in place.plane.shape)
+        codes, values = self._in_file(number, rows, columns, fetch), self._part(number, rows, columns, fetch)
+        scale, codebook = fetch(meaning.scale, ()), fetch(meaning.codebook, ())
+        return Encoded(codes, scale, codebook, meaning.added(fetch), 0.0, kept=True), values
+
+    def _part(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+        found, width = self._in_file(number, rows, columns, fetch), self.parts[number][1].plane.shape[-1]
+        return self.meanings[number].of(found, rows, columns, width, fetch) if self.meanings else found
+
+    def _in_file(self, number: int, rows: range, columns: range, fetch: Read) -> Tensor:
+        """Entries of a part as the files have them: codes, where they have these."""
         stored, place = self.parts[number]
-        shape = stored.shape
 
         def box(index: tuple[slice, ...]) -> Tensor:
-            return fetch(stored, index if len(index) == len(shape) else ())
+            return fetch(stored, index if len(index) == len(stored.shape) else ())
 
         try:
-            found = places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
-            width = place.plane.shape[-1]
-            return self.meanings[number].of(found, rows, columns, width, fetch) if self.meanings else found
+            return places.read(place, (rows.start, rows.stop), (columns.start, columns.stop), box)
         except LayoutError as error:
             raise LayoutError(f"{stored.name}, {self.name}: {error}") from error
 
 
-class Stated(NamedTuple):
-    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block; or from the
-    recipe alone, the values of codes; or from both, JSON."""
-
-    name: str
-    facts: Facts
-    sizes: tuple[int, int]  # rows and columns; or columns of the weight and of a block
-    values: tuple[float, ...] = ()
-    text: Mapping[str, Any] | None = None
-    free: tuple[str, ...] = ()  # keys of the text that may have any value
-
-    def made(self) -> Tensor:
-        """The tensor."""
-        if self.values:
-            return torch.tensor(self.values, dtype=self.facts.dtype)
-        if self.text is not None:
-            return torch.frombuffer(bytearray(json.dumps(self.text).encode()), dtype=torch.uint8)
-        if self.facts.shape == (2,):
-            return torch.tensor(self.sizes, dtype=self.facts.dtype)
-        return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
-
-    def check(self, stored: Stored, fetch: places.Read) -> None:
-        """Raises LayoutError if the files hold something else."""
-        if self.text is not None:
-            self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
-            return
-        if torch.equal(fetch(stored, ()), self.made()):
-            return
-        if self.values:
-            raise LayoutError(f"{self.name} in the files holds other values of codes than the recipe has")
-        if self.facts.shape == (2,):
-            raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
-        raise LayoutError(
-            f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
-            "in the order of their activations (desc_act), which the recipe can't hold; quantize without it"
-        )
-
-    def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
-        """Raises LayoutError unless the files say the same, but for keys that may have any value; DamagedError, which
-        is one, for what is no mapping in JSON."""
-        found = json_of(stored, f"{self.name} in the files")
-        for key in sorted((stated.keys() | found.keys()) - {*self.free}):
-            if found.get(key) != stated.get(key):
-                there, here = (repr(one[key])[:80] if key in one else "nothing" for one in (found, stated))
-                raise LayoutError(f"{self.name} in the files has {there} as {key}, but a weight here has {here}")
-
-
-class Held(NamedTuple):
-    """A tensor that files hold for a weight: rows of a plane, or what follows from the weight's shape."""
-
-    name: str
-    facts: Facts
-    plane: str
-    rows: tuple[int, int]
-    place: places.Place | None
-    stated: Stated | None = None
-
-    def made(self, planes: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, of the weight's whole planes, in memory of its own."""
-        if self.stated is not None:
-            return self.stated.made()
-        assert self.place is not None
-        plane = planes[self.plane]
-        part = plane if self.place.plane.shape == tuple(plane.shape) else plane[self.rows[0] : self.rows[1]]
-        return places.write(self.place, part, self.facts.dtype)
-
-
-def held(name: str, shape: tuple[int, ...], bound: Bound) -> tuple[Held, ...]:
+def held(name: str, shape: tuple[int, ...], bound: Bound, texts: Mapping[str, bytes] = NO_TEXTS) -> tuple[Held, ...]:
     """The tensors that files hold by this binding for a weight of this name and shape.
 
-    Raises LayoutError if its rows can't be cut into the parts, or its values into the dims, that the binding says; and
-    for files that have codes of a plane's values.
+    texts: those of files that the weight was read from, by the names of tensors, which are kept. Raises LayoutError if
+    its rows can't be cut into the parts, or its values into the dims, that the binding says; and for files that have
+    codes of a plane's values which the binding does not say how to make.
     """
     layout, binding = bound.cls.LAYOUT, bound.binding
     about = f"{name} in files of {bound.label}"
@@ -171,39 +120,40 @@ def held(name: str, shape: tuple[int, ...], bound: Bound) -> tuple[Held, ...]:
         raise LayoutError(f"{about}: they have codes of values that the recipe holds, which are never made{instead}")
     parameters, each, matrices = _parts(about, name, shape, bound)
     of_part = layout.planes(each, shape[-1])
-    tensors = []
+    tensors = list[Held]()
     for number, parameter in enumerate(parameters):
         for plane, pattern in binding.planes.items():
-            tensor = tensor_name(pattern.name, parameter)
-            place = _place(f"{about}: {tensor}", pattern, of_part[plane], matrices)
-            first = number * of_part[plane].shape[0]
-            rows = (first, first + of_part[plane].shape[0])
+            tensor, in_file = tensor_name(pattern.name, parameter), _in_files(pattern, of_part[plane])
+            place = _place(f"{about}: {tensor}", pattern, in_file, matrices)
+            first = number * in_file.shape[0]
+            rows = (first, first + in_file.shape[0])
             facts = Facts(place.shape, OF_OTHERS[pattern.dtype])
-            tensors.append(Held(tensor, facts, plane, rows, place))
-        for stated in _stated(bound, parameter, each, shape[-1]):
-            tensors.append(Held(stated.name, stated.facts, "", (0, 0), None, stated))
+            one = Held(tensor, facts, plane, rows, place, part=number, codes=pattern.codes)
+            tensors += _coded(one, parameter, prod(in_file.shape))
+        for follows in stated(binding, parameter, each, shape[-1]):
+            facts = follows.facts
+            if follows.text is not None:
+                facts = Facts((follows.most(texts.get(follows.name)),), facts.dtype)
+            tensors.append(Held(follows.name, facts, "", (0, 0), None, follows, number))
     return tuple(tensors)
 
 
-def _stated(bound: Bound, parameter: str, rows: int, columns: int) -> list[Stated]:
-    """The tensors of a parameter in files that follow from its shape."""
-    binding, found = bound.binding, list[Stated]()
-    if binding.shape:
-        name, dtype = binding.shape
-        found.append(Stated(tensor_name(name, parameter), Facts((2,), OF_OTHERS[dtype]), (rows, columns)))
-    if binding.groups:
-        name, dtype, each = binding.groups
-        found.append(Stated(tensor_name(name, parameter), Facts((columns,), OF_OTHERS[dtype]), (columns, each)))
-    if binding.codebook:
-        name, dtype, values = binding.codebook
-        facts = Facts((len(values),), OF_OTHERS[dtype])
-        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
-    if binding.text:
-        name, text, free = binding.text
-        said = with_sizes(text, {"rows": rows, "columns": columns})
-        facts = Facts((len(json.dumps(said).encode()),), torch.uint8)
-        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free))
-    return found
+def _coded(one: Held, parameter: str, count: int) -> list[Held]:
+    """A plane's tensor; of codes of `count` values, those of what they stand for too."""
+    if (codes := one.codes) is None:
+        return [one]
+    codebook = Facts((256,), torch.float32)
+    scale = Facts((-(-count // codes.block),), torch.float32)
+    return [
+        one._replace(of="codes"),
+        one._replace(name=tensor_name(codes.codebook, parameter), facts=codebook, of="codebook"),
+        one._replace(name=tensor_name(codes.scale, parameter), facts=scale, of="scale"),
+    ]
+
+
+def _in_files(pattern: BoundPlane, plane: Facts) -> Facts:
+    """A plane as files have it: a byte for each value that they have a code of."""
+    return plane._replace(dtype=torch.uint8) if pattern.codes else plane
 
 
 def _parts(about: str, name: str, shape: tuple[int, ...], bound: Bound) -> tuple[list[str], int, int | None]:
@@ -241,7 +191,7 @@ class Found(NamedTuple):
     unread: frozenset[str]
     stated: tuple[tuple[Stated, Stored], ...]
 
-    def check_stated(self, fetch: places.Read) -> None:
+    def check_stated(self, fetch: Read) -> None:
         """Raises LayoutError if the files hold something else than follows from the weight's shape, or nothing that
         their codes could stand for."""
         for one, stored in self.stated:
@@ -271,8 +221,8 @@ def find(
     facts, of_part = layout.planes(prod(shape[:-1]), shape[-1]), layout.planes(each, shape[-1])
     found, names = {}, set[str]()
     for plane, pattern in binding.planes.items():
-        parts, meanings = [], list[places.Meaning]()
-        in_file = of_part[plane]._replace(dtype=torch.uint8) if pattern.codes else of_part[plane]
+        parts, meanings = [], list[Meaning]()
+        in_file = _in_files(pattern, of_part[plane])
         for parameter in parameters:
             tensor = tensor_name(pattern.name, parameter)
             place = _place(f"{about}: {tensor}", pattern, in_file, matrices)
@@ -283,9 +233,9 @@ def find(
         names |= {one.name for meaning in meanings for one in (meaning.codebook, meaning.scale)}
         shared = layout.stored[plane].rows_per_value is None
         found[plane] = BoundSource(f"{plane} of {name}", facts[plane], tuple(parts), shared, tuple(meanings))
-    stated = [one for parameter in parameters for one in _stated(bound, parameter, each, shape[-1])]
-    names |= {one.name for one in stated}
-    there = tuple((one, tensors[one.name]) for one in stated if one.name in tensors)
+    follow = [one for parameter in parameters for one in stated(binding, parameter, each, shape[-1])]
+    names |= {one.name for one in follow}
+    there = tuple((one, tensors[one.name]) for one in follow if one.name in tensors)
     for follows, stored in there:
         _check_stated(about, stored, follows)
     unread = frozenset(tensor_name(pattern, parameter) for pattern in binding.ignored for parameter in parameters)
@@ -294,7 +244,7 @@ def find(
 
 def _meaning(
     about: str, bound: Bound, pattern: BoundPlane, parameter: str, count: int, tensors: Mapping[str, Stored]
-) -> list[places.Meaning]:
+) -> list[Meaning]:
     """What the codes of `count` values of a parameter stand for; [] where files have the values themselves."""
     if pattern.codes is None or bound.binding.text is None:
         return []
@@ -303,7 +253,7 @@ def _meaning(
         raise LayoutError(f"{about}: {text}, which has {codes.offset}, is not there")
     codebook = _there(about, tensors, tensor_name(codes.codebook, parameter), "F32", (256,))
     scale = _there(about, tensors, tensor_name(codes.scale, parameter), "F32", (-(-count // codes.block),))
-    return [places.Meaning(codebook, scale, tensors[text], codes.block, codes.offset)]
+    return [Meaning(codebook, scale, tensors[text], codes.block, codes.offset)]
 
 
 def _there(about: str, tensors: Mapping[str, Stored], name: str, dtype: str, shape: tuple[int, ...]) -> Stored:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import find
-from layoutc.checkpoint.safetensors.files import Stored
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import LayoutError
 

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from layoutc.checkpoint.common.folders import sync
+from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
+from layoutc.checkpoint.held.weights import Held, made
 from layoutc.checkpoint.safetensors import choosing, recognize
 from layoutc.checkpoint.safetensors.beside import names_beside
-from layoutc.checkpoint.safetensors.bound import Found, held, named_in, weights_in
+from layoutc.checkpoint.safetensors.bound import NO_TEXTS, Found, held, named_in, weights_in
 from layoutc.checkpoint.safetensors.choosing import Fit
-from layoutc.checkpoint.safetensors.files import OF_OTHERS, Contents, Slices, Stored, library, read_folder
+from layoutc.checkpoint.safetensors.files import Contents, Slices, library, read_folder
+from layoutc.checkpoint.safetensors.kept import KeptIn, kept_in, warn_rounded
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.checkpoint.safetensors.writing import (
     Planned,
@@ -51,6 +54,8 @@ class Job(NamedTuple):
     source: Found | Stored
     into: Bound | None  # None: plain values
     tensors: tuple[Planned, ...]
+    held: tuple[Held, ...] = ()
+    kept: KeptIn | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +82,9 @@ def convert_safetensors(
     two dims to quantize as well. Other plain tensors are copied. source_files: the binding of the source, by default
     the one that its config.json tells of.
 
+    Files that have codes of scales (`bitsandbytes_double`) round these, and a warning says by how much; from files of
+    the same binding, codes and texts are kept.
+
     Stacks of experts are copied where the binding stays the same, and dequantized, but not moved to another binding,
     since programs differ in what such a stack is. Tensors beside weights that only some programs read, such as scales
     of activations, are copied if the target's program reads the same; else they are left out, and named in the result.
@@ -96,19 +104,22 @@ def convert_safetensors(
     contents, every = read_folder(path), recognize.installed()
     into = _one(recognize.chosen(files, every)) if files is not None else None
     found = _quantized(path, contents, every, source_files, into)
-    jobs = _jobs(contents, found, into, to, match)
+    slices, errors = Slices(), list[float]()
+    with slices:
+        jobs = _jobs(contents, found, into, to, match, slices)
     split = split_into_files(jobs, max_shard_bytes)
     partly = begin_folder(out)
     try:
-        with Slices() as slices:
+        with slices:
             for name, some in split.items():
-                made = (tensor for job in some for tensor in _made(job, slices, to))
-                write_streamed(partly / name, (one for job in some for one in job.tensors), made)
+                tensors = (tensor for job in some for tensor in _made(job, slices, to, errors))
+                write_streamed(partly / name, (one for job in some for one in job.tensors), tensors)
         plain = [job.name for job in jobs if job.into is None and isinstance(job.source, Stored) and _is_linear(job)]
         _write_config(path, partly, into, plain)
         finish_folder(partly, out, {name: [one for job in some for one in job.tensors] for name, some in split.items()})
     finally:
         shutil.rmtree(partly, ignore_errors=True)
+    warn_rounded(f"files {files!r}", errors)
     taken = {tensor.name for job in jobs for tensor in job.tensors}
     taken |= {stored.name for weight in found.values() for one in weight.planes.values() for stored, _ in one.parts}
     left = sorted({tensor for weight in found.values() for tensor in weight.tensors & contents.tensors.keys()} - taken)
@@ -164,13 +175,14 @@ def _jobs(
     into: Bound | None,
     dtype: torch.dtype | None,
     match: Sequence[str],
+    slices: Slices,
 ) -> list[Job]:
     """What is written, in the order of names. Raises LayoutError for what the target can't hold."""
     of_weights = {tensor for weight in found.values() for tensor in weight.tensors}
     if into is not None:  # what programs read alike beside weights
         alone = into._replace(binding=into.binding._replace(parts=()))
         of_weights -= {one for name in found for one in names_beside(alone, name, None)}
-    jobs = [_weight(name, weight, weight.shape, into, dtype) for name, weight in found.items()]
+    jobs = [_weight(name, weight, weight.shape, into, dtype, slices) for name, weight in found.items()]
     for name, stored in contents.tensors.items():
         if name in of_weights:
             continue
@@ -183,7 +195,7 @@ def _jobs(
                 f"{name} is {stored.dtype} of {list(stored.shape)}: `match` takes F32, BF16, F16 of two dims"
             )
         if chosen:
-            jobs.append(_weight(name, stored, stored.shape, into, dtype))
+            jobs.append(_weight(name, stored, stored.shape, into, dtype, slices))
         else:
             jobs.append(Job(name, stored, None, (Planned(name, facts),)))
     if unused := [pattern for pattern in match if not any(fnmatchcase(job.name, pattern) for job in jobs)]:
@@ -198,7 +210,12 @@ def _jobs(
 
 
 def _weight(
-    name: str, source: Found | Stored, shape: tuple[int, ...], into: Bound | None, dtype: torch.dtype | None
+    name: str,
+    source: Found | Stored,
+    shape: tuple[int, ...],
+    into: Bound | None,
+    dtype: torch.dtype | None,
+    slices: Slices,
 ) -> Job:
     if into is None:
         assert dtype is not None
@@ -212,7 +229,11 @@ def _weight(
     except ValueError as error:
         raise LayoutError(str(error)) from error
     alone = into._replace(binding=into.binding._replace(parts=()))
-    return Job(name, source, into, tuple(Planned(one.name, one.facts) for one in held(name, shape, alone)))
+    same = isinstance(source, Found) and source.bound.binding == alone.binding
+    kept = kept_in(source, slices.read) if isinstance(source, Found) and same else None
+    tensors = held(name, shape, alone, kept.texts if kept else NO_TEXTS)
+    planned = tuple(Planned(one.name, one.facts, one.may_be_shorter) for one in tensors)
+    return Job(name, source, into, planned, tensors, kept)
 
 
 def _is_linear(job: Job) -> bool:
@@ -222,7 +243,7 @@ def _is_linear(job: Job) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------- write
-def _made(job: Job, slices: Slices, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _made(job: Job, slices: Slices, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one weight."""
     if isinstance(job.source, Stored):
         plain = slices.read(job.source, ())
@@ -244,9 +265,7 @@ def _made(job: Job, slices: Slices, dtype: torch.dtype | None) -> Iterator[tuple
                 yield job.name, values
                 return
             planes = _planes(job.into, values)
-    alone = job.into._replace(binding=job.into.binding._replace(parts=()))
-    for one in held(job.name, job.source.shape, alone):
-        yield one.name, one.made(planes)
+    yield from made(job.held, planes, job.kept, errors)
 
 
 def _values(found: Found, planes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -18,9 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.verdicts import Problem, agree, everywhere, from_first, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.held import weights as held_weights
+from layoutc.checkpoint.held.stored import DTYPES
+from layoutc.checkpoint.held.weights import Held
 from layoutc.checkpoint.safetensors import beside, recognize
-from layoutc.checkpoint.safetensors.bound import Held, held
-from layoutc.checkpoint.safetensors.files import DTYPES, OURS
+from layoutc.checkpoint.safetensors.bound import NO_TEXTS, held
+from layoutc.checkpoint.safetensors.files import OURS, Slices
+from layoutc.checkpoint.safetensors.kept import KeptIn, Origin, origin, warn_rounded
 from layoutc.checkpoint.safetensors.planning import Rename, file_name
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.checkpoint.safetensors.writing import (
@@ -49,11 +53,18 @@ class Item(NamedTuple):
     value: Tensor
     tensors: dict[str, Facts]
     held: tuple[Held, ...] = ()
+    kept: KeptIn | None = None
 
     @property
     def nbytes(self) -> int:
         """Its bytes in a file."""
         return sum(facts.nbytes for facts in self.tensors.values())
+
+    @property
+    def planned(self) -> list[Planned]:
+        """Its tensors in a file."""
+        shorter = {one.name for one in self.held if one.may_be_shorter}
+        return [Planned(name, facts, name in shorter) for name, facts in self.tensors.items()]
 
 
 @torch.no_grad()
@@ -78,9 +89,10 @@ def export_safetensors(
 
     files: the name of a binding that the specs of the model's recipes state under `files`, such as `deepseek`: weights
     are then written as that program's files hold them, and config.json says so in its `quantization_config`; weights
-    that are cast on gather too, as the forward pass quantizes them. config: the rest of config.json; by default that of
-    a model of transformers. source: the folder that the weights were loaded from: what it holds beside them for that
-    program alone, such as scales of activations, is copied.
+    that are cast on gather too, as the forward pass quantizes them. Files that have codes of scales
+    (`bitsandbytes_double`) round these, and a warning says by how much. config: the rest of config.json; by default
+    that of a model of transformers. source: the folder that the weights were loaded from: what it has beside them for
+    that program alone, such as scales of activations, is copied, and so are texts, and codes of unchanged scales.
 
     max_shard_bytes: the size of a file, unless one weight is larger. rename: a name of the state dict -> the name in
     the files. Of tied weights only the first is written. Values that are not tensors are left out.
@@ -90,17 +102,16 @@ def export_safetensors(
     are written into a folder beside, which is renamed when it is complete.
 
     If any rank finds a problem, every rank raises it: FileExistsError if the folder is not empty; LayoutError or
-    ValueError before anything is gathered or written; OSError if writing fails, and then nothing is left behind.
+    ValueError before anything is gathered or written; and with nothing left behind, OSError if writing fails, and
+    LayoutError for scales without a finite mean, of which there are no codes.
     """
-    problems: list[Problem] = []
-    folder, split = Path(folder), dict[str, list[Item]]()
-    theirs: list[Bound] = []
-    first = rank_of(process_group) == 0
-    items = list[Item]()
-    with noted(problems):
+    folder, split, items = Path(folder), dict[str, list[Item]](), list[Item]()
+    problems, theirs, errors = list[Problem](), list[Bound](), list[float]()
+    first, slices = rank_of(process_group) == 0, Slices()
+    with slices, noted(problems):
         state = state_of(model_or_state_dict)
         theirs = bindings_of(state, files, dtype)
-        items = items_of(state, dtype, rename, theirs, problems)
+        items = items_of(state, dtype, rename, theirs, problems, origin(source, slices, theirs))
         split = split_into_files([*items, *_beside(source, items, theirs)], max_shard_bytes)
         if first:
             check_new(folder, "export")
@@ -111,10 +122,10 @@ def export_safetensors(
     try:
         sees = everywhere(partly.is_dir(), process_group)
         writers = [rank for rank, seen in enumerate(sees) if seen]
-        with Writing() as writing:
+        with slices, Writing() as writing:
             for number, (name, file) in enumerate(split.items()):
                 writes = writers[number % len(writers)] == rank_of(process_group)
-                _gather_file(partly / name, file, dtype, writing if writes else None, problems)
+                _gather_file(partly / name, file, dtype, writing if writes else None, problems, errors)
                 agree(problems, process_group)
             with noted(problems):
                 writing.wait()
@@ -122,18 +133,18 @@ def export_safetensors(
         with noted(problems):
             if first:
                 if theirs or config is not None:
-                    write_config(
-                        partly, theirs, model_or_state_dict, config, _plain_modules(model_or_state_dict, items)
-                    )
-                planned = {
-                    name: [Planned(*one) for item in file for one in item.tensors.items()]
-                    for name, file in split.items()
-                }
+                    plain = _plain_modules(model_or_state_dict, items)
+                    write_config(partly, theirs, model_or_state_dict, config, plain)
+                planned = {name: [one for item in file for one in item.planned] for name, file in split.items()}
                 finish_folder(partly, folder, planned)
         agree(problems, process_group)
+        if theirs:
+            errors = [error for rank in everywhere(errors, process_group) for error in rank]
     finally:
         if first:
             shutil.rmtree(partly, ignore_errors=True)
+    if first:
+        warn_rounded(f"files {files!r}", errors)
     return list(split)
 
 
@@ -180,8 +191,9 @@ def items_of(
     rename: Rename | None,
     theirs: list[Bound],
     problems: list[Problem],
+    files: Origin,
 ) -> list[Item]:
-    """The weights to write, after this rank's checks. Raises ValueError."""
+    """The weights to write, after this rank's checks. files: those that weights were loaded from. Raises ValueError."""
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, or None for quantized weights as they are, not {dtype}")
     items, taken = [], dict[str, str]()
@@ -189,9 +201,9 @@ def items_of(
         with noted(problems):
             check_exportable(name, value)
             to = file_name(name, rename)
-            tensors = _held(to, value, theirs)
+            tensors, kept = _held(to, value, theirs, files)
             named = {one.name: one.facts for one in tensors} if tensors else _tensors(to, value, dtype)
-            item = Item(name, to, value, named, tensors)
+            item = Item(name, to, value, named, tensors, kept)
             for one, facts in item.tensors.items():
                 if one in taken:
                     raise ValueError(
@@ -230,17 +242,18 @@ def class_of(value: Tensor) -> type[QuantizedTensor] | None:
     return type(local) if isinstance(local, QuantizedTensor) else None
 
 
-def _held(name: str, value: Tensor, theirs: list[Bound]) -> tuple[Held, ...]:
+def _held(name: str, value: Tensor, theirs: list[Bound], files: Origin) -> tuple[tuple[Held, ...], KeptIn | None]:
     """The tensors that another program's files hold for a weight that is quantized, or cast on gather; () for a plain
-    one, and without a binding."""
+    one, and without a binding. And what is kept of files that it was loaded from."""
     local, cls = meshes.local_of(value), class_of(value)
     if not theirs or cls is None:
-        return ()
+        return (), None
     one = next(one for one in theirs if one.cls.LAYOUT.layout_id == cls.LAYOUT.layout_id)
     lacking = [plane for plane in one.binding.planes if plane not in getattr(local, "_planes", one.binding.planes)]
     if lacking and isinstance(local, QuantizedTensor):
         raise LayoutError(f"{name} holds no {lacking[0]}, which files of {one.label} have: {local._label()}")
-    return held(name, tuple(value.shape), one)
+    kept = files.of(name, tuple(value.shape), one)
+    return held(name, tuple(value.shape), one, kept.texts if kept else NO_TEXTS), kept
 
 
 def _tensors(name: str, value: Tensor, dtype: torch.dtype | None) -> dict[str, Facts]:
@@ -296,7 +309,12 @@ def _plain_modules(source: nn.Module | Mapping[str, Any], items: Sequence[Item])
 
 # ---------------------------------------------------------------------------------------------------------------- write
 def _gather_file(
-    path: Path, items: Sequence[Item], dtype: torch.dtype | None, writing: Writing | None, problems: list[Problem]
+    path: Path,
+    items: Sequence[Item],
+    dtype: torch.dtype | None,
+    writing: Writing | None,
+    problems: list[Problem],
+    errors: list[float],
 ) -> None:
     """Gathers a file's weights on all ranks; the one with `writing` writes each while the next is gathered.
 
@@ -305,13 +323,13 @@ def _gather_file(
     described: dict[str, Any] = {}
     if writing and not problems:
         with noted(problems):
-            planned = [Planned(*one) for item in items for one in item.tensors.items()]
+            planned = [one for item in items for one in item.planned]
             writing.begin(path, planned, _room_for_descriptions(items, dtype))
     for item in items:
         whole = gathered_whole(item.value)
         if writing and not problems:
             with noted(problems):
-                made = dict(_made(item, whole, dtype))
+                made = dict(_made(item, whole, dtype, errors))
                 if isinstance(whole, QuantizedTensor) and dtype is None and not item.held:
                     sums = {name: checksums.crc32(tensor) for name, tensor in made.items()}
                     described[item.name] = _description(item.name, whole, whole.shape, sums)
@@ -348,11 +366,11 @@ def whole_planes(cls: type[QuantizedTensor] | None, whole: Tensor) -> dict[str, 
     return {plane: whole._entries(plane) for plane in whole.planes()}
 
 
-def _made(item: Item, whole: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _made(item: Item, whole: Tensor, dtype: torch.dtype | None, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
     """An item's tensors by name, on the CPU, in memory of their own. Raises LayoutError for planes of other shapes."""
     if item.held:
         planes = {name: plane.cpu() for name, plane in whole_planes(class_of(item.value), whole).items()}
-        yield from ((one.name, one.made(planes)) for one in item.held)
+        yield from held_weights.made(item.held, planes, item.kept, errors)
         return
     if not isinstance(whole, QuantizedTensor):
         tensors = {item.name: whole}

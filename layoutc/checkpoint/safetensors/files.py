@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
+from layoutc.checkpoint.held.stored import OF_OTHERS, Stored
 from layoutc.checkpoint.untrusted.files import DIMS, json_of, open_file, read_at, read_whole, short
 from layoutc.runtime.errors import DamagedError
 from layoutc.runtime.weight.stored_form import is_facts
@@ -23,39 +23,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OURS = "layoutc"  # the key in a file's metadata under which quantized weights are described
 HEADER = 100_000_000  # the most bytes of a header or an index, as in the safetensors library
 CHUNK = 1 << 24  # bytes of a file that are read at a time for its checksum
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-# Those that only newer versions of safetensors know: in files of other programs.
-OF_OTHERS = DTYPES | {
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
-NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
-
-
-class Stored(NamedTuple):
-    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Contents(NamedTuple):

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.checkpoint.common.entries import EntryFacts, entry_of
+from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.safetensors import recognize
 from layoutc.checkpoint.safetensors.bound import Found, named_in, weights_in
-from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored, read_folder
+from layoutc.checkpoint.safetensors.files import Contents, read_folder
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.weight import stored_form
 from layoutc.runtime.weight.stored_form import FORMAT, is_facts

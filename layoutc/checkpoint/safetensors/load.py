@@ -15,19 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from layoutc.checkpoint.common.regions import box_of, entries_of, rows_of, whole_blocks
 from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of, size_of
+from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.safetensors import planning
 from layoutc.checkpoint.safetensors.beside import warn_left
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
-from layoutc.checkpoint.safetensors.files import (
-    DTYPES,
-    Contents,
-    Reader,
-    Slices,
-    Stored,
-    crc32_of,
-    library,
-    read_folder,
-)
+from layoutc.checkpoint.safetensors.files import Contents, Reader, Slices, crc32_of, library, read_folder
 from layoutc.checkpoint.safetensors.planning import Entry, Loaded, Rename, Step
 from layoutc.ints.rects import Rect
 from layoutc.runtime.cast.tensor import CastOnGather

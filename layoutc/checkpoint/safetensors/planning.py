@@ -10,9 +10,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.verdicts import Problem, noted
+from layoutc.checkpoint.held.stored import DTYPES, Stored
 from layoutc.checkpoint.safetensors import bound, choosing, recognize
 from layoutc.checkpoint.safetensors.bound import BoundSource, PlaneSource
-from layoutc.checkpoint.safetensors.files import DTYPES, Contents, Stored
+from layoutc.checkpoint.safetensors.files import Contents
 from layoutc.checkpoint.safetensors.recognize import Bound
 from layoutc.runtime.errors import DamagedError, LayoutError
 from layoutc.runtime.sharding import meshes

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layoutc.checkpoint.safetensors.files import Stored
+from layoutc.checkpoint.held.stored import Stored
 from layoutc.checkpoint.untrusted.files import json_of, read_whole
 from layoutc.runtime.bindings.facts import Binding
 from layoutc.runtime.bindings.names import parts_of, recognizes, tensor_name
@@ -39,8 +39,8 @@ class Bound(NamedTuple):
 
     @property
     def is_read_only(self) -> bool:
-        """True if files hold codes of some plane's values, which are decoded, and never made."""
-        return any(plane.codes is not None for plane in self.binding.planes.values())
+        """True if files hold codes of some plane's values, of a codebook that the binding does not state."""
+        return any(plane.codes is not None and not plane.codes.values for plane in self.binding.planes.values())
 
 
 def quantization_config(folder: Path) -> Mapping[str, Any]:
@@ -109,6 +109,11 @@ def is_for(
     ):
         return False
     return not is_for_another(bound, name, matrices, tensors, told)
+
+
+def is_held(bound: Bound, name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> bool:
+    """True if files have this weight's planes by a binding's names, in its dtypes."""
+    return _has_dtypes(bound, name, prod(shape[:-2]) if len(shape) > 2 else None, tensors)
 
 
 def scales_of(bound: Bound) -> list[str]:

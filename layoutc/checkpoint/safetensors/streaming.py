@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layoutc.checkpoint.common.verdicts import Problem, agree, noted
+from layoutc.checkpoint.common.verdicts import Problem, agree, noted, rank_of
 from layoutc.checkpoint.common.whole_weights import gathered_whole
+from layoutc.checkpoint.held.weights import made
 from layoutc.checkpoint.safetensors.export import Item, bindings_of, class_of, items_of, state_of, whole_planes
+from layoutc.checkpoint.safetensors.files import Slices
+from layoutc.checkpoint.safetensors.kept import origin, warn_rounded
 from layoutc.checkpoint.safetensors.planning import Rename
 
 
@@ -21,6 +25,7 @@ def stream_export(
     *,
     files: str,
     rename: Rename | None = None,
+    source: str | PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that `export_safetensors` with `files` writes, on every rank, with one gather a
@@ -28,24 +33,30 @@ def stream_export(
 
     The tensors are on the device of the gathers, and new memory each, but for plain weights that are not sharded. Only
     one weight is held at a time, if the caller keeps none. files, rename: as for `export_safetensors`; weights that are
-    cast on gather are quantized as the forward pass quantizes them.
+    cast on gather are quantized as the forward pass quantizes them. source: the folder that the weights were loaded
+    from, whose texts are kept, and whose codes of scales that have not changed; what it holds beside weights for a
+    program alone is not streamed.
 
     Collective if torch.distributed is initialized: all ranks of `process_group` (default: all) call it and read to the
     end. What does not fit is found, and raised on all ranks, when the first tensor is asked for.
     """
     problems: list[Problem] = []
-    items = list[Item]()
-    with noted(problems):
+    items, slices, errors = list[Item](), Slices(), list[float]()
+    with slices, noted(problems):
         state = state_of(model_or_state_dict)
-        items = items_of(state, None, rename, bindings_of(state, files, None), problems)
+        theirs = bindings_of(state, files, None)
+        items = items_of(state, None, rename, theirs, problems, origin(source, slices, theirs))
     described = repr([(item.name, item.tensors) for item in items])
     facts = hashlib.sha256(described.encode()).hexdigest()
     agree(problems, process_group, facts, "export different names, shapes or dtypes")
-    for item in items:
-        yield from _tensors(item)
+    with slices:
+        for item in items:
+            yield from _tensors(item, errors)
+    if rank_of(process_group) == 0:
+        warn_rounded(f"files {files!r}", errors)
 
 
-def _tensors(item: Item) -> Iterator[tuple[str, Tensor]]:
+def _tensors(item: Item, errors: list[float]) -> Iterator[tuple[str, Tensor]]:
     """A weight's tensors. What a caller does between two of them runs in its own grad mode."""
     with torch.no_grad():
         whole = gathered_whole(item.value).detach()
@@ -53,5 +64,4 @@ def _tensors(item: Item) -> Iterator[tuple[str, Tensor]]:
     if not item.held:
         yield item.name, whole
     del whole
-    for one in item.held:
-        yield one.name, one.made(planes)
+    yield from made(item.held, planes, item.kept, errors)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from layoutc.checkpoint.common.folders import sync
-from layoutc.checkpoint.safetensors.files import INDEX, NAMES, SINGLE
+from layoutc.checkpoint.held.stored import NAMES
+from layoutc.checkpoint.safetensors.files import INDEX, SINGLE
 from layoutc.checkpoint.safetensors.recognize import CONFIG, Bound
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
@@ -73,29 +74,39 @@ def finish_folder(partly: Path, folder: Path, files: Mapping[str, Sequence[Plann
 
 
 class Planned(NamedTuple):
-    """A tensor that a file will hold, before it is made."""
+    """A tensor that a file will hold, before it is made. may_be_shorter: its size is the most that it can have."""
 
     name: str
     facts: Facts
+    may_be_shorter: bool = False
 
 
 class OpenFile:
     """A file of safetensors that is written tensor by tensor, in any order, with what was planned and in no other size.
 
-    As the library does, wider dtypes come first, so that every tensor is aligned. reserve: bytes of metadata, which is
-    known only at the end. Raises OSError if writing fails.
+    As the library does, wider dtypes come first, so that every tensor is aligned. Those of bytes that may be shorter
+    than planned come last, in the order in which they are made. reserve: bytes of metadata, which is known only at the
+    end. Raises OSError if writing fails.
     """
 
     def __init__(self, path: Path, planned: Iterable[Planned], reserve: int = 0) -> None:
-        self._left = {one.name: one.facts for one in planned}
+        self._left = {one.name: one for one in planned}
         self._spans: dict[str, tuple[int, int]] = {}
-        end = 0
-        for name, facts in sorted(self._left.items(), key=lambda one: (-one[1].dtype.itemsize, one[0])):
-            self._spans[name] = end, (end := end + facts.nbytes)
-        self._facts, self._nbytes = dict(self._left), end
+        self._facts, self._nbytes = dict[str, Facts](), 0
+        by_width = sorted(self._left.values(), key=lambda one: (-one.facts.dtype.itemsize, one.name))
+        for one in sorted(by_width, key=lambda one: one.may_be_shorter):
+            self._append(one.name, one.facts)
         self._room = len(self._header({"format": "pt"})) + reserve
+        for one in reversed(by_width):
+            if one.may_be_shorter:
+                self._nbytes -= self._facts.pop(one.name).nbytes
+                del self._spans[one.name]
         self._room += -self._room % 8
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by `finish`, or with the process
+
+    def _append(self, name: str, facts: Facts) -> None:
+        self._spans[name] = self._nbytes, self._nbytes + facts.nbytes
+        self._facts[name], self._nbytes = facts, self._nbytes + facts.nbytes
 
     def _header(self, metadata: Mapping[str, str]) -> bytes:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -106,8 +117,15 @@ class OpenFile:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Writes a tensor on the CPU. Raises LayoutError if it is not as planned."""
-        if (facts := self._left.pop(name, None)) != Facts(tuple(tensor.shape), tensor.dtype):
-            raise LayoutError(f"{name} is {tensor.dtype} of {list(tensor.shape)}, not {facts} as planned")
+        one, facts = self._left.pop(name, None), Facts(tuple(tensor.shape), tensor.dtype)
+        shorter = one is not None and one.may_be_shorter and facts.dtype == one.facts.dtype
+        shorter = shorter and one is not None and len(facts.shape) == 1 and facts.nbytes <= one.facts.nbytes
+        if one is None or not (shorter or facts == one.facts):
+            raise LayoutError(
+                f"{name} is {tensor.dtype} of {list(tensor.shape)}, not {one.facts if one else None} as planned"
+            )
+        if one.may_be_shorter:
+            self._append(name, facts)
         self._file.seek(8 + self._room + self._spans[name][0])
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -180,12 +198,18 @@ def write_streamed(path: Path, planned: Iterable[Planned], made: Iterable[tuple[
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
-    """Writes the index of several files."""
+    """Writes the index of several files, which are there."""
     where = {one.name: file for file, planned in files.items() for one in planned}
-    total = sum(one.facts.nbytes for planned in files.values() for one in planned)
+    total = sum(_bytes_of_tensors(folder / file) for file in files)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     sync(folder / INDEX)
+
+
+def _bytes_of_tensors(path: Path) -> int:
+    """All of a file but its header, whose length is in the first 8 bytes."""
+    with open(path, "rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def write_config(

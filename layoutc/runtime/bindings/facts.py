@@ -14,13 +14,15 @@ class Codes(NamedTuple):
     block + offset, in fp32, rounded after each.
 
     codebook, scale: patterns of the names of tensors, as those of planes. block: codes of one scale, in the order of
-    the file's tensor. offset: the key of the binding's text that has it.
+    the file's tensor. offset: the key of the binding's text that has it. values: the codebook of codes that are made,
+    ascending; () if none are.
     """
 
     codebook: str
     scale: str
     block: int
     offset: str
+    values: tuple[float, ...] = ()
 
 
 class BoundPlane(NamedTuple):

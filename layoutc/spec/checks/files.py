@@ -255,6 +255,10 @@ def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = f"write `layout: {'m k -> (m k)' if '(' in tensor.layout else 'm k -> m k'}`"
             message = "blocks of codes are counted by rows, but the layout has another order"
             yield source.find("LC368", message, source.value((*where, "layout")), help=help)
+        if codes.values is not None and not _is_looked_up(_known(spec).get(codes.values)):
+            label, why = source.value((*where, "codes", "values")), "codes of new values are looked up among such"
+            message = f"`{codes.values}` is no codebook of 256 values that ascend from -1 to 1"
+            yield source.find("LC368", message, label, why=why, help="delete `values`: files are then read only")
         tensors = spec.files[where[1]].tensors  # type: ignore[index]
         if "text" not in tensors or codes.offset not in (tensors["text"].value or {}):
             help = f"add `text: {{..., value: {{{codes.offset}: 0}}, any: [{codes.offset}]}}` to `tensors`"
@@ -264,6 +268,12 @@ def codes_can_be_read(spec: Spec, source: Source) -> Iterator[Diagnostic]:
             help = f"add `{codes.offset}` to `any` of `text`"
             message = f"`{codes.offset}` is another number in each file, but the text states one"
             yield source.find("LC368", message, source.value((*where, "codes", "offset")), help=help)
+
+
+def _is_looked_up(fmt: Format | None) -> bool:
+    """True for a codebook of a byte's values from -1 to 1, ascending."""
+    values = fmt.values if fmt else ()
+    return len(values) == 256 and list(values) == sorted(values) and max(map(abs, values)) <= 1
 
 
 def _keeps_order(tensor: FileTensor) -> bool:
@@ -330,17 +340,22 @@ def _tensors(spec: Spec) -> Iterator[tuple[Path, str, FileTensor]]:
 
 def _planes(spec: Spec) -> dict[str, Format]:
     """The format of each plane of the rowwise orientation; those that are not known are left out."""
+    known = _known(spec)
+    element, scale = quantized_as(spec, spec.orientations.rowwise)
+    names = {"data": element.format, "scale": scale.format, "zero": scale.zero}
+    planes = {kind: known[name] for kind, name in names.items() if name in known}
+    has_amax = spec.tensor is not None or spec.scale.history is not None
+    return planes | ({"amax": known["f32"]} if has_amax else {})
+
+
+def _known(spec: Spec) -> dict[str, Format]:
     known = dict(formats.BUILTIN)
     for name, entry in spec.formats.items():
         try:
             known[name] = formats.make(name, entry.model_dump())
         except (ValueError, KeyError, TypeError, AssertionError):
             continue  # reported where formats are checked
-    element, scale = quantized_as(spec, spec.orientations.rowwise)
-    names = {"data": element.format, "scale": scale.format, "zero": scale.zero}
-    planes = {kind: known[name] for kind, name in names.items() if name in known}
-    has_amax = spec.tensor is not None or spec.scale.history is not None
-    return planes | ({"amax": known["f32"]} if has_amax else {})
+    return known
 
 
 def _fields(pattern: str, allowed: tuple[str, ...]) -> str | None:

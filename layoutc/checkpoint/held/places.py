@@ -10,16 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layoutc.checkpoint.safetensors.files import Stored
-from layoutc.checkpoint.untrusted.files import json_of, short
 from layoutc.runtime import numerics as num
 from layoutc.runtime.bindings.facts import MATRICES, REST, BoundPlane
-from layoutc.runtime.errors import DamagedError, LayoutError
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.facts import Facts
 
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 Range = tuple[int, int]
-Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # slices of tensors
 AT_A_TIME = 1 << 22  # bytes of packed codes that are rearranged at a time
 
 
@@ -290,30 +287,6 @@ def formed(bound: BoundPlane, values: Tensor) -> Tensor:
     if bound.over is not None:  # a number over a tensor is its reciprocal, times the number: rounded twice
         return torch.full_like(values, bound.over) / values
     return values / bound.by if bound.by is not None else values
-
-
-class Meaning(NamedTuple):
-    """What the codes stand for that files have in place of a plane's values: tensors, as `Codes` says."""
-
-    codebook: Stored
-    scale: Stored
-    text: Stored
-    block: int
-    offset: str
-
-    def of(self, codes: Tensor, rows: range, columns: range, width: int, fetch: Read) -> Tensor:
-        """The values, fp32, of codes at these rows and columns of `width`. Raises as `added` does."""
-        numbers = torch.arange(rows.start, rows.stop)[:, None] * width + torch.arange(columns.start, columns.stop)
-        values = fetch(self.codebook, ())[codes.long()] * fetch(self.scale, ())[numbers // self.block]
-        return values + torch.tensor(self.added(fetch), dtype=torch.float32)
-
-    def added(self, fetch: Read) -> float:
-        """The offset. Raises DamagedError for one that is no number of fp32."""
-        text = json_of(bytes(fetch(self.text, ()).numpy()), f"{self.text.name} in the files")
-        offset = text.get(self.offset)
-        if not isinstance(offset, int | float) or not abs(offset) <= num.F32_MAX:
-            raise DamagedError(f"{self.text.name} in the files has {short(offset)} as {self.offset}: no number to add")
-        return offset
 
 
 # ---------------------------------------------------------------------------------------------------------------- write

@@ -1,0 +1,102 @@
+"""Tensors in files that follow from a weight's shape, from the recipe, or from both as JSON: made, and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.held.stored import OF_OTHERS, Read, Stored
+from layoutc.checkpoint.untrusted.files import json_of
+from layoutc.runtime.bindings.facts import Binding
+from layoutc.runtime.bindings.names import tensor_name
+from layoutc.runtime.bindings.texts import with_sizes
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+LONGEST_NUMBER = 25  # bytes of an fp32 value in JSON, at most
+
+
+class Stated(NamedTuple):
+    """A tensor that follows from a weight's shape: its two sizes, or the number of each column's block; or from the
+    recipe alone, the values of codes; or from both, JSON."""
+
+    name: str
+    facts: Facts
+    sizes: tuple[int, int]  # rows and columns; or columns of the weight and of a block
+    values: tuple[float, ...] = ()
+    text: Mapping[str, Any] | None = None
+    free: tuple[str, ...] = ()  # keys of the text that may have any value
+    offsets: tuple[str, ...] = ()  # those of them that codes of the weight's values give theirs
+
+    def made(self, offsets: Mapping[str, float] | None = None, there: bytes | None = None) -> Tensor:
+        """The tensor. offsets: the values of these keys of the text; None leaves it as it is. there: the text that
+        files have which the weight was read from, to keep what it says."""
+        if self.values:
+            return torch.tensor(self.values, dtype=self.facts.dtype)
+        if self.text is not None:
+            text = there
+            if text is None or offsets is not None:
+                said = self.text if there is None else json_of(there, self.name)
+                text = json.dumps({**said, **(offsets or {})}).encode()
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self.facts.shape == (2,):
+            return torch.tensor(self.sizes, dtype=self.facts.dtype)
+        return (torch.arange(self.sizes[0]) // self.sizes[1]).to(self.facts.dtype)
+
+    def most(self, there: bytes | None) -> int:
+        """The most bytes of the text that is made, with offsets or without."""
+        assert self.text is not None
+        said = self.text if there is None else json_of(there, self.name)
+        room = len(json.dumps(said).encode()) + LONGEST_NUMBER * len(self.offsets) if self.offsets or not there else 0
+        return max(room, len(there or b""))
+
+    def check(self, stored: Stored, fetch: Read) -> None:
+        """Raises LayoutError if the files hold something else."""
+        if self.text is not None:
+            self._check_text(self.text, bytes(fetch(stored, ()).numpy()))
+            return
+        if torch.equal(fetch(stored, ()), self.made()):
+            return
+        if self.values:
+            raise LayoutError(f"{self.name} in the files holds other values of codes than the recipe has")
+        if self.facts.shape == (2,):
+            raise LayoutError(f"{self.name} in the files does not say {list(self.sizes)}, the weight's shape")
+        raise LayoutError(
+            f"{self.name} in the files does not number the columns in blocks of {self.sizes[1]}: they were quantized "
+            "in the order of their activations (desc_act), which the recipe can't hold; quantize without it"
+        )
+
+    def _check_text(self, stated: Mapping[str, Any], stored: bytes) -> None:
+        """Raises LayoutError unless the files say the same, but for keys that may have any value; DamagedError, which
+        is one, for what is no mapping in JSON."""
+        found = json_of(stored, f"{self.name} in the files")
+        for key in sorted((stated.keys() | found.keys()) - {*self.free}):
+            if found.get(key) != stated.get(key):
+                there, here = (repr(one[key])[:80] if key in one else "nothing" for one in (found, stated))
+                raise LayoutError(f"{self.name} in the files has {there} as {key}, but a weight here has {here}")
+
+
+def stated(binding: Binding, parameter: str, rows: int, columns: int) -> list[Stated]:
+    """The tensors of a parameter in files that follow from its shape."""
+    found = list[Stated]()
+    if binding.shape:
+        name, dtype = binding.shape
+        found.append(Stated(tensor_name(name, parameter), Facts((2,), OF_OTHERS[dtype]), (rows, columns)))
+    if binding.groups:
+        name, dtype, each = binding.groups
+        found.append(Stated(tensor_name(name, parameter), Facts((columns,), OF_OTHERS[dtype]), (columns, each)))
+    if binding.codebook:
+        name, dtype, values = binding.codebook
+        facts = Facts((len(values),), OF_OTHERS[dtype])
+        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), values))
+    if binding.text:
+        name, text, free = binding.text
+        said = with_sizes(text, {"rows": rows, "columns": columns})
+        facts = Facts((len(json.dumps(said).encode()),), torch.uint8)
+        offsets = tuple(plane.codes.offset for plane in binding.planes.values() if plane.codes)
+        found.append(Stated(tensor_name(name, parameter), facts, (rows, columns), (), said, free, offsets))
+    return found

@@ -1,0 +1,47 @@
+"""A tensor in a file: where its bytes lie, and what its dtype is in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+# Those that only newer versions of safetensors know: in files of other programs.
+OF_OTHERS = DTYPES | {
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+NAMES = {dtype: name for name, dtype in OF_OTHERS.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor as a file's header describes it. It is bytes `begin` to `end` of the file."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+Read = Callable[[Stored, tuple[slice, ...]], Tensor]  # slices of tensors, all of one without any

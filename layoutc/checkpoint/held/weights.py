@@ -1,0 +1,111 @@
+"""The tensors that files of other programs hold for a weight: made of its planes, or kept from where it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from layoutc.checkpoint.held import places
+from layoutc.checkpoint.held.codes import Encoded, encode
+from layoutc.checkpoint.held.stated import Stated
+from layoutc.runtime.bindings.facts import Codes
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.facts import Facts
+
+
+class Held(NamedTuple):
+    """A tensor that files hold for a weight: rows of a plane, or what follows from the weight's shape.
+
+    part: the number of the weight's part in the files that it belongs to. codes: files have codes of the plane's
+    values; of: what of them the tensor is, "codes", "codebook" or "scale".
+    """
+
+    name: str
+    facts: Facts
+    plane: str
+    rows: tuple[int, int]
+    place: places.Place | None
+    stated: Stated | None = None
+    part: int = 0
+    codes: Codes | None = None
+    of: str = ""
+
+    @property
+    def may_be_shorter(self) -> bool:
+        """True for a text with numbers that are known only when it is made."""
+        return self.stated is not None and bool(self.stated.offsets)
+
+
+class Kept(Protocol):
+    """Files that a weight was read from, or an earlier state of it."""
+
+    def codes(self, plane: str, part: int) -> tuple[Encoded, Tensor]:
+        """The codes that they have for a part's values of a plane, and what these stand for: fp32, of their shape."""
+
+    def text(self, name: str) -> bytes | None:
+        """The text of this name, which says what follows from the weight; None if they have none."""
+
+
+def made(
+    tensors: Iterable[Held],
+    planes: Mapping[str, Tensor],
+    kept: Kept | None = None,
+    errors: MutableSequence[float] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each of a weight's tensors, in memory of their own, of its whole planes.
+
+    Codes of values are those of `kept`, if they stand for these values to the bit; else they are made, and the error of
+    those that stand for others is added to `errors`. Raises LayoutError, with a name, for values that have no codes.
+    """
+    tensors = tuple(tensors)
+    coded = {(one.part, one.plane): _encoded(one, planes, kept) for one in tensors if one.of == "codes"}
+    for encoded in coded.values():
+        if errors is not None and encoded.error:
+            errors.append(encoded.error)
+    for one in tensors:
+        yield one.name, _made(one, planes, coded, kept)
+
+
+def _made(
+    one: Held, planes: Mapping[str, Tensor], coded: Mapping[tuple[int, str], Encoded], kept: Kept | None
+) -> Tensor:
+    if one.stated is not None:
+        if one.stated.text is None:
+            return one.stated.made()
+        of_part = [encoded for (part, _), encoded in coded.items() if part == one.part]
+        there = kept.text(one.name) if kept is not None else None
+        if there is not None and all(encoded.kept for encoded in of_part):
+            return one.stated.made(None, there)
+        offsets = (encoded.offset for encoded in of_part)
+        return one.stated.made(dict(zip(one.stated.offsets, offsets, strict=True)), there)
+    if one.codes is None:
+        assert one.place is not None
+        return places.write(one.place, _rows(one, planes), one.facts.dtype)
+    encoded = coded[one.part, one.plane]
+    device = planes[one.plane].device
+    if one.of == "codes":
+        assert one.place is not None
+        return places.write(one.place, encoded.codes.to(device), one.facts.dtype)
+    return (encoded.scale if one.of == "scale" else encoded.codebook).to(device, copy=True)
+
+
+def _rows(one: Held, planes: Mapping[str, Tensor]) -> Tensor:
+    """The part's rows of a plane; all of one that has a row for all."""
+    plane = planes[one.plane]
+    return plane if one.rows[1] - one.rows[0] == len(plane) else plane[one.rows[0] : one.rows[1]]
+
+
+def _encoded(one: Held, planes: Mapping[str, Tensor], kept: Kept | None) -> Encoded:
+    assert one.codes is not None
+    values = _rows(one, planes).cpu()
+    if kept is not None:
+        encoded, stand_for = kept.codes(one.plane, one.part)
+        if torch.equal(stand_for.view(torch.int32), values.contiguous().view(torch.int32)):
+            return encoded
+    try:
+        return encode(values, one.codes.values, one.codes.block)
+    except LayoutError as error:
+        raise LayoutError(f"{one.name}: {error}") from error

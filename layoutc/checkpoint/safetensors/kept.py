@@ -1,0 +1,82 @@
+"""What files keep of a weight that was read from them: codes of its values, and what a text says that is free."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from layoutc.checkpoint.held.codes import Encoded
+from layoutc.checkpoint.held.stored import Read, Stored
+from layoutc.checkpoint.safetensors import recognize
+from layoutc.checkpoint.safetensors.bound import Found, find
+from layoutc.checkpoint.safetensors.files import Slices, read_folder
+from layoutc.checkpoint.safetensors.recognize import Bound
+
+
+class KeptIn(NamedTuple):
+    """A weight as files hold it, with its texts by the names of their tensors. fetch: reads slices of the files."""
+
+    found: Found
+    texts: Mapping[str, bytes]
+    fetch: Read
+
+    def codes(self, plane: str, part: int) -> tuple[Encoded, Tensor]:
+        """The codes that they have for a part's values of a plane, and what these stand for: fp32, of their shape."""
+        return self.found.planes[plane].codes(part, self.fetch)
+
+    def text(self, name: str) -> bytes | None:
+        """The text of this name; None if the files have none."""
+        return self.texts.get(name)
+
+
+def kept_in(found: Found, fetch: Read) -> KeptIn:
+    """What files keep of a weight that they hold. Raises as `Found.check_stated`."""
+    found.check_stated(fetch)
+    texts = {one.name: bytes(fetch(stored, ()).numpy()) for one, stored in found.stated if one.text is not None}
+    return KeptIn(found, texts, fetch)
+
+
+class Origin(NamedTuple):
+    """Files that weights were loaded from: their tensors by name, and what reads slices of them."""
+
+    tensors: Mapping[str, Stored]
+    slices: Slices
+
+    def of(self, name: str, shape: tuple[int, ...], bound: Bound) -> KeptIn | None:
+        """What the files keep of a weight of this name and shape; None if they don't hold it by this binding.
+
+        Raises LayoutError if tensors are missing, or have other shapes than the binding says; DamagedError, which is
+        one, for texts that can't be what was written.
+        """
+        if _planes_say_all(bound) or not recognize.is_held(bound, name, shape, self.tensors):
+            return None
+        found = find(name, shape, bound, self.tensors)
+        return kept_in(found, self.slices.read) if found is not None else None
+
+
+def origin(folder: str | PathLike[str] | None, slices: Slices, theirs: Iterable[Bound]) -> Origin:
+    """The files of a folder; none without one, or for bindings of which nothing is kept. Raises as `read_folder`."""
+    needed = folder is not None and not all(map(_planes_say_all, theirs))
+    return Origin(read_folder(Path(folder)).tensors if needed and folder is not None else {}, slices)
+
+
+def _planes_say_all(bound: Bound) -> bool:
+    """True if a weight's planes decide all bytes of its files, so that nothing of other files is kept."""
+    coded = any(plane.codes for plane in bound.binding.planes.values())
+    return not coded and (bound.binding.text is None or not bound.binding.text[2])
+
+
+def warn_rounded(label: str, errors: Sequence[float]) -> None:
+    """Says once that files have codes which stand for other values than the weights have. errors: of each weight."""
+    if errors:
+        warnings.warn(
+            f"{label}: the scales of {len(errors)} weights are rounded to codes, by at most {max(errors):.2%} of a "
+            "weight's largest scale. Codes that weights were loaded from are kept where an export is told the folder: "
+            "source=folder",
+            stacklevel=4,
+        )
