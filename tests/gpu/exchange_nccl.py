@@ -30,11 +30,11 @@ FORMS = [
 
 
 class Block(nn.Module):
-    """A feed-forward layer whose weights FSDP2 pads: 1000 rows over the ranks of some worlds."""
+    """A feed-forward layer whose weights FSDP2 pads: its rows over some worlds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(512, 1000), nn.Linear(1000, 512, bias=False)
+        self.up, self.down = nn.Linear(512, 1008), nn.Linear(1008, 512, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
