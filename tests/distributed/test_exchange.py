@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -182,6 +184,30 @@ def trains() -> None:
 
 def test_a_training_is_the_same(two: Ranks) -> None:
     two.run(trains)
+
+
+def freed() -> None:
+    """No gradient outlives its sum, though the collector is off: nothing refers to itself."""
+    model = sharded(built("fp8_block", "plain"), mp_policy=POLICY)
+    layoutc.exchange_gradients(model)
+    kept: list[weakref.ref[exchange._Kept]] = []
+    made = exchange._Kept.copied
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            exchange._Kept, "copied", lambda self, *args: (kept.append(weakref.ref(self)), made(self, *args))[1]
+        )
+        gc.disable()
+        try:
+            stepped(model, 0)
+            stepped(model, 1)
+        finally:
+            gc.enable()
+    assert len(kept) == 2 * 3  # a group of each block has parameters, that of the root has none
+    assert all(one() is None for one in kept)
+
+
+def test_gradients_are_freed(two: Ranks) -> None:
+    two.run(freed)
 
 
 def refused() -> None:

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(512, 1008), nn.Linear(1008, 512, bias=False)
+        self.up, self.down = nn.Linear(512, 992), nn.Linear(992, 512, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]

@@ -26,12 +26,31 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class _Kept:
-    """What gradients were copied into: (ranks, n), in their dtype; None before that."""
+    """The gradients that FSDP2 copies into a buffer. The copy is made when it is needed.
 
-    __slots__ = ("values",)
+    So they are copied on the stream that sends them, beside what backward computes meanwhile. FSDP2 keeps the buffer,
+    and with it gradients, until that stream is done with it.
+    """
+
+    __slots__ = ("__weakref__", "dim", "grads", "values")
 
     def __init__(self) -> None:
-        self.values: Tensor | None = None
+        self.grads: Sequence[Tensor] = ()
+        self.dim = 0
+        self.values: Tensor | None = None  # in fp32, once something else was done with the buffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the gradients, which is one; fp32 once there are values in it."""
+        return self.grads[0].dtype if self.grads and self.values is None else torch.float32
+
+    def copied(self, ranks: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Each rank's chunks of the gradients in a row: (ranks, n / ranks), by FSDP2's own copy."""
+        if not self.grads:
+            raise LayoutError("gradients were not copied into this buffer: FSDP2 reduces in another way than is known")
+        made = torch.empty(ranks, like.numel() // ranks, dtype=dtype, device=like.device)
+        torch.ops.fsdp.chunk_cat(self.grads, self.dim, ranks, out=made)
+        return made
 
 
 class GradientBuffer(Tensor):
@@ -41,12 +60,13 @@ class GradientBuffer(Tensor):
     """
 
     kept: _Kept
+    ranks: int
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], device: torch.device, kept: _Kept) -> GradientBuffer:
+    def __new__(cls, shape: Sequence[int], device: torch.device, ranks: int, kept: _Kept) -> GradientBuffer:
         """kept: what views share."""
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
-        made.kept = kept
+        made.ranks, made.kept = ranks, kept
         return made
 
     __torch_function__ = no_torch_function
@@ -59,28 +79,20 @@ class GradientBuffer(Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.view.default:
             buffer, shape = args
-            return GradientBuffer(
-                torch.empty(buffer.shape, device="meta").view(shape).shape, buffer.device, buffer.kept
-            )
+            viewed = torch.empty(buffer.shape, device="meta").view(shape)
+            return GradientBuffer(viewed.shape, buffer.device, buffer.ranks, buffer.kept)
         if func is torch.ops.fsdp.chunk_cat.default:
-            return _copy(kwargs.pop("out"), *args, **kwargs)
+            kept = kwargs["out"].kept
+            kept.grads, kept.dim = tuple(args[0]), args[1]
+            return None
         args = [one.in_fp32() if isinstance(one, GradientBuffer) else one for one in args]
         return func(*args, **kwargs)
 
     def in_fp32(self) -> Tensor:
         """The values, in fp32 from now on."""
-        values = self.kept.values
-        if values is None:
-            raise LayoutError("gradients were not copied into this buffer: FSDP2 reduces in another way than is known")
-        self.kept.values = values = values.to(torch.float32)
-        return values.view(self.shape)
-
-
-def _copy(out: GradientBuffer, grads: Sequence[Tensor], dim: int, num_chunks: int) -> None:
-    """FSDP2's copy of gradients that are all of one dtype: each rank's chunks of them in a row."""
-    dtype = grads[0].dtype if grads[0].dtype in NARROW else out.dtype
-    out.kept.values = values = torch.empty(out.shape, dtype=dtype, device=out.device)
-    torch.ops.fsdp.chunk_cat(grads, dim, num_chunks, out=values)
+        if self.kept.values is None:
+            self.kept.values = self.kept.copied(self.ranks, torch.float32, self)
+        return self.kept.values.view(self.shape)
 
 
 class Exchange:
@@ -97,7 +109,7 @@ class Exchange:
         if is_result or dtype is not torch.float32:
             return torch.empty(*size, dtype=dtype, device=device)
         self._given = int(numel)
-        return GradientBuffer((int(numel),), device, _Kept())
+        return GradientBuffer((int(numel),), device, self._ranks, _Kept())
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -105,12 +117,14 @@ class Exchange:
         """The rank's part of the sum or the mean, on the current stream. Other operations, and gradients in fp32, are
         reduce-scattered as FSDP2 would.
         """
-        values = input_tensor.kept.values if isinstance(input_tensor, GradientBuffer) else None
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self._ranks}.get(getattr(op, "op", op))
-        if values is None or values.dtype not in NARROW or divisor is None or async_op:
+        is_narrow = isinstance(input_tensor, GradientBuffer) and input_tensor.kept.dtype in NARROW
+        if not is_narrow or divisor is None or async_op:
             plain = input_tensor.in_fp32() if isinstance(input_tensor, GradientBuffer) else input_tensor
             work: dist.Work | None = _reduce_scatter(output_tensor, plain, group=group, op=op, async_op=async_op)
             return work
+        kept = cast(GradientBuffer, input_tensor).kept
+        values = kept.copied(self._ranks, kept.dtype, input_tensor)
         received = torch.empty_like(values)
         dist.all_to_all_single(received, values, group=group)
         rank_sum(received, output_tensor, divisor)
@@ -121,9 +135,9 @@ def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
     """Makes FSDP2 send gradients in bf16 or fp16 as they are and add them up in fp32, in all modules of `model`.
 
     Call it after `fully_shard`, on all ranks; parameters may be quantized, cast on gather or plain. It acts where the
-    policy's param_dtype is bf16 or fp16 and its reduce_dtype fp32.
-    Gradients of two ranks are those of FSDP2's own reduce-scatter to the bit; of more, sums are in the order of ranks.
-    Half of the bytes travel, and the sums of gradients that accumulate without synchronization still travel in fp32.
+    policy's param_dtype is bf16 or fp16 and its reduce_dtype fp32. Half of the bytes travel. Gradients of two ranks are
+    those of FSDP2's own reduce-scatter to the bit; of more, sums are in the order of ranks. Gradients that were
+    accumulated without synchronization, in fp32, travel in fp32.
 
     across_hosts: every rank sends to every other one, so that a host of n ranks sends up to n / 2 times as much to
     other hosts as a ring in fp32 would; False refuses that. Raises LayoutError there, on all ranks, and for a model
