@@ -35,9 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch
-from layoutc.runtime.triton import batch
-from layoutc.runtime.triton import reductions as row_kernels
+from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch, rank_sums
+from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -106,7 +105,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
 
 
 def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
-    """(name, kernel, constants, tile, dtype) of the amaxes of a batch, and of ranges of whole rows."""
+    """(name, kernel, constants, tile, dtype) of the amaxes of a batch, of ranges of whole rows, of sums over ranks."""
     kernel = batch.amax_batch_kernel
     for dtype in ("bf16", "fp32"):
         tile_m, tile_k, warps = batches.AMAX_TILE
@@ -117,7 +116,10 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     yield "amax_batch 24 columns bf16", kernel, {"BLOCK_K": 24, "WHOLE": False}, tile, "bf16"
     for rows in (1, 20):
         tile = (rows, 4096 >> (rows - 1).bit_length(), 1, 4, None)
-        yield f"row_range {rows} bf16", row_kernels.row_range_kernel, {"BLOCK_M": rows}, tile, "bf16"
+        yield f"row_range {rows} bf16", reductions.row_range_kernel, {"BLOCK_M": rows}, tile, "bf16"
+    tile = (1, rank_sums.TILE, 1, rank_sums.WARPS, None)
+    constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
+    yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
 
 
 def compiled(
@@ -140,7 +142,9 @@ def compiled(
     constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
     pointers = {
         "x": f"*{dtype}",
-        "out": f"*{dtype}",
+        "out": "*fp32" if "TILE" in fixed else f"*{dtype}",
+        "parts": f"*{dtype}",
+        "number": "fp32",
         "table": "*i64",
         "input_max": "fp32",
         "ranges": "*fp32",
@@ -155,9 +159,9 @@ def compiled(
         if name in constant:
             signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        is_size = name in ("m", "k", "stride_m", "cover_k")
+        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks")
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
-        if name != "input_max":
+        if name not in ("input_max", "number", "ranks"):
             attributes[index,] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": tile[3], "maxnreg": tile[4] if capability == 90 else None, "enable_fp_fusion": False}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from layoutc.runtime.kernels.rank_sums import rank_sum, sum_in_order
+from layoutc.runtime.kernels.rank_sums import rank_sum, scaling, sum_in_order
 from layoutc.runtime.triton.reductions import rank_sum_kernel
 
 
@@ -35,7 +35,8 @@ def test_both_ways_add_in_the_order_of_ranks(ranks: int, numel: int, divisor: in
     assert out.numpy().tobytes() == expected(parts, divisor).tobytes()
     if triton.knobs.runtime.interpret:
         out.fill_(1)
-        rank_sum_kernel[(-(-numel // 1024),)](parts, out, numel, ranks, float(divisor), TILE=1024)
+        number, divides = scaling(divisor)
+        rank_sum_kernel[(-(-numel // 1024),)](parts, out, numel, ranks, number, DIVIDE=divides, TILE=1024)
         assert out.numpy().tobytes() == expected(parts, divisor).tobytes()
 
 

@@ -46,6 +46,12 @@ def _bind(parts: Tensor, out: Tensor, divisor: int) -> Bound:
     from layoutc.runtime.triton.reductions import rank_sum_kernel
 
     ranks, numel = parts.shape
-    args = parts, out, numel, ranks, float(divisor)
-    made: Bound = direct.Bound(rank_sum_kernel, (cdiv(numel, TILE),), args, WARPS, None, direct.Constants((TILE,)))
+    number, divides = scaling(divisor)
+    args, constants = (parts, out, numel, ranks, number), direct.Constants((divides, TILE))
+    made: Bound = direct.Bound(rank_sum_kernel, (cdiv(numel, TILE),), args, WARPS, None, constants)
     return made
+
+
+def scaling(divisor: int) -> tuple[float, bool]:
+    """The kernel's number, and whether it divides by that: the inverse of a power of two is exact, and costs less."""
+    return (float(divisor), True) if divisor & (divisor - 1) else (1 / divisor, False)
