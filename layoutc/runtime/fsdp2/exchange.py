@@ -140,29 +140,39 @@ def exchange_gradients(model: nn.Module, *, across_hosts: bool = False) -> None:
     accumulated without synchronization, in fp32, travel in fp32.
 
     across_hosts: every rank sends to every other one, so that a host of n ranks sends up to n / 2 times as much to
-    other hosts as a ring in fp32 would; False refuses that. Raises LayoutError there, on all ranks, and for a model
-    that FSDP2 does not shard.
+    other hosts as a ring in fp32 would; False refuses that. Raises LayoutError there, on all ranks; for a model that
+    FSDP2 does not shard; and where no gradients are narrower than their sums.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise LayoutError("exchange_gradients: FSDP2 shards no module of this model. Call fully_shard first")
-    groups = {module: registry.shard_groups(module) for module in modules}
-    if several := [module for module, found in groups.items() if len(found) > 1]:
+    found = {module: registry.reductions(module) for module in modules}
+    if several := [module for module, reductions in found.items() if len(reductions) > 1]:
         raise LayoutError(
             f"exchange_gradients: parameters of one {several[0].__class__.__name__} are sharded over several meshes, "
             "where FSDP2 takes one reduce-scatter for all. Call fully_shard on modules of their own for each mesh"
         )
-    distinct = dict.fromkeys(group for found in groups.values() for group in found)
-    if not across_hosts and (apart := [group for group in distinct if _hosts(group) > 1]):
+    acts = {
+        module: one.over
+        for module, reductions in found.items()
+        for one in reductions
+        if one.into is torch.float32 and one.dtypes & {*NARROW}
+    }
+    if not acts:
         raise LayoutError(
-            f"exchange_gradients: {apart[0].size()} ranks on {_hosts(apart[0])} hosts shard together, and each would "
+            "exchange_gradients has nothing to do: FSDP2 sends this model's gradients in the dtype they have. Call "
+            "fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    hosts = {} if across_hosts else {group: _hosts(group) for group in dict.fromkeys(acts.values())}
+    if apart := [(group.size(), count) for group, count in hosts.items() if count > 1]:
+        raise LayoutError(
+            f"exchange_gradients: {apart[0][0]} ranks on {apart[0][1]} hosts shard together, and each would "
             "send to all others. Shard within hosts (a mesh of two dims, replicate and shard), or pass "
             "across_hosts=True where the hosts' links have room for it"
         )
-    for module, found in groups.items():
-        for group in found:
-            if group.size() > 1:
-                module.set_custom_reduce_scatter(cast(Any, Exchange(group.size())))
+    for module, group in acts.items():
+        if group.size() > 1:
+            module.set_custom_reduce_scatter(cast(Any, Exchange(group.size())))
 
 
 def _hosts(group: Any) -> int:

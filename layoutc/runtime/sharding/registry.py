@@ -321,17 +321,32 @@ def sharded_parameters() -> dict[int, Tensor]:
     return sharded
 
 
-def shard_groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The group that each FSDPParamGroup of a module that fully_shard was called with is sharded over.
+@dataclass(frozen=True)
+class Reduced:
+    """How FSDP2 reduces gradients of parameters that it gathers together.
 
-    Raises as `parameters`.
+    over: the ranks. dtypes: of the gradients, as far as the policy or the parameters say. into: of their sum; None: the
+    same.
     """
+
+    over: dist.ProcessGroup
+    dtypes: frozenset[torch.dtype]
+    into: torch.dtype | None
+
+
+def reductions(module: nn.Module) -> list[Reduced]:
+    """Those of each FSDPParamGroup of a module that fully_shard was called with. Raises as `parameters`."""
     states, state_class, mesh_class = _registry()
     state = states[module]() if module in states else None
-    groups = _groups(state) if isinstance(state, state_class) else []
-    meshes: list[Any] = [param.mesh_info for group in groups for param in group.fsdp_params[:1]]
-    sharding = [isinstance(mesh, mesh_class) for mesh in meshes]
-    return [mesh.shard_process_group for mesh in compress(meshes, sharding)]
+    found = []
+    for group in _groups(state) if isinstance(state, state_class) else []:
+        _check(group, ("fsdp_params", "mp_policy"))
+        meshes: list[Any] = [param.mesh_info for param in group.fsdp_params[:1]]
+        given = {param.sharded_param.dtype for param in group.fsdp_params}
+        dtypes = frozenset(given if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype})
+        for mesh in compress(meshes, [isinstance(mesh, mesh_class) for mesh in meshes]):
+            found.append(Reduced(mesh.shard_process_group, dtypes, group.mp_policy.reduce_dtype))
+    return found
 
 
 #: Of every pre-all-gather hook.
