@@ -19,7 +19,8 @@ from layoutc.layout.layout import Buffer, Layout, Plane, Source, codes_per_group
 from layoutc.plan.plan import Gather, Plan
 from layoutc.report.describe import padding_bytes
 from layoutc.report.proof import Proof, proof
-from layoutc.report.proofs_of_values import bits_are_their_own, transforms_can_be_undone, transforms_cancel
+from layoutc.report.proofs_of_files import OF_FILES
+from layoutc.report.proofs_of_values import OF_VALUES
 
 BUDGET = 2**16  # values or bytes that one proof may walk
 
@@ -393,7 +394,6 @@ PROVERS: tuple[Prover, ...] = (
     cuts_cross_nothing,
     derivations_are_lossless,
     gathers_are_minimal,
-    bits_are_their_own,
-    transforms_can_be_undone,
-    transforms_cancel,
+    *OF_VALUES,
+    *OF_FILES,
 )

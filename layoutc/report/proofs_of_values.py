@@ -113,3 +113,6 @@ def _cut(plan: Plan, source: Source, transform: Transform) -> str:
     if not size or size % transform.size:
         return f"blocks have {size or 'all'} steps along {transform.axis}"
     return f"a matrix may have {multiple} steps along {transform.axis}" if multiple % transform.size else ""
+
+
+OF_VALUES = (bits_are_their_own, transforms_can_be_undone, transforms_cancel)

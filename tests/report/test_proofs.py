@@ -20,8 +20,9 @@ from layoutc.cli.app import main
 from layoutc.layout import chain
 from layoutc.layout.chain import Chain
 from layoutc.plan.plan import Plan, derive
-from layoutc.report import proofs
+from layoutc.report import proofs, proofs_of_files
 from layoutc.report.proofs import Proof, failures, prove
+from layoutc.report.proofs_of_files import OF_FILES
 from layoutc.report.proofs_of_values import transforms_cancel
 from layoutc.spec.checks.read import read_spec
 
@@ -345,3 +346,26 @@ def test_every_entry_of_a_buffer_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     last = asked[-1]
     monkeypatch.setattr(Chain, "value_at", lambda self, *at: (-1, -1) if at == last else value_at(self, *at))
     assert "holds the value of block (-1, -1)" in proofs._not_its_block(buffer, *shape, True)
+
+
+def of_files(name: str) -> dict[str, str]:
+    """Counterexamples of what is said about a recipe's files, by what they are about."""
+    return {one.about: one.counter for prove in OF_FILES for one in prove(recipe(name))}
+
+
+def test_files_hold_each_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss' codes lie transposed, AWQ's permuted in words. Two values in one place, or a plane in none, are told."""
+    for name, about in (("mxfp4_gpt_oss", "files gpt_oss, rowwise_data"), ("awq", "files awq, rowwise_zero")):
+        assert of_files(name)[about] == ""
+    where = proofs_of_files.where
+    monkeypatch.setattr(
+        proofs_of_files, "where", lambda layout, sizes, index: where(layout, sizes, (max(index[0], 1), index[1]))
+    )
+    assert of_files("awq")["files awq, rowwise_scale"] == "the values at (0, 0) and (1, 0) both lie at (0, 1)"
+    layout = recipe("awq").layout
+    (binding,) = layout.files
+    lost: Any = SimpleNamespace(
+        sources=layout.sources, planes=layout.planes, files=[replace(binding, planes=binding.planes[1:])]
+    )
+    found = [one.counter for one in proofs_of_files.planes_are_in_files(SimpleNamespace(layout=lost))]  # type: ignore[arg-type]
+    assert found == ["rowwise_data is in 0 tensors"]
