@@ -54,11 +54,11 @@ class E3M4BlockTensor(QuantizedTensor):
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied.
+        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values.
         """
         if steady.arrived(self, out, metadata, all_gather_outputs):
             return None

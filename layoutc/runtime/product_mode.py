@@ -12,6 +12,9 @@ Mode = Literal["auto", "low", "dequantize"]
 _MODES = ("auto", "low", "dequantize")
 _mode: Mode = "dequantize"
 
+OwnMode = Literal["auto", "low", "dequantize", "dequantize_on_gather"]  # of a weight
+ON_GATHER: OwnMode = "dequantize_on_gather"
+
 Saves = Literal["quantized", "input"]
 _SAVES = ("quantized", "input")
 _saves: Saves | None = None
@@ -31,15 +34,18 @@ class Weight(Protocol):
     """A weight that products ask for its mode: a quantized one, or one that is cast on gather."""
 
     LAYOUT: ClassVar[Layout]
-    _products: Mode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
+    _products: OwnMode | None  # its own choice, as `layoutc.set_products_` sets it; None: what is set for all
 
 
 def of(weight: Weight) -> Mode:
     """The mode that products of a weight follow now: its own, else what is set for all.
 
-    A weight of a recipe without products is always dequantized.
+    A weight of a recipe without products is always dequantized. So is one that is dequantized on gather, wherever its
+    codes are multiplied after all: where nothing gathers it.
     """
-    return "dequantize" if weight.LAYOUT.products is None else weight._products or _mode
+    if weight.LAYOUT.products is None or weight._products == ON_GATHER:
+        return "dequantize"
+    return weight._products or _mode  # type: ignore[return-value]
 
 
 def setting(weight: Weight) -> str:
@@ -48,9 +54,17 @@ def setting(weight: Weight) -> str:
 
 
 def check(mode: str) -> None:
-    """Raises ValueError for anything but a mode."""
+    """Raises ValueError for anything but a mode that can be set for all weights."""
+    if mode == ON_GATHER:
+        raise ValueError(f'{mode} is for weights of a model: layoutc.set_products_(model, "{mode}")')
     if mode not in _MODES:
         raise ValueError(f"products are {', '.join(_MODES)}, not {mode!r}")
+
+
+def check_own(mode: str) -> None:
+    """Raises ValueError for anything but a mode of a weight."""
+    if mode not in (*_MODES, ON_GATHER):
+        raise ValueError(f"products of weights are {', '.join((*_MODES, ON_GATHER))}, not {mode!r}")
 
 
 class products:

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def built(recipe: str, use: str, dtype: torch.dtype = torch.float32) -> Any:
-    """use: quantized, cast, or plain with the values of both."""
+    """use: quantized, cast, or plain with the values of both; "... on gather": these are dequantized on gather."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Block()).to(dtype)
     if use == "plain":
@@ -52,7 +52,9 @@ def built(recipe: str, use: str, dtype: torch.dtype = torch.float32) -> Any:
             for layer in (block.up, block.down):
                 layer.weight.data = recipe_module(recipe).quantize(layer.weight.data).dequantize()  # type: ignore[union-attr]
     else:
-        (layoutc.quantize_ if use == "quantized" else layoutc.cast_on_gather_)(model, recipe)
+        (layoutc.cast_on_gather_ if use.startswith("cast") else layoutc.quantize_)(model, recipe)
+    if use.endswith("on gather"):
+        layoutc.set_products_(model, "dequantize_on_gather")
     return model
 
 
@@ -228,7 +230,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def equal_to_plain(recipe: str, case: str) -> None:
     """Losses, and each rank's gradients, to the bit."""
     found = []
-    for use in ("plain", "quantized", "cast"):
+    for use in ("plain", "quantized", "cast", "quantized on gather", "cast on gather"):
         model = built(recipe, use)
         if case == "replicas":
             model = sharded(model, mesh=mesh_of(2, dist.get_world_size() // 2, names=("copies", "slices")))

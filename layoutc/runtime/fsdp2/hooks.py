@@ -7,7 +7,7 @@ the padded shard's shape. Packed codes and scales never do, and the other ranks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
@@ -45,6 +46,7 @@ class Gathered:
 
     stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
+    values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
     routes: dict[PassName, Route] = field(default_factory=dict)
 
 
@@ -88,7 +90,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
         initial_values.free(shard)  # it has been frozen
     gathering = Gathering(route)
     if layout.shared:
-        stays = sharding is None or not sharding.frees_after_pass  # then codes must keep their scale
+        stays = sharding is None or keeps_codes(shard, sharding)  # then they must keep their scale
         planes = {name: shard._planes[name] for name in layout.shared_in(route.which)}
         gathering.shared = copies(planes) if stays else planes
     if sharding is not None:
@@ -125,6 +127,11 @@ def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
         )
 
 
+def keeps_codes(shard: Shard, sharding: Sharding) -> bool:
+    """True if the codes that are gathered now may still be read when the shard is quantized anew."""
+    return not sharding.frees_after_pass and not on_gather.leaves_values(shard)
+
+
 def passing(shard: Shard) -> PassName:
     """The pass that gathers now."""
     if (simulated := _simulated.get()) is not None:
@@ -152,15 +159,22 @@ def pass_of(sharding: Sharding, gathered: Gathered) -> PassName:
 
 def finish(
     shard: Gatherable, planes: dict[str, Tensor], gathering: Gathering, dtype: torch.dtype, out: Tensor | None
-) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """What the post-all-gather hook returns: a new tensor and the inner tensors to free; None if `out` was given.
 
     out: an earlier gather's tensor, whose planes are all replaced. Its aliases share its dict of planes, so those that
     autograd saved in forward see what backward gathers. Inner tensors are the planes that were copied together; the
-    others are gather outputs, which FSDP2 frees anyway.
+    others are gather outputs, which FSDP2 frees anyway. Of a weight that is dequantized on gather, the tensor has
+    plain values, which are among the inner tensors.
     """
     if gathering.before is not None:
         gathering.before.planes = dict(planes)
+    if out is None and on_gather.leaves_values(shard) and (sharding := find(shard)) is not None:
+        route, device = gathering.route, next(iter(planes.values())).device
+        values = on_gather.new_values(route.shape, dtype, device)
+        gathered_of(sharding).values = values.view(route.matrix)
+        deliver(shard, planes, None)
+        return values, (values, *to_be_freed(gathering, [route], device))
     if out is None:
         cls, route, home, sharding = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch), find(shard)
         if shard.LAYOUT.passes_differ and route.which != "both":
@@ -170,11 +184,26 @@ def finish(
         both: tuple[PassName, ...] = ("forward", "backward")
         passes = [_route(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)
-    target: Any = getattr(out, "_local_tensor", out)
-    target._planes.clear()
-    target._planes.update(planes)
-    target._products = shard._products
+    deliver(shard, planes, out)
     return None
+
+
+def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None) -> None:
+    """Gives an earlier gather's tensor the planes that have arrived; if it has values, they will be dequantized.
+
+    out: None for a tensor with values that this gather has made.
+    """
+    target: Any = getattr(out, "_local_tensor", out)
+    if isinstance(target, QuantizedTensor):
+        target._planes.clear()
+        target._planes.update(planes)
+        target._products = shard._products  # may have been set since
+        return
+    sharding = find(shard)
+    assert sharding is not None
+    values = gathered_of(sharding).values
+    assert values is not None
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:

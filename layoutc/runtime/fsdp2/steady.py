@@ -64,7 +64,7 @@ def again(shard: QuantizedTensor) -> Sent | None:
         if planes.get(name) is not plane or plane.data_ptr() != address:
             return None
     gathering = kept.gathering
-    if gathering.shared and not sharding.frees_after_pass:
+    if gathering.shared and hooks.keeps_codes(shard, sharding):
         gathering = replace(gathering, shared=wire.copies(gathering.shared))
     return kept.tensors, gathering
 
@@ -100,12 +100,7 @@ def arrived(shard: hooks.Gatherable, out: Tensor | None, gathering: Gathering, o
     if out is None or before is None:
         return False
     if before.planes and all(map(_same_memory, outputs, before.outputs)):
-        target: QuantizedTensor = out if isinstance(out, QuantizedTensor) else out._local_tensor  # type: ignore[attr-defined]
-        planes = target._planes
-        planes.clear()
-        planes.update(before.planes)
-        planes.update(gathering.shared)
-        target._products = shard._products  # may have been set since
+        hooks.deliver(shard, before.planes | gathering.shared, out)
         return True
     before.outputs, before.planes = tuple(outputs), {}  # `finish` has the planes, if it gets that far
     return False

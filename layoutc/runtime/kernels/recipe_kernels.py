@@ -281,9 +281,9 @@ class Kernels:
             tile_m, tile_k, warps = self.dequantize_sizes[orientation]
             serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
             kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
-            constants = Constants((self.dequantize_tile, *serves, tile_m, tile_k, *kind))
+            constants = Constants((self.dequantize_tile, *serves, 0, False, tile_m, tile_k, *kind))
             books, grid = launch.codebooks(self.codebooks, out.device), launch.programs(m, k, tile_m, tile_k)
-            args = (out, m, k, read.get("amax"), *map(read.get, self._planes), books)
+            args = (None, out, m, k, read.get("amax"), *map(read.get, self._planes), books)
             bound = Bound(dequantize_kernel, grid, args, warps, None, constants, kept=books)
             self._reading[key] = bound
         return bound

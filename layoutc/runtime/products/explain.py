@@ -9,7 +9,7 @@ from torch import nn
 
 from layoutc.runtime import product_mode as mode
 from layoutc.runtime.facts import Operand
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import ON_GATHER, Mode, OwnMode
 from layoutc.runtime.products import grouped_choice
 from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe, Way, choose, recipes_of
 from layoutc.runtime.products.grouped_choice import Sizes
@@ -38,7 +38,7 @@ class ExplainedProduct(NamedTuple):
     way: Way
     kernel: str
     reason: str
-    own_mode: Mode | None = None
+    own_mode: OwnMode | None = None
 
     def __str__(self) -> str:
         """A line for a reader."""
@@ -86,11 +86,15 @@ def _explained(
     by_parts: bool,
 ) -> list[ExplainedProduct]:
     shape, (part, is_part) = tuple(param.shape), multiplied(param)
-    own: Mode | None = own_mode_holder(param)._products
-    wanted = own or wanted
+    own: OwnMode | None = own_mode_holder(param)._products
+    if own is not None:
+        wanted = "dequantize" if own == ON_GATHER else own  # type: ignore[assignment]
     rows = []
+    way: Way
     for product in NAMES:
-        if len(part) == 2:
+        if own == ON_GATHER:
+            way, reason = "dequantize", "gathers leave values"
+        elif len(part) == 2:
             way, reason = choose(cls, product, *part, tokens, device, wanted)
         elif len(part) == 3:
             experts, n, k = (part[0], part[2], part[1]) if by_columns else part

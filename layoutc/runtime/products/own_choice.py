@@ -1,4 +1,5 @@
-"""Weights that choose by themselves how they are multiplied: some blocks in low precision, others dequantized."""
+"""Weights that choose by themselves how they are multiplied: some in low precision, others dequantized, on gather or
+later."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from layoutc.runtime import product_mode
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.product_mode import ON_GATHER, OwnMode
 from layoutc.runtime.products.parallel import multiply_parts_
+from layoutc.runtime.sharding import gathered, registry
 
 Filter = Callable[[nn.Module, str], bool]
 
 
-def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | None = None) -> list[str]:
+def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter | None = None) -> list[str]:
     """Sets how the quantized weights of the chosen modules are multiplied; returns their names.
 
-    mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again.
+    mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again. Or
+    "dequantize_on_gather": FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A
+    gathered weight is a plain tensor then, as that of any other model: compiled graphs and other software see it as
+    such, at the host's cost and the gathered memory of a plain model; the values are those of "dequantize" to the bit.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
     like others. A weight that several modules share has one mode. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
@@ -31,10 +37,12 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
     asking it, and so in the activations' precision.
 
     Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
-    filter that chooses none of them.
+    filter that chooses none of them. Raises LayoutError, with "dequantize_on_gather", for weights whose passes gather
+    different codes, since activations that are recomputed in backward would meet the values of backward; and where
+    that mode begins or ends while a weight is gathered.
     """
     if mode is not None:
-        product_mode.check(mode)
+        product_mode.check_own(mode)
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}
     modules: list[nn.Module] = []
@@ -48,15 +56,47 @@ def set_products_(model: nn.Module, mode: Mode | None, *, filter_fn: Filter | No
                 chosen.setdefault(id(param), (name, param))
                 modules.append(module)
     if not every:
+        _check_not_gathered(model)
         raise ValueError("the model has no quantized weights: call quantize_ or cast_on_gather_ before set_products_")
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
         raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
-    multiply_parts_(modules)
+    if mode == ON_GATHER:
+        _check_passes(list(chosen.values()))
+    changed = [
+        sharding
+        for _, param in chosen.values()
+        for holder in _holders(param)
+        if (holder._products == ON_GATHER) != (mode == ON_GATHER) and (sharding := registry.find(holder)) is not None
+    ]
+    for sharding in changed:
+        gathered.check_resharded(sharding)
+    for sharding in changed:
+        gathered.forget(sharding)
+    if mode != ON_GATHER:
+        multiply_parts_(modules)
     for _, param in chosen.values():
         for holder in _holders(param):
             holder._products = mode
     return [name for name, _ in chosen.values()]
+
+
+def _check_passes(chosen: list[tuple[str, Tensor]]) -> None:
+    for name, param in chosen:
+        layout = own_mode_holder(param).LAYOUT
+        if layout.passes_differ:
+            raise LayoutError(
+                f"{name} can't be dequantized on gather: forward and backward gather different codes of {layout.name}, "
+                "whose values differ. Leave it out by filter_fn, or take a recipe of blocks that both passes read"
+            )
+
+
+def _check_not_gathered(model: nn.Module) -> None:
+    """Raises LayoutError where quantized weights are gathered as values now."""
+    sharded = registry.sharded_parameters()
+    for name, param in model.named_parameters():
+        if own_mode_holder(sharded.get(id(param), param)) is not None:
+            raise LayoutError(f"{name} is gathered now: call reshard() on the model's FSDP modules first")
 
 
 def own_mode_holder(param: Tensor) -> Any:

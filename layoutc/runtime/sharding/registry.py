@@ -1,4 +1,4 @@
-"""The registry of shards that FSDP2 holds: the only module that reads private names of torch.distributed.fsdp.
+"""The registry of shards that FSDP2 holds: with `gathered`, the only module that reads FSDP2's private names.
 
 FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
 for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
@@ -27,13 +27,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from layoutc.runtime.errors import LayoutError, UnsupportedTorch
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.product_mode import Mode
+from layoutc.runtime.product_mode import OwnMode
 
 RUNS_WITH = "2.11 to 2.14"
 FIX = "pip install 'torch>=2.11,<2.15'"
 
 _OF_GROUP = ("fsdp_params", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
-_OF_PARAM = ("sharded_param", "fsdp_placement", "mesh_info", "_orig_size", "padded_sharded_param_size")
+_OF_PARAM = (
+    *("sharded_param", "sharded_state", "fsdp_placement", "mesh_info"),
+    *("_orig_size", "padded_sharded_param_size", "all_gather_outputs"),
+)
 
 
 def parameters() -> Iterator[tuple[Any, Any]]:
@@ -100,7 +103,7 @@ class Shard(Protocol):
     LAYOUT: ClassVar[Layout]
     _name: str | None
     _peers: tuple[str, ...] | None
-    _products: Mode | None
+    _products: OwnMode | None
 
     @property
     def shape(self) -> torch.Size:
@@ -191,9 +194,13 @@ class Sharding:
         """True if reshard_after_forward is a number of ranks."""
         return bool(getattr(self.group(), "_use_post_forward_mesh", False))
 
+    def params_of_group(self) -> list[Any]:
+        """The FSDPParams that are gathered with this one, in the order of their hooks."""
+        return self.group().fsdp_params  # type: ignore[no-any-return, union-attr]
+
     def locals_of_group(self) -> list[Any]:
         """The local tensors of all parameters that are gathered with this one, in the order of their gathers."""
-        return [param.sharded_param._local_tensor for param in self.group().fsdp_params]  # type: ignore[union-attr]
+        return [param.sharded_param._local_tensor for param in self.params_of_group()]
 
     @property
     def gathers_for_backward(self) -> bool:

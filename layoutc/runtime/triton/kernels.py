@@ -93,16 +93,36 @@ def _plane_of(
 
 @triton.jit
 def dequantize_kernel(
+    table,  # of a batch; the other arguments are of one of its weights. None: that weight alone
     out, m, k,  # (m, k) values to write
-    amax,  # (1,) fp32, of the whole weight, if decoding reads it
+    amax,  # (1,) fp32, of the whole weight, if decoding reads it; of a batch: the first weight's
     p0, p1, p2, p3, p4, p5,
     codebooks,  # fp32 values of all codebooks that are looked up in memory
     DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Dequantizes: each program reads one tile of codes and its scales, and writes their values."""
-    row, column = tile_of(m, k, TILE_M, TILE_K)
+    if ROWS:
+        fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
+        if amax is not None:
+            amax = amax_at(amax, fields, ROWS)
+        out = plane_like(out, fields, 0, ROWS, ALIGNED)
+        if p0 is not None:
+            p0 = plane_like(p0, fields, 1, ROWS, ALIGNED)
+        if p1 is not None:
+            p1 = plane_like(p1, fields, 2, ROWS, ALIGNED)
+        if p2 is not None:
+            p2 = plane_like(p2, fields, 3, ROWS, ALIGNED)
+        if p3 is not None:
+            p3 = plane_like(p3, fields, 4, ROWS, ALIGNED)
+        if p4 is not None:
+            p4 = plane_like(p4, fields, 5, ROWS, ALIGNED)
+        if p5 is not None:
+            p5 = plane_like(p5, fields, 6, ROWS, ALIGNED)
+    else:
+        row, column = tile_of(m, k, TILE_M, TILE_K)
     planes = (p0, p1, p2, p3, p4, p5, codebooks)
     at = (row, column, m, k)
     values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)

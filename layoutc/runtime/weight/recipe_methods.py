@@ -15,6 +15,7 @@ from torch import Tensor
 from layoutc.runtime import numerics
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, launch
+from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.prepared_batch import Launches, PreparedBatch
@@ -137,6 +138,18 @@ class RecipeMethods:
             return kernels.dequantize(planes, m, k, orientation, dtype)
         values: Tensor = cls.REFERENCE.dequantize_reference(planes, m, k, orientation)
         return values.to(dtype)
+
+    @classmethod
+    def _dequantize_into(cls, weights: Sequence[Planes], orientation: str, outs: Tensors) -> None:
+        """As _matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay."""
+        source = cls.LAYOUT.sources[orientation][0]
+        if (kernels := cls._kernels(weights[0][source], outs[0].dtype)) is not None:
+            from layoutc.runtime.kernels.reading_batch import dequantize_batch
+
+            return dequantize_batch(kernels, weights, orientation, outs)
+        for planes, out in zip(weights, outs, strict=True):
+            with keeping_version(out):
+                out.copy_(cls.REFERENCE.dequantize_reference(planes, *out.shape, orientation))
 
     @classmethod
     def _reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:

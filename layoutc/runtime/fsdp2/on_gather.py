@@ -1,0 +1,93 @@
+"""Weights whose codes travel and whose values stay: FSDP2 then holds a plain parameter, as it does of a plain weight.
+
+FSDP2 calls the post-all-gather hooks of the parameters that it gathers together one after another, when all of them
+have arrived. The last one's hook dequantizes them all, in one launch for each recipe, and frees what arrived.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.product_mode import ON_GATHER
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+class Arrival(NamedTuple):
+    """A weight whose planes have arrived."""
+
+    recipe: type[QuantizedTensor]
+    planes: Mapping[str, Tensor]
+    values: Tensor  # (m, k), to be written
+
+
+@dataclass
+class Group:
+    """Those of an FSDPParamGroup that have arrived in the gather that goes on."""
+
+    awaited: list[Any] = field(default_factory=list)  # FSDPParams, in the order of their hooks
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
+
+
+def leaves_values(shard: Any) -> bool:
+    """True for a shard whose gathers leave values, if FSDP2 does not hold a gathered weight of it already."""
+    return shard._products == ON_GATHER and not shard.LAYOUT.passes_differ
+
+
+def new_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of a whole weight, to be written: ordinary memory, though inference may be what gathers first."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def arrive(sharding: Sharding, arrival: Arrival) -> None:
+    """Takes note of a weight that has arrived; with the last one of its group, all are dequantized."""
+    param, owner = sharding.param(), sharding.group()
+    group = _groups.get(owner)
+    if group is None:
+        group = _groups[owner] = Group()
+    if not group.awaited or param is group.awaited[0]:
+        group.awaited, group.arrivals = [one for one in sharding.params_of_group() if _is_awaited(one)], []
+    group.arrivals.append(arrival)
+    if param is not group.awaited[-1]:
+        return
+    awaited, arrivals = group.awaited, group.arrivals
+    group.awaited, group.arrivals = [], []  # parameters refer to modules, and so to the group itself
+    if len(arrivals) != len(awaited):
+        raise LayoutError(
+            f"{sharding.name}: {len(arrivals)} of {len(awaited)} weights that FSDP2 gathers together have arrived. "
+            'layoutc.set_products_(model, "dequantize") gathers codes, which needs no order'
+        )
+    dequantize_all(arrivals)
+    gathered.free_outputs(awaited)
+
+
+def _is_awaited(param: Any) -> bool:
+    """True for a parameter whose gather leaves values: as its first gather did."""
+    shard, held = gathered.shard_of(param), gathered.gathered_of(param)
+    if not hasattr(shard, "QUANTIZED"):
+        return False
+    return leaves_values(shard) if held is None else not isinstance(held, QuantizedTensor)
+
+
+@torch.no_grad()
+def dequantize_all(arrivals: list[Arrival]) -> None:
+    """Writes the values of weights, in one launch for those of a recipe and a dtype."""
+    kinds: dict[Any, list[Arrival]] = defaultdict(list)
+    for one in arrivals:
+        kinds[one.recipe, one.values.dtype, one.values.device].append(one)
+    for (recipe, *_), members in kinds.items():
+        orientation = recipe.LAYOUT.orientations[0]
+        recipe._dequantize_into([one.planes for one in members], orientation, [one.values for one in members])
