@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, steady, wire
+from layoutc.runtime.fsdp2 import hooks, packed, steady, wire
 from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
@@ -37,14 +37,14 @@ class FP8ChannelBF16Tensor(QuantizedTensor):
     columnwise_data = plane("columnwise_data")  # (m, k) uint8: e4m3 codes
     columnwise_scale = plane("columnwise_scale")  # (cdiv(m, 128), k) bfloat16: bf16 scale of each 128x1 block
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
         """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
         Forward sends rowwise_data and rowwise_scale; backward sends columnwise_data and columnwise_scale, padded to the
         same sizes, because FSDP2 expects equal sizes in all passes. A weight that stays gathered sends all of them
         once.
         """
-        if (sent := steady.again(self)) is not None:
+        if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
             return sent
         gathering = hooks.begin(self, mesh)
         planes: list[Tensor] = []
@@ -57,7 +57,7 @@ class FP8ChannelBF16Tensor(QuantizedTensor):
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: wire.Gathering,
+        metadata: wire.Gathering | packed.Packed,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -65,8 +65,11 @@ class FP8ChannelBF16Tensor(QuantizedTensor):
         """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values.
+        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes
+        may have travelled with those of others.
         """
+        if isinstance(metadata, packed.Packed):
+            return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)
         if steady.arrived(self, out, metadata, all_gather_outputs):
             return None
         received = wire.receive(all_gather_outputs, metadata)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layoutc.runtime.cast.handlers import register_cast
 from layoutc.runtime.cast.tensor import CastOnGather
 from layoutc.runtime.dispatch.table import HANDLERS
-from layoutc.runtime.fsdp2 import hooks, steady, wire
+from layoutc.runtime.fsdp2 import hooks, packed, steady, wire
 from layoutc.runtime.products import autograd
 from layoutc.runtime.quantize import entry_points
 from layoutc.runtime.weight.recipe_methods import plane
@@ -35,12 +35,12 @@ class MXFP4GptOssTensor(QuantizedTensor):
     rowwise_data = plane("rowwise_data")  # (m, k // 2) uint8: e2m1 codes, 2 per byte, low bits first
     rowwise_scale = plane("rowwise_scale")  # (m // 32, k) uint8: e8m0 scale of each 32x1 block
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], wire.Gathering]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> packed.Sent:
         """What this shard sends in a pass: planes as bytes, padded with zeros if the shard is short; and metadata.
 
         Both passes send the same planes.
         """
-        if (sent := steady.again(self)) is not None:
+        if (sent := packed.send(self, mesh) or steady.again(self)) is not None:
             return sent
         gathering = hooks.begin(self, mesh)
         data = wire.outgoing(self, gathering, "rowwise_data")
@@ -50,7 +50,7 @@ class MXFP4GptOssTensor(QuantizedTensor):
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: wire.Gathering,
+        metadata: wire.Gathering | packed.Packed,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -58,8 +58,11 @@ class MXFP4GptOssTensor(QuantizedTensor):
         """The whole weight, without padding, and the inner tensors to free; None with `out`, which gets the planes.
 
         Planes are views of the gather's outputs, which FSDP2 frees. Scales of blocks that cuts split arrive more than
-        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values.
+        once; they are copied. A weight that is dequantized on gather is a plain tensor, and gets values; its planes
+        may have travelled with those of others.
         """
+        if isinstance(metadata, packed.Packed):
+            return packed.arrive(self, all_gather_outputs, metadata, param_dtype, out)
         if steady.arrived(self, out, metadata, all_gather_outputs):
             return None
         received = wire.receive(all_gather_outputs, metadata)

@@ -9,6 +9,7 @@ set_allocate_memory_from_process_group_for_comm). With --copies each rank copies
 memory in place of NCCL's all-gather (FSDP2's set_custom_all_gather), which the card's copy engines do. The
 interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
 group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
+"values" are of weights that are dequantized on gather: all planes of the group in one tensor, and then bf16.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 import layoutc
 from layoutc.runtime.sharding import registry
 
-RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current")
+RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current", "mxfp8_2d")
 SIZES = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]
 WARM, RUNS = 5, 30
 
 
-def block(recipe: str | None, device: torch.device) -> nn.Module:
-    """The weights, random, in bf16 or a recipe, sharded as one group."""
+def block(recipe: str | None, device: torch.device, on_gather: bool = False) -> nn.Module:
+    """The weights, random, in bf16 or a recipe, sharded as one group; on_gather: dequantized when they arrive."""
     torch.manual_seed(0)
     with torch.device(device):
         layers = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES])
     if recipe is not None:
         layoutc.quantize_(layers, recipe)
+    if on_gather:
+        layoutc.set_products_(layers, "dequantize_on_gather")
     fully_shard(layers)
     return layers
 
@@ -142,9 +145,12 @@ def timed(module: Any) -> dict[str, float]:
 
 
 def correct(module: Any, reference: list[Any]) -> None:
-    """What is gathered equals the whole weights, byte for byte."""
+    """What is gathered equals the whole weights, byte for byte; or their values to the bit."""
     module.unshard()
     for layer, whole in zip(module, reference, strict=True):
+        if type(layer.weight.data) is Tensor:
+            assert torch.equal(layer.weight.data, whole.dequantize()), "values"
+            continue
         for name, plane in layer.weight.data.planes().items():
             assert torch.equal(plane.view(torch.uint8), whole.planes()[name].view(torch.uint8)), name
     module.reshard()
@@ -177,9 +183,11 @@ def main() -> None:
         whole = [quantize(layer.weight.detach()) for layer in plain]
         del plain
         sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in SIZES) / elements
-        for form in ("planes", "interleaved"):
+        for form in ("planes", "interleaved", "values"):
+            if form == "values" and cls.LAYOUT.passes_differ:
+                continue
             undo = interleaved(cls) if form == "interleaved" else lambda: None
-            module = configured(block(recipe, device))
+            module = configured(block(recipe, device, form == "values"))
             correct(module, whole)
             note(recipe, form, timed(module), sent)
             undo()

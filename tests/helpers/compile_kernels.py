@@ -35,8 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch, rank_sums
-from layoutc.runtime.triton import batch, reductions
+from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch, rank_chunks, rank_sums
+from layoutc.runtime.triton import batch, chunks, reductions
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -47,6 +47,7 @@ POINTERS = {torch.uint8: "*u8", torch.float32: "*fp32", torch.float16: "*fp16", 
 POINTERS |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}  # buffers in words
 EVERY = bool(os.environ.get("LAYOUTC_ALL_KERNELS"))  # from fp32, too, and batches of every recipe
 BATCHES = {"mxfp8", "fp8_block", "fp8_current", "nvfp4", "fp8_square24"}  # a recipe of each kind of block
+BATCHES_READ = {"mxfp8", "fp8_block", "nvfp4", "nf4", "q4_k"}  # of bytes and nibbles, codebooks, records
 BATCHES_LAID_OUT = {"fp8_current", "nvfp4"}  # of bytes and of nibbles; the rest differ in scales alone
 
 
@@ -73,7 +74,9 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
             yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
     for orientation, tile in kernels.dequantize_sizes.items():
         asked = [orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise")]
-        yield f"dequantize {orientation} bf16", dequantize_kernel, asked, (*tile[:2], 1, tile[2], None), "bf16"
+        for batch_of in ("", "_batch") if layout.name in BATCHES_READ else ("",):
+            label = f"dequantize{batch_of} {orientation} bf16"
+            yield label, dequantize_kernel, asked, (*tile[:2], 1, tile[2], None), "bf16"
 
 
 MATRIX = {"x", "m", "k", "stride_m", "stride_k", "cover_k"}  # in place of a table
@@ -95,7 +98,8 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
         types |= {key: POINTERS[buffers[one].dtype] for key, one in made.items()}
     types |= {"codebooks": "*fp32"} if kernels.codebooks else {}
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
-    none |= MATRIX if name.startswith("quantize_batch") else {"m", "k", "cover_k"} if name == "lay_out_batch" else set()
+    none |= MATRIX if name.startswith("quantize_batch") else set()
+    none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
     none |= set() if "batch" in name else {"table"}
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
     none |= set() if kernels.takes_input_max else {"input_max"}
@@ -120,6 +124,7 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     tile = (1, rank_sums.TILE, 1, rank_sums.WARPS, None)
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
+    yield "rank_chunks bf16", chunks.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
 
 
 def compiled(
@@ -142,7 +147,7 @@ def compiled(
     constant |= {**fixed, **{name: None for name, type_ in given.items() if type_ is None}}
     pointers = {
         "x": f"*{dtype}",
-        "out": "*fp32" if "TILE" in fixed else f"*{dtype}",
+        "out": "*fp32" if "DIVIDE" in fixed else f"*{dtype}",
         "parts": f"*{dtype}",
         "number": "fp32",
         "table": "*i64",
@@ -159,7 +164,7 @@ def compiled(
         if name in constant:
             signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks")
+        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks", "row")
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
         if name not in ("input_max", "number", "ranks"):
             attributes[index,] = ALIGNED

@@ -1,4 +1,4 @@
-"""The kernel that adds up what ranks have sent, under Triton's interpreter: bytes of numpy's fp32, rank by rank."""
+"""What copies gradients for ranks, and what adds them up, under Triton's interpreter: bytes of torch and of numpy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.rank_chunks import rank_chunks
 from layoutc.runtime.kernels.rank_sums import rank_sum, scaling, sum_in_order
 from layoutc.runtime.triton.reductions import rank_sum_kernel
 
@@ -43,3 +46,28 @@ def test_both_ways_add_in_the_order_of_ranks(ranks: int, numel: int, divisor: in
 def test_another_order_gives_other_bytes() -> None:
     parts = parts_of(7, 100, torch.bfloat16)
     assert not torch.equal(sum_in_order(parts)[3:], sum_in_order(parts.flip(0))[3:])
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_chunks_of_ranks_are_those_of_torch(ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that ranks share unevenly, ranks without any, vectors, whole tiles and parts of them."""
+    monkeypatch.setattr(launch, "usable", lambda *_: True)
+    shapes = [(64, 128), (ranks, 48), (5, 7), (1, 9000), (33,), (6, 3, 4), (4096 * ranks, 2)]
+    seeded = torch.Generator().manual_seed(ranks)
+    grads = [torch.randn(shape, generator=seeded).to(dtype) for shape in shapes]
+    chunks = [padded_chunks(grad, ranks) for grad in grads]
+    expected = torch.stack([torch.cat([one[rank] for one in chunks]) for rank in range(ranks)])
+    out = torch.full_like(expected, -1)
+    assert rank_chunks(grads, ranks, out)
+    assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
+    for others in ([grads[0].t()], [grads[0].float()], [grads[0], grads[1][:0]]):
+        assert not rank_chunks(others, ranks, out)
+
+
+def padded_chunks(grad: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """As torch.chunk cuts it, flat, all as long as the first one."""
+    parts = [part.flatten() for part in torch.chunk(grad, ranks)]
+    parts += [grad.flatten()[:0]] * (ranks - len(parts))
+    return [F.pad(part, (0, parts[0].numel() - part.numel())) for part in parts]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Layout, PassName
-from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.fsdp2 import hooks, packed
 from layoutc.runtime.fsdp2.wire import Arrived
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
@@ -51,6 +51,8 @@ class Hook:
         """What the shard sends in the pass that gathers now."""
         shard = self.shard()
         assert shard is not None
+        if (sent := packed.send(shard, mesh)) is not None:
+            return sent
         part = self.group.part_of(self.index, shard)
         if part is None:
             return send_alone(shard, mesh)

@@ -23,7 +23,7 @@ from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.fsdp2 import hooks
+from layoutc.runtime.fsdp2 import hooks, packed
 from layoutc.runtime.product_mode import OwnMode
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
@@ -245,6 +245,8 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     @PreAllGather
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """Quantizes the shard for the pass, and sends what the recipe's tensor sends."""
+        if (sent := packed.send(self, mesh)) is not None:
+            return sent
         hook = gather_group.join(self)
         return gather_group.send_alone(self, mesh) if hook is None else hook(mesh)
 

@@ -26,7 +26,7 @@ from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.pending_writes import check_whole
-from layoutc.runtime.weight.planes import GatheredPlanes, Home
+from layoutc.runtime.weight.planes import GatheredPlanes, Home, Parts
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -77,7 +77,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     elif (sharding := find(shard)) is None:
         refuse(f"_module_state_mapping does not lead to {parameter_name(shard) or 'a weight'}, which FSDP2 gathers")
     else:
-        route = _route(sharding, shard)
+        route = route_of(sharding, shard)
     missing = [name for name in layout.travels[route.which] if name not in shard._planes]
     if missing:
         raise MissingOrientation(
@@ -101,7 +101,7 @@ def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     return gathering
 
 
-def _route(sharding: Sharding, shard: QuantizedTensor, which: PassName | None = None) -> Route:
+def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) -> Route:
     """The route in a pass, by default the one that gathers now. Raises LayoutError for
     reshard_after_forward=<number>."""
     if sharding.reshards_to_fewer_ranks:
@@ -169,12 +169,11 @@ def finish(
     """
     if gathering.before is not None:
         gathering.before.planes = dict(planes)
-    if out is None and on_gather.leaves_values(shard) and (sharding := find(shard)) is not None:
-        route, device = gathering.route, next(iter(planes.values())).device
-        values = on_gather.new_values(route.shape, dtype, device)
-        gathered_of(sharding).values = values.view(route.matrix)
+    if out is None and on_gather.leaves_values(shard) and find(shard) is not None:
+        device = next(iter(planes.values())).device
+        values = new_values(shard, gathering.route, dtype, device)
         deliver(shard, planes, None)
-        return values, (values, *to_be_freed(gathering, [route], device))
+        return values, (values, *to_be_freed(gathering, [gathering.route], device))
     if out is None:
         cls, route, home, sharding = shard.QUANTIZED, gathering.route, Home(weakref.ref(shard), fetch), find(shard)
         if shard.LAYOUT.passes_differ and route.which != "both":
@@ -182,16 +181,25 @@ def finish(
         tensor = cls(planes, route.shape, dtype, matrix=route.matrix, orientations=shard._orientations)
         tensor._name, tensor._home, tensor._products = shard._name, home, shard._products
         both: tuple[PassName, ...] = ("forward", "backward")
-        passes = [_route(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
+        passes = [route_of(sharding, tensor, one) for one in both] if sharding and route.which != "both" else [route]
         return tensor, to_be_freed(gathering, passes, tensor.device)
     deliver(shard, planes, out)
     return None
 
 
-def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None) -> None:
+def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor that gathers of a weight leave its values in, to be written."""
+    sharding = find(shard)
+    assert sharding is not None
+    values = on_gather.new_values(route.shape, dtype, device)
+    gathered_of(sharding).values = values.view(route.matrix)
+    return values
+
+
+def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None, parts: Parts | None = None) -> None:
     """Gives an earlier gather's tensor the planes that have arrived; if it has values, they will be dequantized.
 
-    out: None for a tensor with values that this gather has made.
+    out: None for a tensor with values that this gather has made. parts: of planes that are not whole.
     """
     target: Any = getattr(out, "_local_tensor", out)
     if isinstance(target, QuantizedTensor):
@@ -203,7 +211,7 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None)
     assert sharding is not None
     values = gathered_of(sharding).values
     assert values is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values))
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values, parts))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:
@@ -219,7 +227,7 @@ def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str
             "a reference to the model"
         )
     quantized = shard._to_gather((orientation,))
-    gathering = Gathering(_route(sharding, quantized, "both"))
+    gathering = Gathering(route_of(sharding, quantized, "both"))
     planes = {}
     for name in quantized.LAYOUT.sources[orientation]:
         if name in quantized.LAYOUT.shared:

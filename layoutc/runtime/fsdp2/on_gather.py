@@ -19,6 +19,7 @@ from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import ON_GATHER
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.weight.planes import Parts
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -28,6 +29,7 @@ class Arrival(NamedTuple):
     recipe: type[QuantizedTensor]
     planes: Mapping[str, Tensor]
     values: Tensor  # (m, k), to be written
+    parts: Parts | None = None  # of planes that are not whole: these are those of the first part
 
 
 @dataclass
@@ -59,7 +61,7 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
     if group is None:
         group = _groups[owner] = Group()
     if not group.awaited or param is group.awaited[0]:
-        group.awaited, group.arrivals = [one for one in sharding.params_of_group() if _is_awaited(one)], []
+        group.awaited, group.arrivals = [one for one in sharding.params_of_group() if is_awaited(one)], []
     group.arrivals.append(arrival)
     if param is not group.awaited[-1]:
         return
@@ -74,7 +76,7 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
     gathered.free_outputs(awaited)
 
 
-def _is_awaited(param: Any) -> bool:
+def is_awaited(param: Any) -> bool:
     """True for a parameter whose gather leaves values: as its first gather did."""
     shard, held = gathered.shard_of(param), gathered.gathered_of(param)
     if not hasattr(shard, "QUANTIZED"):
@@ -89,5 +91,5 @@ def dequantize_all(arrivals: list[Arrival]) -> None:
     for one in arrivals:
         kinds[one.recipe, one.values.dtype, one.values.device].append(one)
     for (recipe, *_), members in kinds.items():
-        orientation = recipe.LAYOUT.orientations[0]
-        recipe._dequantize_into([one.planes for one in members], orientation, [one.values for one in members])
+        planes, values, parts = [list(one) for one in list(zip(*members, strict=True))[1:]]
+        recipe._dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)

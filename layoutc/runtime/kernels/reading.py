@@ -1,15 +1,39 @@
-"""Dequantizing the planes of one weight again and again: what one launch can know of the next is kept."""
+"""Dequantizing: one weight, the same one again and again, and many in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
-from layoutc.runtime.kernels import launch
-from layoutc.runtime.kernels.direct import Bound
+from layoutc.ints.sizes import up
+from layoutc.runtime.kernels import batches, launch
+from layoutc.runtime.kernels.direct import Bound, Constants
 from layoutc.runtime.kernels.recipe_kernels import Kernels
+from layoutc.runtime.triton.kernels import dequantize_kernel
+from layoutc.runtime.weight.planes import Parts
+
+Planes = Mapping[str, Tensor]
+_NEVER = (2**31, 2**31)  # no matrix has so many rows
+
+
+# ----------------------------------------------------------------------------------------------------------- one weight
+def read_of(kernels: Kernels, planes: Planes) -> dict[str, Tensor]:
+    """The planes that dequantizing reads, in its order."""
+    return {name: planes[name] for name in ("amax", *kernels._written) if name in planes}
+
+
+def dequantizing(kernels: Kernels, out: Tensor, read: Planes, orientation: str, parts: Parts | None = None) -> Bound:
+    """The launch that dequantizes such planes into such a tensor, (m, k), kept for the next of them."""
+    (m, k), key = out.shape, (*out.shape, out.device, orientation, out.dtype, tuple(read), parts)
+    if (bound := kernels._reading.get(key)) is None:
+        tile_m, tile_k, _ = kernels.dequantize_sizes[orientation]
+        grid = launch.programs(*_covered(m, k, tile_m, parts), tile_m, tile_k)
+        kind = 0, False, _is_even(m, k, (tile_m, tile_k), parts)
+        bound = kernels._reading[key] = _bound(kernels, None, grid, (m, k), read, orientation, out, parts, kind)
+    return bound
 
 
 class Reading:
@@ -17,28 +41,23 @@ class Reading:
 
     __slots__ = ("_bound", "_device", "_dtype", "_names", "shape")
 
-    def __init__(self, bound: Bound, planes: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    def __init__(self, bound: Bound, planes: Planes, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """planes: what the launch reads, in its order. shape: (m, k) of the matrix that they hold."""
         self._bound, self._names, self.shape, self._dtype = bound, tuple(planes), shape, dtype
         self._device = next(iter(planes.values())).device
 
     @classmethod
     def of(
-        cls,
-        kernels: Kernels,
-        planes: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        orientation: str,
-        dtype: torch.dtype,
+        cls, kernels: Kernels, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype
     ) -> Reading | None:
         """What does `kernels.dequantize` again; None where that copies planes first, or launches nothing."""
-        read = kernels.read_of(planes)
+        read = read_of(kernels, planes)
         if 0 in shape or any(one is not read[name] for name, one in launch.readable(read).items()):
             return None
         out = torch.empty(shape, dtype=dtype, device=next(iter(read.values())).device)
-        return cls(kernels.dequantizing(out, read, orientation), read, shape, dtype)
+        return cls(dequantizing(kernels, out, read, orientation), read, shape, dtype)
 
-    def __call__(self, planes: Mapping[str, Tensor]) -> Tensor | None:
+    def __call__(self, planes: Planes) -> Tensor | None:
         """The (m, k) values; None if anything is not as it was: then the ordinary way finds out what it is.
 
         That is: planes that are missing, freed, strided, misaligned or on another device, or another current device.
@@ -57,3 +76,109 @@ class Reading:
         out = torch.empty(self.shape, dtype=self._dtype, device=self._device)
         self._bound(out, *found)
         return out
+
+
+# --------------------------------------------------------------------------------------------------------- many weights
+def dequantize_batch(
+    kernels: Kernels,
+    weights: Sequence[Planes],
+    orientation: str,
+    outs: Sequence[Tensor],
+    parts: Sequence[Parts | None],
+) -> None:
+    """The values of weights as `Kernels.dequantize` gives them, in as few launches as possible.
+
+    weights: the planes of each, or those of its first part. outs: (m, k) of each, contiguous, of one dtype, on one
+    device, at multiples of 4 bytes. parts: of each.
+    """
+    tile = kernels.dequantize_sizes[orientation][:2]
+    kinds: dict[tuple[bool, bool], list[bool]] = {}
+    for index, (out, own) in enumerate(zip(outs, parts, strict=True)):
+        kind = own is not None, _is_even(out.shape[0], out.shape[1], tile, own)
+        kinds.setdefault(kind, [False] * len(outs))[index] = True
+    for (in_parts, even), chosen in kinds.items():
+        members = list(compress(range(len(outs)), chosen))
+        read = [read_of(kernels, weights[at] if in_parts else launch.readable(weights[at])) for at in members]
+        _dequantize_kind(kernels, read, orientation, [outs[at] for at in members], [parts[at] for at in members], even)
+
+
+def _dequantize_kind(
+    kernels: Kernels,
+    weights: Sequence[Planes],
+    orientation: str,
+    outs: Sequence[Tensor],
+    parts: Sequence[Parts | None],
+    even: bool,
+) -> None:
+    """Those in parts, or those that are whole; those of whole tiles, or the others."""
+    tile = kernels.dequantize_sizes[orientation][:2]
+    columns = {name: tuple([planes[name].data_ptr() for planes in weights]) for name in weights[0]}
+    amaxes = columns.pop("amax", (0,) * len(outs))
+    offsets = tuple([(address - amaxes[0]) // 4 for address in amaxes])  # in fp32 values from the first one
+    shapes = [(out.shape[0], out.shape[1]) for out in outs]
+    ms, ks = zip(*shapes, strict=True)
+    none = (0,) * len(outs)
+    fields = [ms, ks, offsets, tuple(map(Tensor.data_ptr, outs)), *[columns.get(one, none) for one in kernels._planes]]
+    wide = [False, True, False, *[True] * 7]
+    if parts[0] is not None:
+        fields += [tuple([one.rows for one in parts if one]), tuple([one.nbytes for one in parts if one])]
+        wide += [False, True]
+    covers = [_covered(*shape, tile[0], own) for shape, own in zip(shapes, parts, strict=True)]
+    tables, alone = batches.tables_of(outs[0].device, covers, fields, wide, tile, tile if even else _NEVER)
+    for table in tables:
+        bound = _of_table(kernels, table, weights[0], orientation, outs[0], parts[0])
+        bound(table.entries, outs[0], *weights[0].values())  # type: ignore[arg-type]
+    for index in alone:
+        if outs[index].numel():
+            bound = dequantizing(kernels, outs[index], weights[index], orientation, parts[index])
+            bound(outs[index], *weights[index].values())
+
+
+def _of_table(
+    kernels: Kernels, table: batches.Table, planes: Planes, orientation: str, out: Tensor, parts: Parts | None
+) -> Bound:
+    """The launch for a table of weights like this one, kept for the next such table."""
+    in_parts = parts is not None
+    key = "batch", *table[1:], out.device, orientation, out.dtype, tuple(planes), in_parts
+    if (bound := kernels._reading.get(key)) is None:
+        grid, kind = (table.programs,), (table.rows, table.aligned, table.even)
+        bound = _bound(kernels, table.entries, grid, (None, None), planes, orientation, out, parts, kind)
+        kernels._reading[key] = bound
+    return bound
+
+
+def _bound(
+    kernels: Kernels,
+    entries: Tensor | None,
+    grid: tuple[int],
+    shape: tuple[int | None, int | None],
+    planes: Planes,
+    orientation: str,
+    out: Tensor,
+    parts: Parts | None,
+    kind: tuple[int, bool, bool],
+) -> Bound:
+    """kind: ROWS, ALIGNED and EVEN of the kernel."""
+    tile_m, tile_k, warps = kernels.dequantize_sizes[orientation]
+    serves = (orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise"))
+    stored, parted = kernels.layout.stored, 0
+    for at, name in enumerate(kernels._written if parts is not None else ()):
+        parted |= (name in planes and stored[name].rows_per_value is not None) << at
+    rows, aligned, even = kind
+    sizes = parted, rows, aligned, tile_m, tile_k, even, launch.hardware(out.device)
+    books = launch.codebooks(kernels.codebooks, out.device)
+    of_parts = (None, None) if parts is None or entries is not None else (parts.rows, parts.nbytes)
+    args = (entries, out, *shape, planes.get("amax"), *map(planes.get, kernels._planes), books, *of_parts)
+    constants = Constants((kernels.dequantize_tile, *serves, *sizes))
+    return Bound(dequantize_kernel, grid, args, warps, None, constants, kept=books)
+
+
+def _covered(m: int, k: int, tile_m: int, parts: Parts | None) -> tuple[int, int]:
+    """The rows and columns that tiles cover: whole tiles of each part."""
+    return (m if parts is None else parts.ranks * up(parts.rows, tile_m)), k
+
+
+def _is_even(m: int, k: int, tile: tuple[int, int], parts: Parts | None) -> bool:
+    """True if the matrix, or each part of it, consists of whole tiles."""
+    whole = parts is None or (m == parts.ranks * parts.rows and parts.rows % tile[0] == 0)
+    return whole and m % tile[0] == 0 and k % tile[1] == 0

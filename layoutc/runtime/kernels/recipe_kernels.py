@@ -19,7 +19,7 @@ from layoutc.runtime.kernels.prepared import PreparedLaunch
 from layoutc.runtime.kernels.prepared_batch import Binding
 from layoutc.runtime.random_bits import draw_seed
 from layoutc.runtime.triton.batch import DTYPES
-from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
+from layoutc.runtime.triton.kernels import lay_out_kernel, quantize_kernel
 
 Planes = Mapping[str, Tensor]
 _KINDS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)  # dtypes of planes, by their number in kernels
@@ -264,29 +264,13 @@ class Kernels:
     # ----------------------------------------------------------------------------------------------------- dequantize
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        read = self.read_of(launch.readable(planes))
+        from layoutc.runtime.kernels import reading
+
+        read = reading.read_of(self, launch.readable(planes))
         out = torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
         if m and k:
-            self.dequantizing(out, read, orientation)(out, *read.values())
+            reading.dequantizing(self, out, read, orientation)(out, *read.values())
         return out
-
-    def read_of(self, planes: Planes) -> dict[str, Tensor]:
-        """The planes that dequantizing reads, in its order."""
-        return {name: planes[name] for name in ("amax", *self._written) if name in planes}
-
-    def dequantizing(self, out: Tensor, read: Planes, orientation: str) -> Bound:
-        """The launch that dequantizes such planes into such a tensor, (m, k), kept for the next of them."""
-        (m, k), key = out.shape, (*out.shape, out.device, orientation, out.dtype, tuple(read))
-        if (bound := self._reading.get(key)) is None:
-            tile_m, tile_k, warps = self.dequantize_sizes[orientation]
-            serves = (orientation in self.serves.get(name, ()) for name in ("rowwise", "columnwise"))
-            kind = m % tile_m == 0 and k % tile_k == 0, launch.hardware(out.device)
-            constants = Constants((self.dequantize_tile, *serves, 0, False, tile_m, tile_k, *kind))
-            books, grid = launch.codebooks(self.codebooks, out.device), launch.programs(m, k, tile_m, tile_k)
-            args = (None, out, m, k, read.get("amax"), *map(read.get, self._planes), books)
-            bound = Bound(dequantize_kernel, grid, args, warps, None, constants, kept=books)
-            self._reading[key] = bound
-        return bound
 
     # -------------------------------------------------------------------------------------------------------- lay out
     def lay_out(

@@ -47,3 +47,13 @@ def forget(sharding: Sharding) -> None:
     param: Any = sharding.param()
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
+
+
+def forget_outputs(param: Any) -> None:
+    """Has FSDP2 allocate what the next gather brings anew: tensors of other sizes, or another number of them."""
+    param.all_gather_outputs = []
+
+
+def is_offloaded(param: Any) -> bool:
+    """True for an FSDPParam whose shard lies in the host's memory, and is copied to the device for each gather."""
+    return bool(param.offload_to_cpu)

@@ -35,7 +35,7 @@ FIX = "pip install 'torch>=2.11,<2.15'"
 _OF_GROUP = ("fsdp_params", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
 _OF_PARAM = (
     *("sharded_param", "sharded_state", "fsdp_placement", "mesh_info"),
-    *("_orig_size", "padded_sharded_param_size", "all_gather_outputs"),
+    *("_orig_size", "padded_sharded_param_size", "all_gather_outputs", "offload_to_cpu"),
 )
 
 

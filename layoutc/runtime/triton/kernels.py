@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.batch import amax_at, covered_member_of, matrix_at, member_of, plane_at, plane_like
-from layoutc.runtime.triton.tiles import load_runs, store, tile_of, to_dtype
+from layoutc.runtime.triton.tiles import load_runs, round_up, store, tile_of, to_dtype
 
 
 @triton.jit
@@ -98,12 +98,17 @@ def dequantize_kernel(
     amax,  # (1,) fp32, of the whole weight, if decoding reads it; of a batch: the first weight's
     p0, p1, p2, p3, p4, p5,
     codebooks,  # fp32 values of all codebooks that are looked up in memory
+    part_rows, part_bytes,  # of planes in parts: rows of each part, and bytes from one part of a plane to the next
     DEQUANTIZE: tl.constexpr,  # the recipe's dequantize_tile
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,  # the source that is read
+    PARTED: tl.constexpr,  # a bit for each plane in parts; 0: all are whole
     ROWS: tl.constexpr, ALIGNED: tl.constexpr,  # of a batch: see batch.py
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes: each program reads one tile of codes and its scales, and writes their values."""
+    """Dequantizes: each program reads one tile of codes and its scales, and writes their values.
+
+    Of planes in parts, tiles cover each part: the rows of one rank after those of another.
+    """
     if ROWS:
         fields, row, column, m, k = member_of(table, TILE_M, TILE_K, ROWS, ALIGNED)
         if amax is not None:
@@ -121,12 +126,38 @@ def dequantize_kernel(
             p4 = plane_like(p4, fields, 5, ROWS, ALIGNED)
         if p5 is not None:
             p5 = plane_like(p5, fields, 6, ROWS, ALIGNED)
+        if PARTED:
+            part_rows = tl.load(fields + 10 * ROWS).to(tl.int32)
+            part_bytes = tl.load(fields + 11 * ROWS)
+            if ALIGNED:
+                part_bytes = tl.multiple_of(part_bytes, 16)
     else:
         row, column = tile_of(m, k, TILE_M, TILE_K)
+    if PARTED:
+        covered = round_up(part_rows, TILE_M)
+        part = row // covered
+        row -= part * covered
+        out += part * part_rows * k
+        m = tl.minimum(m - part * part_rows, part_rows)  # the last parts may have fewer rows, or none
+        p0 = _in_part(p0, part, part_bytes, PARTED & 1)
+        p1 = _in_part(p1, part, part_bytes, PARTED & 2)
+        p2 = _in_part(p2, part, part_bytes, PARTED & 4)
+        p3 = _in_part(p3, part, part_bytes, PARTED & 8)
+        p4 = _in_part(p4, part, part_bytes, PARTED & 16)
+        p5 = _in_part(p5, part, part_bytes, PARTED & 32)
     planes = (p0, p1, p2, p3, p4, p5, codebooks)
     at = (row, column, m, k)
     values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)
     store(out, to_dtype(values, out.dtype.element_ty, HARDWARE), row, column, m, k, EVEN)
+
+
+@triton.jit
+def _in_part(plane, part, part_bytes, PARTED: tl.constexpr):
+    """A pointer to the first entry of a plane in a part; of a plane that is whole, as it is."""
+    if PARTED:
+        return plane + part * (part_bytes // (plane.dtype.element_ty.primitive_bitwidth // 8))
+    else:
+        return plane
 
 
 @triton.jit

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from layoutc.runtime.kernels.prepared_batch import Launches, PreparedBatch
     from layoutc.runtime.kernels.reading import Reading
     from layoutc.runtime.kernels.recipe_kernels import Kernels
+    from layoutc.runtime.weight.planes import Parts
 
 Tensors = Sequence[Tensor]
 Planes = Mapping[str, Tensor]
@@ -140,16 +141,23 @@ class RecipeMethods:
         return values.to(dtype)
 
     @classmethod
-    def _dequantize_into(cls, weights: Sequence[Planes], orientation: str, outs: Tensors) -> None:
-        """As _matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay."""
+    def _dequantize_into(
+        cls, weights: Sequence[Planes], orientation: str, outs: Tensors, parts: Sequence[Parts | None]
+    ) -> None:
+        """As _matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
+
+        parts: of weights whose planes are not whole: these are the planes of the first part.
+        """
         source = cls.LAYOUT.sources[orientation][0]
         if (kernels := cls._kernels(weights[0][source], outs[0].dtype)) is not None:
-            from layoutc.runtime.kernels.reading_batch import dequantize_batch
+            from layoutc.runtime.kernels.reading import dequantize_batch
 
-            return dequantize_batch(kernels, weights, orientation, outs)
-        for planes, out in zip(weights, outs, strict=True):
+            return dequantize_batch(kernels, weights, orientation, outs, parts)
+        for planes, out, own in zip(weights, outs, parts, strict=True):
             with keeping_version(out):
-                out.copy_(cls.REFERENCE.dequantize_reference(planes, *out.shape, orientation))
+                for at, piece in enumerate([out] if own is None else torch.split(out, own.rows)):
+                    read = planes if own is None else own.of(cls.LAYOUT, planes, at, piece.shape[0])
+                    piece.copy_(cls.REFERENCE.dequantize_reference(read, *piece.shape, orientation))
 
     @classmethod
     def _reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:
