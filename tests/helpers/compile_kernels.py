@@ -74,8 +74,8 @@ def variants(kernels: Any, layout: Any) -> Iterator[tuple[str, Any, list[bool], 
             yield "lay_out_batch", lay_out_kernel, [], tile, "bf16"
     for orientation, tile in kernels.dequantize_sizes.items():
         asked = [orientation in kernels.serves.get(name, ()) for name in ("rowwise", "columnwise")]
-        for batch_of in ("", "_batch") if layout.name in BATCHES_READ else ("",):
-            label = f"dequantize{batch_of} {orientation} bf16"
+        for form in ("", "_batch", "_parts", "_batch_parts") if layout.name in BATCHES_READ else ("",):
+            label = f"dequantize{form} {orientation} bf16"
             yield label, dequantize_kernel, asked, (*tile[:2], 1, tile[2], None), "bf16"
 
 
@@ -100,6 +100,7 @@ def parameters(name: str, kernels: Any, layout: Any) -> dict[str, str | None]:
     none = {"codebooks", *(f"{kind}{index}" for kind in "pb" for index in range(6))} - set(types)
     none |= MATRIX if name.startswith("quantize_batch") else set()
     none |= {"m", "k", "cover_k"} if name.startswith(("lay_out_batch", "dequantize_batch")) else set()
+    none |= set() if name.startswith("dequantize_parts") else {"part_rows", "part_bytes"}
     none |= set() if "batch" in name else {"table"}
     none |= set() if layout.shares_amax or (name.startswith("dequantize") and layout.history) else {"amax"}
     none |= set() if kernels.takes_input_max else {"input_max"}
@@ -164,7 +165,7 @@ def compiled(
         if name in constant:
             signature[name], constants[index,] = "constexpr", constant[name]
             continue
-        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks", "row")
+        is_size = name in ("m", "k", "stride_m", "cover_k", "numel", "ranks", "row", "part_rows", "part_bytes")
         signature[name] = "i32" if is_size else pointers.get(name, "*fp32" if given else "*i32")
         if name not in ("input_max", "number", "ranks"):
             attributes[index,] = ALIGNED
@@ -179,7 +180,8 @@ def constants_of(name: str, kernels: Any, asked: list[bool]) -> dict[str, Any]:
         return {"LAY_OUT": kernels.lay_out_tile, "PLANES": len(kernels.moved)}
     sources = dict(zip(("ROWWISE", "COLUMNWISE"), asked, strict=True))
     if name.startswith("dequantize"):
-        return {"DEQUANTIZE": kernels.dequantize_tile, **sources}
+        mask = (1 << len(kernels._written)) - 1 if "_parts" in name else 0
+        return {"DEQUANTIZE": kernels.dequantize_tile, **sources, "PARTED": mask}
     masks = kernels._masks if "batch" in name else (0, 0, 0)
     written = (flag for source, flag in zip(("rowwise", "columnwise"), asked, strict=True) if source in kernels.serves)
     cover = kernels.covers.get((2 if name.endswith("bf16") else 4, *written), (0, 0))

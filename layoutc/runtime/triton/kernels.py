@@ -139,12 +139,18 @@ def dequantize_kernel(
         row -= part * covered
         out += part * part_rows * k
         m = tl.minimum(m - part * part_rows, part_rows)  # the last parts may have fewer rows, or none
-        p0 = _in_part(p0, part, part_bytes, PARTED & 1)
-        p1 = _in_part(p1, part, part_bytes, PARTED & 2)
-        p2 = _in_part(p2, part, part_bytes, PARTED & 4)
-        p3 = _in_part(p3, part, part_bytes, PARTED & 8)
-        p4 = _in_part(p4, part, part_bytes, PARTED & 16)
-        p5 = _in_part(p5, part, part_bytes, PARTED & 32)
+        if PARTED & 1:
+            p0 = _in_part(p0, part, part_bytes)
+        if PARTED & 2:
+            p1 = _in_part(p1, part, part_bytes)
+        if PARTED & 4:
+            p2 = _in_part(p2, part, part_bytes)
+        if PARTED & 8:
+            p3 = _in_part(p3, part, part_bytes)
+        if PARTED & 16:
+            p4 = _in_part(p4, part, part_bytes)
+        if PARTED & 32:
+            p5 = _in_part(p5, part, part_bytes)
     planes = (p0, p1, p2, p3, p4, p5, codebooks)
     at = (row, column, m, k)
     values = DEQUANTIZE(planes, amax, at, ROWWISE, COLUMNWISE, TILE_M, TILE_K, EVEN, HARDWARE)
@@ -152,12 +158,9 @@ def dequantize_kernel(
 
 
 @triton.jit
-def _in_part(plane, part, part_bytes, PARTED: tl.constexpr):
-    """A pointer to the first entry of a plane in a part; of a plane that is whole, as it is."""
-    if PARTED:
-        return plane + part * (part_bytes // (plane.dtype.element_ty.primitive_bitwidth // 8))
-    else:
-        return plane
+def _in_part(plane, part, part_bytes):
+    """A pointer to the first entry of a plane in a part."""
+    return plane + part * (part_bytes // (plane.dtype.element_ty.primitive_bitwidth // 8))
 
 
 @triton.jit
