@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 
 import layoutc.recipes
 from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch, rank_chunks, rank_sums
-from layoutc.runtime.triton import batch, chunks, reductions
+from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -125,7 +125,7 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     tile = (1, rank_sums.TILE, 1, rank_sums.WARPS, None)
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
-    yield "rank_chunks bf16", chunks.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
+    yield "rank_chunks bf16", batch.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
 
 
 def compiled(

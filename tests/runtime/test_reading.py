@@ -16,7 +16,7 @@ from torch import Tensor
 from weight_recipes import WEIGHTS
 
 from layoutc.runtime.kernels import batches, launch, reading
-from layoutc.runtime.weight.planes import Parts
+from layoutc.runtime.parts import Parts
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
 RECIPES = [name for name in WEIGHTS if import_module(f"layoutc.recipes.{name}").Tensor.KERNELS is not None]
@@ -41,7 +41,8 @@ def dequantized(
 ) -> list[Tensor]:
     kernels = import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     outs = [torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes]
-    reading.dequantize_batch(kernels, weights, orientation, outs, parts)
+    for launched, tensors in reading.launches(kernels, weights, orientation, outs, parts):
+        launched(*tensors)
     return outs
 
 

@@ -83,6 +83,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _agreed: Agreed  # shared by aliases, views, and tensors that new_zeros makes for shards
     _peers: tuple[str, ...] | None = None  # as of a QuantizedTensor
     _products: OwnMode | None  # as of a QuantizedTensor
+    _packed: Any  # the same
     _source: CastOnGather | None  # the shard, of a copy that FSDP2 gathers from
     _hook: gather_group.Hook | None  # of a shard whose group is known
     _copied: CopiedView | None  # of a copy of a view of a weight
@@ -107,6 +108,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         self._planes, self._plain = planes, values
         self._views, self._transposed, self._detached, self._name = (), False, False, None
         self._agreed, self._source, self._products, self._hook, self._copied = Agreed(), None, None, None, None
+        self._packed = None
         return self
 
     def _alias(self, view: View | None = None, values: Tensor | None = None, *, transposed: bool = False) -> Self:

@@ -22,11 +22,12 @@ from layoutc.runtime.errors import LayoutError, MissingOrientation
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering, Route, arrived, copies, outgoing, route_for, to_be_freed
+from layoutc.runtime.parts import Parts
 from layoutc.runtime.quantize.block_edges import gather_bytes
 from layoutc.runtime.sharding.registry import Shard, Sharding, find, parameter_name, refuse
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.pending_writes import check_whole
-from layoutc.runtime.weight.planes import GatheredPlanes, Home, Parts
+from layoutc.runtime.weight.planes import GatheredPlanes, Home
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 
@@ -196,6 +197,15 @@ def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torc
     return values
 
 
+def values_of(shard: Gatherable) -> Tensor:
+    """The same, as a matrix, of an earlier gather."""
+    sharding = find(shard)
+    assert sharding is not None
+    values = gathered_of(sharding).values
+    assert values is not None
+    return values
+
+
 def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None, parts: Parts | None = None) -> None:
     """Gives an earlier gather's tensor the planes that have arrived; if it has values, they will be dequantized.
 
@@ -209,9 +219,7 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
         return
     sharding = find(shard)
     assert sharding is not None
-    values = gathered_of(sharding).values
-    assert values is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values, parts))
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values_of(shard), parts))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:

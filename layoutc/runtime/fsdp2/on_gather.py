@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.parts import Parts
 from layoutc.runtime.product_mode import ON_GATHER
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding
-from layoutc.runtime.weight.planes import Parts
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.reading import Launch
 
 
 class Arrival(NamedTuple):
@@ -85,11 +88,14 @@ def is_awaited(param: Any) -> bool:
 
 
 @torch.no_grad()
-def dequantize_all(arrivals: list[Arrival]) -> None:
-    """Writes the values of weights, in one launch for those of a recipe and a dtype."""
+def dequantize_all(arrivals: Sequence[Arrival]) -> list[Launch] | None:
+    """Writes the values of weights, in one launch for those of a recipe and a dtype; see `_dequantize_into`."""
     kinds: dict[Any, list[Arrival]] = defaultdict(list)
     for one in arrivals:
         kinds[one.recipe, one.values.dtype, one.values.device].append(one)
+    launches: list[Launch] | None = []
     for (recipe, *_), members in kinds.items():
         planes, values, parts = [list(one) for one in list(zip(*members, strict=True))[1:]]
-        recipe._dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)
+        made = recipe._dequantize_into(planes, recipe.LAYOUT.orientations[0], values, parts)
+        launches = None if launches is None or made is None else launches + made
+    return launches

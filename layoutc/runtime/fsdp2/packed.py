@@ -14,21 +14,26 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.fsdp2 import hooks, on_gather
 from layoutc.runtime.fsdp2.wire import Gathering, Leg, Route
+from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.torch_private import foreach_copy_
-from layoutc.runtime.weight.planes import Parts
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from layoutc.runtime.kernels.reading import Launch
 
 Sent = tuple[tuple[Tensor, ...], Any]
 _ALIGNED = 16  # bytes that kernels move at a time
+_MOST = 16  # places that a pack has lain in, whose launches are kept
 
 
 class Slot(NamedTuple):
@@ -43,11 +48,13 @@ class Slot(NamedTuple):
 class Member:
     """A weight of a pack."""
 
+    recipe: type[QuantizedTensor]
     param: weakref.ref[Any]  # FSDPParam
     slots: tuple[Slot, ...]
     parts: Parts
     gathering: Gathering | None = None  # of the gather that goes on
-    planes: dict[str, Tensor] = field(default_factory=dict)  # of the first rank, where the last gather left them
+    planes: dict[str, Tensor] = field(default_factory=dict)  # of the first rank, where gathers leave them; and shared
+    values: Tensor | None = None  # (m, k), which gathers write
 
 
 @dataclass
@@ -56,38 +63,33 @@ class Pack:
 
     members: list[Member]
     nbytes: int  # that each rank sends
+    is_all: bool  # no other weight of the group is dequantized on gather
     sent: list[Tensor] = field(default_factory=list)  # what was sent last, if those are shards' own planes
     sources: list[Tensor] = field(default_factory=list)  # the same, of one dim
-    output: Tensor | None = None  # what arrived last
+    output: Tensor | None = None  # what arrived last: FSDP2 frees its storage, and allocates it anew
+    launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
 
 
 class Packed(NamedTuple):
-    """The metadata of a weight that travels in a pack."""
+    """The metadata of a weight that travels in a pack, which its shard keeps."""
 
     pack: Pack
     number: int
 
 
-_packs: weakref.WeakKeyDictionary[Any, Pack | None] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
+ALONE = Packed(Pack([], 0, False), -1)  # of a weight that does not fit into a pack
 _packing: ContextVar[bool] = ContextVar("layoutc_packing", default=False)  # while the first weight asks the others
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
 def send(shard: Any, mesh: Any) -> Sent | None:
     """What the pre-all-gather hook of a shard returns, if it travels in a pack; else None."""
-    if not on_gather.leaves_values(shard) or _packing.get() or hooks.simulated():
+    packed: Packed | None = shard._packed
+    if packed is None and (packed := _join(shard)) is None:
         return None
-    sharding = find(shard)
-    if sharding is None or not sharding.is_of(shard):
+    if packed is ALONE or _packing.get():
         return None
-    owner, param = sharding.group(), sharding.param()
-    if owner not in _packs:
-        _packs[owner] = _pack_of(sharding)
-    pack = _packs[owner]
-    number = -1 if pack is None else next((at for at, one in enumerate(pack.members) if one.param() is param), -1)
-    if pack is None or number < 0:
-        return None
-    return ((_planes_of_all(pack, mesh),) if number == 0 else ()), Packed(pack, number)
+    return ((_planes_of_all(packed.pack, mesh),) if packed.number == 0 else ()), packed
 
 
 def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.dtype, out: Tensor | None) -> Any:
@@ -96,43 +98,57 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
     member = pack.members[number]
     if number == 0:
         _take_apart(pack, outputs[0])
-    assert member.gathering is not None
-    values = None
+    made = None
     if out is None:
+        assert member.gathering is not None
         assert pack.output is not None
-        values = hooks.new_values(shard, member.gathering.route, dtype, pack.output.device)
-    hooks.deliver(shard, member.planes | member.gathering.shared, out, member.parts)
-    return None if values is None else (values, (values,))
-
-
-def forget(sharding: Sharding) -> None:
-    """Has the group of a weight decide anew what travels together."""
-    pack = _packs.pop(sharding.group(), None)
-    for member in [] if pack is None else pack.members:
-        gathered.forget_outputs(member.param())
+        made = hooks.new_values(shard, member.gathering.route, dtype, pack.output.device)
+    if out is None or member.values is None:
+        member.values = hooks.values_of(shard)
+    if not pack.is_all:
+        hooks.deliver(shard, member.planes, out, member.parts)
+    elif number == len(pack.members) - 1:
+        _dequantize(pack)
+    return None if made is None else (made, (made,))
 
 
 # ------------------------------------------------------------------------------------------------------------- one pack
-def _pack_of(sharding: Sharding) -> Pack | None:
-    """The pack of a weight's group; None if fewer than two weights can travel together."""
+def _join(shard: Any) -> Packed | None:
+    """The place of a shard that has none yet: a new one, or one that has taken the place of another."""
+    if not on_gather.leaves_values(shard) or _packing.get() or hooks.simulated():
+        return None
+    sharding = find(shard)
+    if sharding is None or not sharding.is_of(shard):
+        return None
+    awaited = [param for param in sharding.params_of_group() if on_gather.is_awaited(param)]
+    shards = [gathered.shard_of(param) for param in awaited]
+    known = next((one._packed.pack for one in shards if one._packed not in (None, ALONE)), None)
+    pack = _pack_of(awaited) if known is None else known
+    numbers = {id(member.param()): number for number, member in enumerate(pack.members)}
+    for one, param in zip(shards, awaited, strict=True):
+        number = numbers.get(id(param))
+        one._packed = ALONE if number is None else Packed(pack, number)
+    found: Packed = shard._packed
+    return found
+
+
+def _pack_of(awaited: Sequence[Any]) -> Pack:
+    """The pack of a group's weights; an empty one if fewer than two can travel together."""
     members, start = [], 0
-    for param in sharding.params_of_group():
-        if not on_gather.is_awaited(param):
-            continue
-        own = find(gathered.shard_of(param))
-        route = None if own is None else hooks.route_of(own, gathered.shard_of(param))
-        if own is None or route is None or not _fits(param, own, route):
+    for param in awaited:
+        shard = gathered.shard_of(param)
+        own = find(shard)
+        if own is None or not _fits(param, own, route := hooks.route_of(own, shard)):
             continue
         sizes = [leg.sent * leg.width for leg in route.legs.values()]
         starts = accumulate(sizes, initial=start)
         slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
-        members.append(Member(weakref.ref(param), slots, Parts(route.world, prod(own.padded_shape[:-1]), 0)))
+        rows = prod(own.padded_shape[:-1])
+        members.append(Member(shard.QUANTIZED, weakref.ref(param), slots, Parts(route.world, rows, 0)))
         start += sum(sizes)
-    if len(members) < 2:
-        return None
     for member in members:
         member.parts = member.parts._replace(nbytes=start)
-    return Pack(members, start)
+    return Pack(members if len(members) > 1 else [], start, len(members) == len(awaited))
 
 
 def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
@@ -143,13 +159,15 @@ def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
 
 
 def _planes_of_all(pack: Pack, mesh: Any) -> Tensor:
-    """The planes of all members, by the hooks of each."""
+    """The planes of all members, by the hooks of each, one after another."""
+    sent: list[Tensor] = []
     token = _packing.set(True)
     try:
-        sent: list[Tensor] = []
         for member in pack.members:
-            tensors, member.gathering = gathered.shard_of(member.param()).fsdp_pre_all_gather(mesh)
+            tensors, gathering = gathered.shard_of(member.param()).fsdp_pre_all_gather(mesh)
             sent.extend(tensors)
+            member.gathering = gathering
+            member.planes.update(gathering.shared)
     finally:
         _packing.reset(token)
     sources = pack.sources
@@ -163,13 +181,37 @@ def _planes_of_all(pack: Pack, mesh: Any) -> Tensor:
 
 
 def _take_apart(pack: Pack, output: Tensor) -> None:
-    """Gives members views of what has arrived; they follow its storage, which FSDP2 frees and allocates anew."""
+    """Gives members views of what has arrived, which follow its storage."""
     before = pack.output
     if before is not None and before.data_ptr() == output.data_ptr() != 0:
         return
     pack.output = output
     for member in pack.members:
-        member.planes = {}
         for name, start, leg in member.slots:
             plane = output[start : start + leg.sent * leg.width].view(leg.sent, leg.width)
             member.planes[name] = plane if leg.dtype == torch.uint8 else plane.view(leg.dtype)
+
+
+def _dequantize(pack: Pack) -> None:
+    """Writes the values of all members: by the launches of an earlier gather, if all of it lay where it lies now."""
+    output = pack.output
+    assert output is not None
+    arrivals, places = [], [output.data_ptr()]
+    for member in pack.members:
+        assert member.values is not None
+        assert member.gathering is not None
+        places.append(member.values.data_ptr())
+        places += [plane.data_ptr() for plane in member.gathering.shared.values()]
+        arrivals.append(on_gather.Arrival(member.recipe, member.planes, member.values, member.parts))
+    if output.device.type == "cuda":
+        places.append(torch.cuda.current_stream(output.device).cuda_stream)
+    key = tuple(places)
+    launches = None if capturing(output.device) else pack.launches.get(key)
+    if launches is not None:
+        for launched, tensors in launches:
+            launched(*tensors)
+    elif (made := on_gather.dequantize_all(arrivals)) is not None:
+        if len(pack.launches) >= _MOST:
+            pack.launches.clear()
+        pack.launches[key] = made
+    gathered.free_outputs([pack.members[0].param()])

@@ -22,8 +22,7 @@ def rank_chunks(grads: Sequence[Tensor], ranks: int, out: Tensor) -> bool:
     if not (launch.usable(out) and batches.fit(grads) and grads[0].dtype == out.dtype):
         return False
     from layoutc.runtime.kernels import direct
-    from layoutc.runtime.triton.batch import DTYPES
-    from layoutc.runtime.triton.chunks import rank_chunks_kernel
+    from layoutc.runtime.triton.batch import DTYPES, rank_chunks_kernel
 
     shapes = [(grad.shape[0], grad.numel()) for grad in grads]
     chunks = tuple([cdiv(rows, ranks) * (numel // rows) for rows, numel in shapes])

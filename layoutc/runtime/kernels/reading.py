@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import up
+from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import batches, launch
 from layoutc.runtime.kernels.direct import Bound, Constants
-from layoutc.runtime.kernels.recipe_kernels import Kernels
+from layoutc.runtime.parts import Parts
 from layoutc.runtime.triton.kernels import dequantize_kernel
-from layoutc.runtime.weight.planes import Parts
 
 Planes = Mapping[str, Tensor]
 _NEVER = (2**31, 2**31)  # no matrix has so many rows
+
+
+class Kernels(Protocol):
+    """What dequantizing asks of a recipe's kernels."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def dequantize_tile(self) -> Any: ...
+    @property
+    def dequantize_sizes(self) -> Mapping[str, tuple[int, int, int]]: ...
+    @property
+    def serves(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def codebooks(self) -> tuple[float, ...]: ...
+    @property
+    def _written(self) -> tuple[str, ...]: ...
+    @property
+    def _planes(self) -> tuple[str, ...]: ...
+    @property
+    def _reading(self) -> launch.Launches[Bound]: ...
 
 
 # ----------------------------------------------------------------------------------------------------------- one weight
@@ -50,7 +71,7 @@ class Reading:
     def of(
         cls, kernels: Kernels, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype
     ) -> Reading | None:
-        """What does `kernels.dequantize` again; None where that copies planes first, or launches nothing."""
+        """What does `Kernels.dequantize` again; None where that copies planes first, or launches nothing."""
         read = read_of(kernels, planes)
         if 0 in shape or any(one is not read[name] for name, one in launch.readable(read).items()):
             return None
@@ -79,38 +100,42 @@ class Reading:
 
 
 # --------------------------------------------------------------------------------------------------------- many weights
-def dequantize_batch(
+Launch = tuple[Bound, tuple[Tensor, ...]]  # and what it is called with
+
+
+def launches(
     kernels: Kernels,
     weights: Sequence[Planes],
     orientation: str,
     outs: Sequence[Tensor],
     parts: Sequence[Parts | None],
-) -> None:
-    """The values of weights as `Kernels.dequantize` gives them, in as few launches as possible.
+) -> list[Launch]:
+    """What writes the values of weights as `Kernels.dequantize` gives them: few launches, good while all stay in place.
 
     weights: the planes of each, or those of its first part. outs: (m, k) of each, contiguous, of one dtype, on one
     device, at multiples of 4 bytes. parts: of each.
     """
     tile = kernels.dequantize_sizes[orientation][:2]
-    kinds: dict[tuple[bool, bool], list[bool]] = {}
+    kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, (out, own) in enumerate(zip(outs, parts, strict=True)):
-        kind = own is not None, _is_even(out.shape[0], out.shape[1], tile, own)
-        kinds.setdefault(kind, [False] * len(outs))[index] = True
-    for (in_parts, even), chosen in kinds.items():
-        members = list(compress(range(len(outs)), chosen))
+        kinds.setdefault((own is not None, _is_even(out.shape[0], out.shape[1], tile, own)), []).append(index)
+    found: list[Launch] = []
+    for (in_parts, even), members in kinds.items():
         read = [read_of(kernels, weights[at] if in_parts else launch.readable(weights[at])) for at in members]
-        _dequantize_kind(kernels, read, orientation, [outs[at] for at in members], [parts[at] for at in members], even)
+        of_kind = [outs[at] for at in members], [parts[at] for at in members]
+        found += _launches_of_kind(kernels, read, orientation, *of_kind, even)
+    return found
 
 
-def _dequantize_kind(
+def _launches_of_kind(
     kernels: Kernels,
     weights: Sequence[Planes],
     orientation: str,
     outs: Sequence[Tensor],
     parts: Sequence[Parts | None],
     even: bool,
-) -> None:
-    """Those in parts, or those that are whole; those of whole tiles, or the others."""
+) -> list[Launch]:
+    """Of those in parts, or those that are whole; of those of whole tiles, or the others."""
     tile = kernels.dequantize_sizes[orientation][:2]
     columns = {name: tuple([planes[name].data_ptr() for planes in weights]) for name in weights[0]}
     amaxes = columns.pop("amax", (0,) * len(outs))
@@ -125,13 +150,16 @@ def _dequantize_kind(
         wide += [False, True]
     covers = [_covered(*shape, tile[0], own) for shape, own in zip(shapes, parts, strict=True)]
     tables, alone = batches.tables_of(outs[0].device, covers, fields, wide, tile, tile if even else _NEVER)
+    found: list[Launch] = []
     for table in tables:
+        assert table.entries is not None
         bound = _of_table(kernels, table, weights[0], orientation, outs[0], parts[0])
-        bound(table.entries, outs[0], *weights[0].values())  # type: ignore[arg-type]
+        found.append((bound, (table.entries, outs[0], *weights[0].values())))
     for index in alone:
         if outs[index].numel():
             bound = dequantizing(kernels, outs[index], weights[index], orientation, parts[index])
-            bound(outs[index], *weights[index].values())
+            found.append((bound, (outs[index], *weights[index].values())))
+    return found
 
 
 def _of_table(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.facts import Layout
-from layoutc.runtime.kernels import amaxes, batches, buffers, launch
+from layoutc.runtime.kernels import amaxes, batches, buffers, launch, reading
 from layoutc.runtime.kernels.choices import Choice, Covers, Tiles
 from layoutc.runtime.kernels.direct import Arguments, Bound, Constants, run
 from layoutc.runtime.kernels.prepared import PreparedLaunch
@@ -264,8 +264,6 @@ class Kernels:
     # ----------------------------------------------------------------------------------------------------- dequantize
     def dequantize(self, planes: Planes, m: int, k: int, orientation: str, dtype: torch.dtype) -> Tensor:
         """Planes -> the (m, k) values of an orientation, computed in fp32 and rounded once to `dtype`."""
-        from layoutc.runtime.kernels import reading
-
         read = reading.read_of(self, launch.readable(planes))
         out = torch.empty(m, k, dtype=dtype, device=next(iter(read.values())).device)
         if m and k:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from layoutc.runtime import product_mode
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2 import packed
 from layoutc.runtime.product_mode import ON_GATHER, OwnMode
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry
@@ -74,7 +73,6 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         gathered.check_resharded(sharding)
     for sharding in changed:
         gathered.forget(sharding)
-        packed.forget(sharding)
     if mode != ON_GATHER:
         multiply_parts_(modules)
     for _, param in chosen.values():

@@ -43,15 +43,17 @@ def check_resharded(sharding: Sharding) -> None:
 
 
 def forget(sharding: Sharding) -> None:
-    """Has FSDP2 make the gathered weight anew, as another class of tensor, in the next gather."""
+    """Has FSDP2 make the gathered weight anew, as another class of tensor, in the next gather.
+
+    What is gathered with it may travel otherwise then, so all of the group's quantized weights are allocated anew.
+    """
     param: Any = sharding.param()
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
-
-
-def forget_outputs(param: Any) -> None:
-    """Has FSDP2 allocate what the next gather brings anew: tensors of other sizes, or another number of them."""
-    param.all_gather_outputs = []
+    for other in sharding.params_of_group():
+        if hasattr(shard := shard_of(other), "QUANTIZED"):
+            shard._packed = None
+            other.all_gather_outputs = []
 
 
 def is_offloaded(param: Any) -> bool:

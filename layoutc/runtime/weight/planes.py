@@ -5,15 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layoutc.ints.rects import Rect
-from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.facts import Layout, Plane
+from layoutc.runtime.facts import Plane
 
 
 @dataclass(frozen=True)
@@ -176,26 +175,6 @@ class ScatteredPlanes(MutableMapping[str, Tensor]):
 
     def __delitem__(self, name: str) -> None:
         raise LayoutError("rows that are not adjacent have no planes to replace")
-
-
-class Parts(NamedTuple):
-    """Planes in parts, as all ranks have sent theirs: the rows of one rank after those of another.
-
-    rows: of each part; the last ones may have fewer of the matrix, or none. nbytes: from one part to the next.
-    """
-
-    ranks: int
-    rows: int
-    nbytes: int
-
-    def of(self, layout: Layout, planes: Mapping[str, Tensor], part: int, rows: int) -> dict[str, Tensor]:
-        """The planes of one part. planes: those of the first one. rows: how many it has."""
-        found = dict(planes)
-        for name, plane in planes.items():
-            if (per := layout.stored[name].rows_per_value) is not None:
-                start = plane.storage_offset() + part * self.nbytes // plane.element_size()
-                found[name] = plane.as_strided((cdiv(rows, per), *plane.shape[1:]), plane.stride(), start)
-        return found
 
 
 def own(plane: Tensor) -> Tensor:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime import numerics
+from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.kernels import amaxes, batches, launch
 from layoutc.runtime.torch_private import keeping_version
 
 if TYPE_CHECKING:
     from layoutc.runtime.kernels.prepared_batch import Launches, PreparedBatch
-    from layoutc.runtime.kernels.reading import Reading
+    from layoutc.runtime.kernels.reading import Launch, Reading
     from layoutc.runtime.kernels.recipe_kernels import Kernels
-    from layoutc.runtime.weight.planes import Parts
+    from layoutc.runtime.parts import Parts
 
 Tensors = Sequence[Tensor]
 Planes = Mapping[str, Tensor]
@@ -143,21 +144,26 @@ class RecipeMethods:
     @classmethod
     def _dequantize_into(
         cls, weights: Sequence[Planes], orientation: str, outs: Tensors, parts: Sequence[Parts | None]
-    ) -> None:
+    ) -> list[Launch] | None:
         """As _matrix_values for each of weights, into (m, k) of one dtype on one device, whose versions stay.
 
-        parts: of weights whose planes are not whole: these are the planes of the first part.
+        parts: of weights whose planes are not whole: these are the planes of the first part. What it returns does the
+        same again, while planes and outs stay where they are and no CUDA graph is captured; None: nothing does.
         """
         source = cls.LAYOUT.sources[orientation][0]
         if (kernels := cls._kernels(weights[0][source], outs[0].dtype)) is not None:
-            from layoutc.runtime.kernels.reading import dequantize_batch
+            from layoutc.runtime.kernels import reading
 
-            return dequantize_batch(kernels, weights, orientation, outs, parts)
+            launches = reading.launches(kernels, weights, orientation, outs, parts)
+            for launched, tensors in launches:
+                launched(*tensors)
+            return None if capturing(outs[0].device) else launches
         for planes, out, own in zip(weights, outs, parts, strict=True):
             with keeping_version(out):
                 for at, piece in enumerate([out] if own is None else torch.split(out, own.rows)):
                     read = planes if own is None else own.of(cls.LAYOUT, planes, at, piece.shape[0])
                     piece.copy_(cls.REFERENCE.dequantize_reference(read, *piece.shape, orientation))
+        return None
 
     @classmethod
     def _reading(cls, planes: Planes, shape: tuple[int, int], orientation: str, dtype: torch.dtype) -> Reading | None:

@@ -69,6 +69,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _products: OwnMode | None  # how it is multiplied by its own choice; None: as is set for all weights
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
+    _packed: Any  # of a shard: `fsdp2.packed.Packed`, its place among those that it travels with
     _readings: dict[tuple[str, torch.dtype], Any]  # by orientation: `kernels.reading.Reading`, a launch that is kept
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
@@ -86,8 +87,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         halo: Halo = NO_HALO,
         **others: Any,
     ) -> Self:
-        """Wraps planes without copying them. matrix: their (m, k), halo included; default: that of `shape`.
-
+        """Wraps planes without copying them. matrix: their (m, k) with the halo; default: that of `shape`.
         Raises TypeError for one tensor in place of planes, and attributes of another tensor, as accelerate gives them.
         """
         if others or isinstance(planes, Tensor):
@@ -113,7 +113,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         self._transposed = transposed
         self._name = self._home = None
         self._writes, self._part = Writes(planes=planes), None
-        self._common, self._peers, self._products = frozenset(), None, None
+        self._common, self._peers, self._products, self._packed = frozenset(), None, None, None
         self._halo, self._padding, self._sent, self._steady, self._readings = halo, NOT_PADDED, None, None, {}
         return self
 
