@@ -25,12 +25,13 @@ class Member:
 @dataclass(frozen=True)
 class Group:
     """Weights that FSDP2 gathers in one collective. stays: gathered in forward and kept until backward is done, as
-    FSDP2 does with the root."""
+    FSDP2 does with the root. exchange: gradients travel in the dtype that backward made, where that is the narrower."""
 
     members: tuple[Member, ...]
     ranks: int
     stays: bool
     dtypes: Dtypes
+    exchange: bool = False
 
     def gather(self, which: str) -> Gathered:
         """Bytes of a gather, in forward or in backward. Without one, as of a root in backward: nothing is sent."""
@@ -61,6 +62,18 @@ class Group:
         """Bytes that a rank has left of gradients after a reduce-scatter; its input has `ranks` times as many."""
         return sum(piece.placed.shard for piece in self.trained) * self.dtypes.reduced
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether `layoutc.exchange_gradients` acts on this group."""
+        return self.exchange and self.ranks > 1 and self.dtypes.gathered < self.dtypes.reduced
+
+    @property
+    def sent_gradients(self) -> int:
+        """Bytes of gradients for each rank as they travel: of a reduce-scatter what it leaves, of an exchange what a
+        rank sends to every one. In all there are `ranks` times as many."""
+        narrow = sum(piece.placed.shard for piece in self.trained) * self.dtypes.gathered
+        return narrow if self.exchanges else self.reduced
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -89,7 +102,7 @@ def groups_of(model: Model, use: Use, picks: Picks, mesh: Mesh, dtypes: Dtypes) 
         key = layer.name if by_name else layer.weights
         if key not in made:
             made[key] = tuple(
-                Group(members, members[0].piece.placed.ranks, stays, dtypes)
+                Group(members, members[0].piece.placed.ranks, stays, dtypes, use.exchange)
                 for members in _split(layer, use, picks, mesh, stays)
             )
         return made[key]

@@ -39,6 +39,11 @@ class Mesh:
             return self.shards
         return self.shards * self.tensor // self.experts
 
+    def crosses(self, per_host: int) -> bool:
+        """Whether ranks of several hosts shard together: where there are several, and hosts hold no whole replicas."""
+        sharded = max(self.shards, self.expert_shards) > 1
+        return sharded and self.world > per_host and per_host % (self.shards * self.tensor) != 0
+
     def problem(self) -> str:
         """Why there is no such mesh; "" if there is."""
         if self.world % (self.replicas * self.tensor):

@@ -2,7 +2,8 @@
 
 Looked at where it is highest: while a collective runs, and once a gather has been copied out. FSDP2 of torch 2.11 to
 2.14 keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward
-while this one computes, and keeps the input of one reduce-scatter. Activations are not in it.
+while this one computes, and keeps the input of one reduce-scatter: in place of that, an exchange keeps the gradients
+themselves. Activations are not in it.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def _backward(groups: Groups, root: int) -> int:
             base = root + early + sharded + coming
             computing = open_ + group.gradients + kept
             open_ -= group.gather("backward").held
-            kept = group.reduced * group.ranks if group.trained else 0
+            kept = _input(group)
             most = max(most, base + computing, base + open_ + kept + _reducing(group))
             sharded += _kept_gradients(group)
     for group in groups.root:
         computing = root + group.gradients + _whole_embeddings(group) + kept
-        kept = group.reduced * group.ranks
+        kept = _input(group)
         most = max(most, sharded + computing, sharded + kept + _reducing(group))
         sharded += _kept_gradients(group)
     return most
@@ -99,10 +100,15 @@ def _kept_gradients(group: Group) -> int:
     return sum(piece.placed.shard for piece in group.trained) * group.dtypes.stored
 
 
+def _input(group: Group) -> int:
+    """Bytes that FSDP2 keeps of a group until the next one is reduced: its buffer, or whole gradients."""
+    return group.gradients if group.exchanges else group.reduced * group.ranks
+
+
 def _reducing(group: Group) -> int:
-    """Bytes beside the input of a reduce-scatter: whole gradients while they are joined in it, then what is left of
-    them. The variables of FSDP2's loop over gradients keep the last one, and the last one that it has put in another
-    order, as one of experts that are cut on their rows, until all is done."""
+    """Bytes beside that input: whole gradients while they are joined in it, then what is left of them; in an exchange
+    what is sent, what arrives and the sum. The variables of FSDP2's loop over gradients keep the last one, and the last
+    one that it has put in another order, as one of experts that are cut on their rows, until all is done."""
     if not group.trained:
         return 0
     sizes = [piece.placed.matrix[0] * piece.placed.matrix[1] * group.dtypes.gathered for piece in group.trained]
@@ -112,6 +118,8 @@ def _reducing(group: Group) -> int:
     if group.ranks == 1:
         again = last = 0
     converted = _kept_gradients(group) if group.dtypes.stored != group.dtypes.reduced else 0
+    if group.exchanges:  # the last one is among those that are kept
+        return again + group.reduced + max(2 * group.sent_gradients * group.ranks, converted)
     return max(group.gradients + again, group.reduced + converted + last)
 
 

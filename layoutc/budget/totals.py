@@ -23,7 +23,8 @@ EXCHANGED = 4  # bytes of an fp32 value that ranks exchange about blocks that ar
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank sends in a step: into the gathers of each pass, into reduce-scatters (its part of their
-    outputs), into all-reduces among replicas, and in the optimizer's step about amaxes and blocks that cuts split."""
+    outputs) or exchanges of gradients (the part of one rank), into all-reduces among replicas, and in the optimizer's
+    step about amaxes and blocks that cuts split."""
 
     forward: int
     backward: int
@@ -64,10 +65,12 @@ class WeightLine:
 
 @dataclass(frozen=True)
 class Budget:
-    """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing."""
+    """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing.
+    exchange: gradients of some group are exchanged."""
 
     recipe: str
     how: str
+    exchange: bool
     mesh: Mesh
     quantized: int
     plain: int
@@ -123,6 +126,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
     return Budget(
         recipe=use.name,
         how="plain" if use.plan is None else "cast on gather" if use.cast else "quantized",
+        exchange=any(group.exchanges for group in groups.every),
         mesh=mesh,
         quantized=taken,
         plain=model.elements - taken,
@@ -153,7 +157,7 @@ def _traffic(groups: Groups, mesh: Mesh) -> Traffic:
     return Traffic(
         forward=sum(group.gather("forward").sent for group in every if group.ranks > 1),
         backward=sum(group.gather("backward").sent for group in every if group.ranks > 1),
-        reduced=sum(group.reduced for group in every if group.ranks > 1),
+        reduced=sum(group.sent_gradients for group in every if group.ranks > 1),
         replicated=shared if mesh.replicas > 1 else 0,
         exchanged=sum(_exchanged(piece) for piece in groups.pieces),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@click.option("--exchange", is_flag=True, help="Gradients are exchanged in bf16, as exchange_gradients does.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
@@ -99,6 +101,7 @@ def estimate(
     rule: str,
     cast: bool,
     low: bool,
+    exchange: bool,
     graph: bool,
     as_json: bool,
     **sizes: int | None,
@@ -113,6 +116,7 @@ def estimate(
     layoutc estimate nvfp4 --model llama-405b --rule tree     latency by the logarithm of the ranks
     layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
+    layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
@@ -124,21 +128,24 @@ def estimate(
     if (cast or low) and not recipes:
         raise click.UsageError(f"{'--cast' if cast else '--low'} says how weights of recipes are used; name a RECIPE")
     model = _model(preset, sizes)
-    uses = _uses(recipes, folder, model, cast, low)
+    uses = [replace(use, exchange=exchange) for use in _uses(recipes, folder, model, cast, low)]
     made = []
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
         rows = [estimate_step(use, model, world, link, H200, not graph) for world in worlds for use in uses]
         made.append((link, rows))
+    notes = list(estimates.MEASURED)
+    if exchange:
+        apart = [world for world in worlds if world > per_host]
+        notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
     if as_json:
-        data = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
-        click.echo(
-            json.dumps({"model": as_data(model), "machine": as_data(H200), "links": data, "notes": estimates.MEASURED})
-        )
+        found = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
+        start = {"model": as_data(model), "machine": as_data(H200), "exchange": exchange}
+        click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return
     from layoutc.report import tables
 
-    drawn = estimates.tables(model, made)
+    drawn = estimates.tables(model, made, notes)
     if sys.stdout.isatty():
         tables.print_rich(drawn)
     else:

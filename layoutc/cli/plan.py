@@ -98,6 +98,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @_count("per-host", "Ranks of a host.", 8)
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
+@click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
@@ -124,6 +125,7 @@ def plan(
     layoutc plan config.json --recipe nvfp4 --world 64 --weights     each weight of it
     layoutc plan config.json --recipe mxfp8 --experts --replicas 64 --ep 64 --world 16384
     layoutc plan model.safetensors.index.json --recipe fp8_block --use both
+    layoutc plan config.json --recipe nvfp4 --exchange --replicas 8 --world 64
     layoutc plan my_package.models:build --recipe mxfp8 --leave lm_head.weight
     layoutc plan --shapes 'up*32=14336x4096,down*32=4096x14336' --recipe nvfp4
     layoutc plan config.json --recipe mxfp8 --json > run.json
@@ -187,7 +189,8 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
 
 _ASKED = (
     *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
-    *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "graph"),
+    *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "exchange"),
+    "graph",
 )
 
 
@@ -206,11 +209,24 @@ def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]
     runs = [(use, mesh) for mesh in meshes for use in uses]
     made = [budget(model, use, mesh, setting) for use, mesh in tracked(runs, "plans", quiet)]
     data = data_of(model, setting, made, asked["sequence"], asked["batch"])
+    if asked["exchange"]:
+        data["notes"] += _exchange_notes(meshes, asked["per_host"])
     if any(asked[name] > 1 for name in ("replicas", "tp", "ep")):
         data["notes"].append(NOT_IN_TIME)
     if left := _experts_left(model, made):
         data["notes"].append(left)
     return data
+
+
+def _exchange_notes(meshes: Sequence[Mesh], per_host: int) -> list[str]:
+    """With a number of replicas that each lie within a host, if there is one for the first mesh that needs it."""
+    from layoutc.report.estimates import exchanges
+
+    apart = [mesh for mesh in meshes if mesh.crosses(per_host)]
+    within = "replicas that lie within hosts"
+    if apart and apart[0].world % per_host == 0 and per_host % apart[0].tensor == 0:
+        within = f"--replicas {apart[0].world // per_host} on {apart[0].world:,} ranks"
+    return exchanges([mesh.world for mesh in apart], per_host, within)
 
 
 def _experts_left(model: Model, made: Sequence[Any]) -> str:
@@ -259,7 +275,13 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
     from layoutc.cli.reading import plan_of
     from layoutc.estimate.work import Use
 
-    recipes, uses = dict.fromkeys(words_of(asked["recipes"])), [Use(asked["gathered"])]
+    recipes = dict.fromkeys(words_of(asked["recipes"]))
+    uses = [Use(asked["gathered"], exchange=asked["exchange"])]
+    if asked["exchange"] and (BYTES[asked["gathered"]] != 2 or asked["reduced"] != "fp32"):
+        raise click.UsageError(
+            f"--exchange has nothing to do: gradients in {asked['gathered']} are reduced in {asked['reduced']}; it is "
+            "for those that are reduced in a wider dtype: --gathered bf16 or fp16, and --reduced fp32"
+        )
     for option in ("low", "only", "leave", "experts"):
         if asked[option] and not recipes:
             raise click.UsageError(f"--{option} says how weights of recipes are used; name a --recipe")
@@ -270,5 +292,5 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
                 f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
             )
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
-            uses.append(Use(made.layout.name, made, cast, asked["low"]))
+            uses.append(Use(made.layout.name, made, cast, asked["low"], asked["exchange"]))
     return uses

@@ -8,7 +8,7 @@ tree, for libraries that have one, sends as many bytes in ceil(log2 w) steps, ce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from layoutc.ints.sizes import cdiv
@@ -53,3 +53,14 @@ class Link:
         if world == 1:
             return 0.0
         return self.latency(world) + bytes_per_rank * (world - 1) / (self.bandwidth * self.reduced)
+
+    def exchange(self, bytes_for_each: int, world: int) -> float:
+        """Seconds of an all-to-all in which each rank sends so many bytes to each other one, in w-1 rounds.
+
+        Nothing is added up on the way, so it has the whole bandwidth. All that a host sends to others goes through
+        what a ring has between them: from three ranks of a host on, more than a ring's sums in twice as many bytes.
+        """
+        if world == 1:
+            return 0.0
+        away = self.per_host * (world - self.per_host)  # parts that a host's ranks send to other hosts
+        return replace(self, rule="ring").latency(world) + bytes_for_each * max(world - 1, away) / self.bandwidth

@@ -20,8 +20,8 @@ from layoutc.plan.wire import bytes_per_rank
 class StepEstimate(Parts):
     """The parts of a step, of equal groups.
 
-    bytes: what a rank holds after one gather of one group, in each pass; reduced: of gradients that one reduce-scatter
-    adds up.
+    bytes: what a rank holds after one gather of one group, in each pass; reduced: of gradients that one reduce-scatter,
+    or exchange, adds up, as they travel.
     """
 
     name: str
@@ -89,5 +89,5 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, h
         world=world,
         bytes_forward=own["forward"] * world,
         bytes_backward=own["backward"] * world,
-        bytes_reduced=rows * FP32 * world,
+        bytes_reduced=rows * (BF16 if use.exchanges(world) else FP32) * world,
     )

@@ -28,12 +28,18 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 
 @dataclass(frozen=True)
 class Use:
-    """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes."""
+    """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
+    exchange: gradients travel as backward makes them, by `layoutc.exchange_gradients`."""
 
     name: str
     plan: Plan | None = None
     cast: bool = False
     low: bool = False
+    exchange: bool = False
+
+    def exchanges(self, ranks: int) -> bool:
+        """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""
+        return self.exchange and ranks > 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Parts:
 
     undisturbed: the total if streams did not slow one another; how much they do, the machine's `interference`, follows
     from two links alone. overlapped: while both streams are busy. exposed: the total without forward, backward and the
-    optimizer.
+    optimizer. reduce_scatter: also of gradients that are exchanged, with the copies and sums of that.
     """
 
     forward: float
@@ -120,7 +126,8 @@ def step(
             times[work] = _times(use, work, load, link, machine, host)
     head = sum(2 * load.tokens * one.times * one.m * one.k for one in root.products)
     head /= machine.products[""] * machine.in_step
-    made = list(_with_root([times[work] for work in groups], link, root, head))
+    gather, reduce = (_gathered(root, link, "forward"), _reduced(use, root, link, machine)) if root.rows else (0.0, 0.0)
+    made = list(_with_root([times[work] for work in groups], gather, reduce, head))
     optimizer = sum(_optimizer(use, work) for work in groups) + root.rows * ADAM + _written(use, root)
     tasks = tasks_of(made, optimizer / machine.memory)
     ran = run(tasks, machine.interference)
@@ -142,29 +149,46 @@ def step(
 
 def _times(use: Use, work: Work, load: Load, link: Link, machine: Machine, host: bool) -> GroupTimes:
     return GroupTimes(
-        gather_forward=sum(link.gather(one.forward, one.ranks) for one in work.sent),
+        gather_forward=_gathered(work, link, "forward"),
         forward=_compute(use, work, load, machine, "forward"),
-        gather_backward=sum(link.gather(one.backward, one.ranks) for one in work.sent if one.backward),
+        gather_backward=_gathered(work, link, "backward"),
         backward=_compute(use, work, load, machine, "backward"),
-        reduce=sum(link.reduce_scatter(one.rows * FP32, one.ranks) for one in work.sent),
+        reduce=_reduced(use, work, link, machine),
         host_forward=_host(use, work, machine, "forward") if host else 0.0,
         host_backward=_host(use, work, machine, "backward") if host else 0.0,
     )
 
 
-def _with_root(groups: Sequence[GroupTimes], link: Link, root: Work, head: float) -> Iterable[GroupTimes]:
+def _gathered(work: Work, link: Link, which: Pass) -> float:
+    """Seconds of a group's gathers in a pass; not every one has one in each."""
+    return sum(link.gather(nbytes, one.ranks) for one in work.sent if (nbytes := getattr(one, which)))
+
+
+def _reduced(use: Use, work: Work, link: Link, machine: Machine) -> float:
+    """Seconds in which a group's gradients are added up over ranks, on the stream that sends them.
+
+    Exchanged ones are copied into a buffer there, and what arrives is read and added up in fp32.
+    """
+    seconds = 0.0
+    for one in work.sent:
+        if not use.exchanges(one.ranks):
+            seconds += link.reduce_scatter(one.rows * FP32, one.ranks)
+            continue
+        moved = 2 * BF16 * one.rows * one.ranks + (BF16 * one.ranks + FP32) * one.rows
+        seconds += link.exchange(one.rows * BF16, one.ranks) + moved / machine.memory
+    return seconds
+
+
+def _with_root(groups: Sequence[GroupTimes], gather: float, reduce: float, head: float) -> Iterable[GroupTimes]:
     """The groups of a step. The root is gathered before the first, kept until backward, and reduced after the first."""
-    there = root.rows > 0
     for i, group in enumerate(groups):
-        first, last = i == 0 and there, i == len(groups) - 1
+        first, last = i == 0, i == len(groups) - 1
         yield GroupTimes(
-            gather_forward=group.gather_forward
-            + (sum(link.gather(one.forward, one.ranks) for one in root.sent) if first else 0),
+            gather_forward=group.gather_forward + (gather if first else 0),
             forward=group.forward + (head if last else 0),
             gather_backward=group.gather_backward,
             backward=group.backward + (2 * head if last else 0),
-            reduce=group.reduce
-            + (sum(link.reduce_scatter(one.rows * FP32, one.ranks) for one in root.sent) if first else 0),
+            reduce=group.reduce + (reduce if first else 0),
             host_forward=group.host_forward,
             host_backward=group.host_backward,
         )
@@ -208,7 +232,7 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
     in_recipe = use.plan is not None and work.quantized > 0
     for one in work.sent:
         moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
-        if which == "backward":
+        if which == "backward" and not use.exchanges(one.ranks):
             moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
     if not in_recipe:
         return seconds + operations / machine.attention + moved / machine.memory

@@ -25,13 +25,29 @@ MEASURED = (
 )
 
 
-def tables(model: Model, made: Sequence[tuple[Link, Sequence[StepEstimate]]]) -> list[Table]:
+def exchanges(apart: Sequence[int], per_host: int, within: str) -> list[str]:
+    """Notes on gradients that are exchanged. apart: worlds where several hosts shard together; within: how not to."""
+    notes = [
+        "gradients are exchanged, of plain weights too; the time of the link has their copies and sums",
+        "an exchange has the link's whole bandwidth; over TCP sockets they gained a third of what that says, or less",
+    ]
+    if apart:
+        worlds = ", ".join(f"{world:,}" for world in apart)
+        notes += [
+            f"on {worlds} ranks hosts shard together, which exchange_gradients refuses without across_hosts=True:",
+            f"a host of {per_host} sends up to {per_host / 2:g} times what a ring does in fp32, which the time has",
+            f"what works there: {within}",
+        ]
+    return notes
+
+
+def tables(model: Model, made: Sequence[tuple[Link, Sequence[StepEstimate]]], notes: Sequence[str]) -> list[Table]:
     """Estimates of a model: for each link those of all worlds and recipes, in order."""
     found = [
         Table(_title(model, link), HEADS, _rows(model, rows), frozenset({0, *range(2, len(HEADS))}))
         for link, rows in made
     ]
-    return [*found, Table("What this rests on", (), tuple((line,) for line in MEASURED))]
+    return [*found, Table("What this rests on", (), tuple((line,) for line in notes))]
 
 
 def _title(model: Model, link: Link) -> str:

@@ -21,7 +21,7 @@ import recorded_steps as recorded
 from layoutc.build.operands import layouts_of
 from layoutc.build.pipeline import plan_for
 from layoutc.estimate.links import Link
-from layoutc.estimate.machine import H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine
+from layoutc.estimate.machine import H200, NVLINK, NVLINK_4, PRODUCTS, SOCKETS, Machine, link_of
 from layoutc.estimate.model import Model, llama
 from layoutc.estimate.step import StepEstimate, estimate, sent
 from layoutc.estimate.work import PASSES, Use, copied_bytes
@@ -73,7 +73,9 @@ class Constants:
     peer_operand_bytes: float = 111.7
 
     def link(self, name: str, world: int = 2) -> Link:
-        """By name; that of four ranks is another."""
+        """By name; that of four ranks is another. A number is GB/s of a link that was not measured."""
+        if name.isdigit():
+            return link_of(float(name) * 1e9, 8, None, "ring")
         return self.sockets if name == "sockets" else self.nvlink_4 if world == 4 else self.nvlink
 
     def machine_for(self, words: str, how: str) -> Machine:
@@ -98,7 +100,10 @@ def plan_of(name: str) -> Plan:
 
 @cache
 def use(words: str) -> Use:
-    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`; torchao: tensorwise, which travels as fp8_current."""
+    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, any with `+exchange`; torchao: tensorwise, which travels
+    as fp8_current."""
+    if words.endswith("+exchange"):
+        return replace(use(words.removesuffix("+exchange")), exchange=True)
     if words == "bf16":
         return Use(words)
     if words == "torchao":
@@ -183,15 +188,22 @@ def points() -> list[Point]:
         for words, (ms, host) in waited.items():
             seconds = gather_and_wait(words, world, host / 1e3)
             add(f"gather and wait, {world} ranks, NVLink, {words}", ms, False, seconds)
-    for line in recorded.STEPS.strip().splitlines():
-        where, _, times = line.partition(": ")
-        sequence, batch, world, link, how = (int(word) if word.isdigit() else word for word in where.split())
-        for time in times.split(", "):
-            parts = time.rstrip("*").split(" ")
-            count = 2 if parts[0] == "cast" else 1
-            words, runs = " ".join(parts[:count]), tuple(map(float, parts[count:]))
-            label = f"step, {world} rank{'s' * (world > 1)}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
-            add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how))
+    for kind, lines, more in (
+        ("step", recorded.STEPS, ""),
+        ("exchanged", recorded.EXCHANGED, "+exchange"),
+        ("H100", recorded.ON_H100S, ""),
+    ):
+        for line in lines.strip().splitlines():
+            where, _, times = line.partition(": ")
+            *sizes, link, how = where.split()
+            sequence, batch, world = map(int, sizes)
+            for time in times.split(", "):
+                parts = time.rstrip("*").split(" ")
+                count = 2 if parts[0] == "cast" else 1
+                words, runs = " ".join(parts[:count]) + more, tuple(map(float, parts[count:]))
+                ranks = f"{world} rank{'s' * (world > 1)}"
+                label = f"{kind}, {ranks}, {link}, sequence {sequence}, batch {batch}, {how}, {words}"
+                add(label, runs, time.endswith("*"), total(words, blocks(sequence, batch), world, link, how))
     return made
 
 

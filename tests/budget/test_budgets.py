@@ -245,6 +245,70 @@ def test_one_rank_sends_nothing() -> None:
     assert (found.step.gather_forward, found.step.reduce_scatter, found.cuts) == (0, 0, ())
 
 
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_an_exchange_sends_half_of_the_gradients_bytes_and_leaves_what_stays(name: str) -> None:
+    how = Use(name, None if name == "bf16" else plan(name))
+    for mesh in (Mesh(8), Mesh(16, replicas=2), Mesh(8, tensor=2)):
+        before, after = (budget(model("llama-3.1-8b"), replace(how, exchange=on), mesh, AT) for on in (False, True))
+        assert (before.exchange, after.exchange) == (False, True)
+        assert after.traffic == replace(before.traffic, reduced=before.traffic.reduced // 2)  # replicas add up in fp32
+        assert (after.resident, after.peaks.forward) == (before.resident, before.peaks.forward)
+        assert after.step.reduce_scatter < before.step.reduce_scatter
+        assert after.step.total < before.step.total
+
+
+def test_one_rank_and_gradients_that_are_not_widened_are_not_exchanged() -> None:
+    exchanging = use("mxfp8", exchange=True)
+    assert budget(model("llama-3.1-8b"), exchanging, Mesh(1), AT) == budget(
+        model("llama-3.1-8b"), use("mxfp8"), Mesh(1), AT
+    )
+    for dtypes in (Dtypes(4, 4, 4), Dtypes(2, 2, 2)):
+        found = budget(model("llama-3.1-8b"), exchanging, Mesh(8), replace(AT, dtypes=dtypes))
+        without = budget(model("llama-3.1-8b"), use("mxfp8"), Mesh(8), replace(AT, dtypes=dtypes))
+        assert (found.exchange, found.traffic, found.peaks) == (False, without.traffic, without.peaks)
+
+
+def test_the_peak_of_an_exchange_by_hand() -> None:
+    """One matrix of 6 x 4 over 4 ranks, in the root: shards of 2 rows, so that 8 rows travel."""
+    one = shapes.read(["up=6x4"])
+    before, after = (budget(one, Use("bf16", exchange=on), Mesh(4), AT).peaks for on in (False, True))
+    whole, padded, shard = 6 * 4, 8 * 4, 2 * 4
+    assert before.backward == max(2 * padded + 2 * whole, 4 * padded + max(2 * whole, 4 * shard + 2 * whole))
+    assert after.backward == 2 * whole + 4 * shard + 2 * 2 * padded  # gradients, the sum, what is sent and what arrives
+
+
+@pytest.mark.parametrize(
+    ("mesh", "per_host", "crosses"),
+    [
+        (Mesh(8), 8, False),
+        (Mesh(12), 8, True),
+        (Mesh(64), 8, True),
+        (Mesh(64, replicas=8), 8, False),
+        (Mesh(64, replicas=16), 8, False),
+        (Mesh(24, replicas=4), 8, True),  # replicas of 6: the second lies on two hosts
+        (Mesh(64, tensor=8), 8, True),
+        (Mesh(64, replicas=8, tensor=8), 8, False),  # nothing is sharded
+        (Mesh(64, replicas=4, tensor=16), 8, False),
+        (Mesh(64, replicas=4, tensor=16, experts=8), 8, True),  # but experts, over two ranks
+    ],
+)
+def test_which_ranks_shard_across_hosts(mesh: Mesh, per_host: int, crosses: bool) -> None:
+    assert mesh.crosses(per_host) == crosses
+    together = _sharded_together(mesh)
+    assert crosses == any(len({rank // per_host for rank in group}) > 1 for group in together)
+
+
+def _sharded_together(mesh: Mesh) -> list[list[int]]:
+    """Groups of ranks, as torchtitan lays meshes out: replicas, then shards, then tensor-parallel ranks."""
+    replica = mesh.shards * mesh.tensor
+    found = []
+    for first in range(0, mesh.world, replica):
+        ranks = range(first, first + replica)
+        found += [[*ranks[at :: mesh.tensor]] for at in range(mesh.tensor)]
+        found += [[*ranks[at :: mesh.experts]] for at in range(mesh.experts)] if mesh.experts > 1 else []
+    return found
+
+
 def test_lines_add_up_to_the_traffic() -> None:
     found = budget(model("deepseek-v3"), use("nvfp4"), Mesh(256, experts=32), replace(AT, picks=Picks(experts=True)))
     for which in ("forward", "backward"):

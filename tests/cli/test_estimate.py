@@ -42,6 +42,24 @@ def test_json_has_parts_and_constants() -> None:
     assert any("extrapolated" in note for note in data["notes"])
 
 
+def test_gradients_that_are_exchanged() -> None:
+    """Of bf16 as well; and what is said of several hosts, in the table and for machines."""
+    args = ("nvfp4", "--world", "8,64,512", "--per-host", "8", "--json")
+    before, after = (json.loads(run(*args, *more).stdout) for more in ((), ("--exchange",)))
+    assert (before["exchange"], after["exchange"]) == (False, True)
+    found = [[one for one in data["links"][0]["estimates"] if one["world"] == 8] for data in (before, after)]
+    for without, with_ in zip(*found, strict=True):
+        assert with_["bytes_reduced"] * 2 == without["bytes_reduced"]
+        assert with_["total"] < without["total"]
+    assert not any("exchange" in note for note in before["notes"])
+    said = " ".join(after["notes"])
+    assert "on 64, 512 ranks hosts shard together" in said
+    assert "across_hosts=True" in said
+    assert "layoutc plan --exchange --replicas" in said
+    assert "up to 4 times what a ring does" in run(*args[:-1], "--exchange").stdout
+    assert "hosts shard" not in run("nvfp4", "--world", "8", "--exchange").stdout
+
+
 def test_without_recipes_bf16_alone() -> None:
     result = run("--world", "8", "--json")
     assert [one["name"] for one in json.loads(result.stdout)["links"][0]["estimates"]] == ["bf16"]

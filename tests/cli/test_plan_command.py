@@ -130,6 +130,48 @@ def test_what_of_time_is_left_out_is_said() -> None:
     assert "time leaves out" not in run(LLAMA, "--world", "16").stdout
 
 
+def test_gradients_that_are_exchanged_are_in_all_outputs(tmp_path: Path) -> None:
+    args = (LLAMA, "--recipe", "nvfp4", "--world", "8,64")
+    before, after = data_of(*args), data_of(*args, "--exchange")
+    assert (before["setting"]["exchange"], after["setting"]["exchange"]) == (False, True)
+    for without, with_ in zip(before["budgets"], after["budgets"], strict=True):
+        assert (without["exchange"], with_["exchange"]) == (False, True)
+        assert with_["traffic"] == {**without["traffic"], "reduced": without["traffic"]["reduced"] // 2}
+    rows = list(csv.DictReader(io.StringIO(run(*args, "--exchange", "--csv").stdout)))
+    assert [(row["exchange"], int(row["reduced_bytes"])) for row in rows] == [
+        ("True", one["traffic"]["reduced"]) for one in after["budgets"]
+    ]
+    table = run(*args, "--exchange").stdout
+    assert "gradients exchanged, 1 x 8192 tokens" in table
+    assert [line.split()[12] for line in table.splitlines() if line.endswith("x")] == ["2.008"] * 2 + ["0.251"] * 2
+    (tmp_path / "run.json").write_text(json.dumps(after), encoding="utf-8")
+    assert run(tmp_path / "run.json").stdout == table
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (("--world", "8"), ""),
+        (("--world", "64", "--replicas", 8), ""),
+        (("--world", "8,64,512"), "what works there: --replicas 8 on 64 ranks"),
+        (("--world", "64", "--tp", 2), "what works there: --replicas 8 on 64 ranks"),
+        (("--world", "12"), "what works there: replicas that lie within hosts"),
+        (("--world", "12", "--per-host", 16), ""),
+    ],
+)
+def test_exchanges_across_hosts_are_said_to_be_refused(mesh: tuple[object, ...], said: str) -> None:
+    notes = " ".join(data_of(LLAMA, *mesh, "--exchange")["notes"])
+    assert ("exchange_gradients refuses without across_hosts=True" in notes) == bool(said)
+    assert said in notes
+
+
+@needs_matplotlib
+def test_charts_say_that_gradients_are_exchanged(tmp_path: Path) -> None:
+    for more, said in (((), False), (("--exchange",), True)):
+        assert run(LLAMA, "--world", "8,16", *more, "--chart", tmp_path / "run.svg", "-q").exit_code == 0
+        assert ("gradients exchanged" in (tmp_path / "run.svg").read_text(encoding="utf-8")) == said
+
+
 @needs_matplotlib
 def test_charts_are_drawn_and_drawn_again_from_the_json(tmp_path: Path) -> None:
     args = (LLAMA, "--recipe", "mxfp8", "--recipe", "nvfp4", "--world", "8,64,512")
@@ -178,6 +220,14 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         (("--shapes", "up=64x64", "--world", "8", "--tp", "2"), "--tp is known for configs alone"),
         ((LLAMA, "--recipe", "mxfp8", "--only", "*.w1"), "no weight of 2 or 3 dims has a name like '*.w1'"),
         ((LLAMA, "--experts"), "--experts says how weights of recipes are used; name a --recipe"),
+        (
+            (LLAMA, "--exchange", "--gathered", "fp32"),
+            "--exchange has nothing to do: gradients in fp32 are reduced in fp32",
+        ),
+        (
+            (LLAMA, "--exchange", "--reduced", "bf16"),
+            "--exchange has nothing to do: gradients in bf16 are reduced in bf16",
+        ),
         ((LLAMA, "--json", "--csv"), "--json and --csv both write to stdout"),
         ((LLAMA, "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
         ((LLAMA, "--chart", "no/such/folder/x.svg"), "is no folder to write x.svg to"),
@@ -281,6 +331,10 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "cast", "--world", 8)
     assert [(use.name, use.cast) for use, _, _ in asked] == [("bf16", False), ("mxfp8", True)]
+    assert not any(use.exchange for use, _, _ in asked)
+    asked.clear()
+    data_of(*shapes, "--recipe", "mxfp8", "--use", "both", "--world", 8, "--exchange", "--gathered", "fp16")
+    assert [(use.name, use.exchange) for use, _, _ in asked] == [("fp16", True), ("mxfp8", True), ("mxfp8", True)]
 
 
 def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
@@ -310,4 +364,4 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
         assert (result.exit_code, said in result.stderr) == (2, True), (damage, result.stderr)
 
 
-FLAGS = ("--experts", "--low", "--graph")
+FLAGS = ("--experts", "--low", "--exchange", "--graph")

@@ -7,9 +7,11 @@ each pass, held between steps and held at the highest point is counted in torch,
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,6 +47,8 @@ from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
+from layoutc.runtime.fsdp2 import exchange as exchanges
+from layoutc.runtime.fsdp2.exchange import GradientBuffer
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
 from layoutc.runtime.sharding import meshes, registry
@@ -90,7 +94,8 @@ def _mark_exchanges() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Bytes that this rank puts into collectives, by kind: those of reduce-scatters are what it has left."""
+    """Bytes that this rank puts into collectives, by kind: those of reduce-scatters are what it has left, and those of
+    exchanged gradients what it sends to each rank."""
 
     def __init__(self, look: Callable[..., None] = lambda *buffers: None) -> None:
         super().__init__()
@@ -106,13 +111,18 @@ class Counted(TorchDispatchMode):
             elif func is torch.ops.c10d._reduce_scatter_base_.default:
                 kind, tensors = "reduced", [args[0]]
                 self.look(args[0], args[1])
+            elif func is torch.ops.c10d.alltoall_base_.default:  # of which a rank keeps one part
+                kind, tensors = "exchanged gradients", [args[1][0]]
+                self.look(leaving=args[:2])
             else:
                 tensors = list(args[0]) if func is torch.ops.c10d.allreduce_.default else []
                 kind = "replicated" if callers_file().endswith("_fsdp_collectives.py") else "exchanged"
             self.nbytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         elif func.namespace == "fsdp":  # copies into and out of the buffers of collectives
             joined = args[0] if func is torch.ops.fsdp.chunk_cat.default else args[:1]  # whole gradients
-            self.look(*(one for one in ((kwargs or {}).get("out"), *joined) if isinstance(one, Tensor)))
+            buffers = ((kwargs or {}).get("out"), *joined)
+            # What stands for a buffer of exchanged gradients has no bytes of its own.
+            self.look(*(one for one in buffers if isinstance(one, Tensor) and not isinstance(one, GradientBuffer)))
         return func(*args, **(kwargs or {}))
 
 
@@ -122,9 +132,15 @@ class Watched:
     def __init__(self, model: Any) -> None:
         self.model, self.most = model, 0
         self.buffers: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.leaving: list[StorageWeakRef] = []
 
-    def look(self, *buffers: Tensor) -> None:
-        """buffers: of the collective that runs."""
+    def look(self, *buffers: Tensor, leaving: Sequence[Tensor] = ()) -> None:
+        """buffers: of the collective that runs. leaving: more of them, which nothing holds at the next other look, once
+        gloo's threads have let go too."""
+        self.leaving += [StorageWeakRef(one.untyped_storage()) for one in leaving]
+        end = time.monotonic() + 2
+        while self.leaving and not leaving and time.monotonic() < end:
+            self.leaving = [one for one in self.leaving if not one.expired()]
         held: list[Any] = list(gathered(self.model).values())
         gradients = []
         modules = set(self.model.modules())
@@ -135,7 +151,7 @@ class Watched:
                 if whole is not None and whole.grad is not None:
                     gradients.append(meshes.local_of(whole.grad))
         # FSDP2's loops over gradients hold some of them after the parameter has let go.
-        for tensor in (*buffers, *gradients):
+        for tensor in (*buffers, *leaving, *gradients):
             storage = tensor.untyped_storage()
             self.buffers[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self.buffers = {at: one for at, one in self.buffers.items() if not one[0].expired()}
@@ -258,6 +274,7 @@ def counts_as_planned(
     experts_dim: int = 0,
     tensor: int = 1,
     experts: int = 1,
+    exchange: bool = False,
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
@@ -265,6 +282,7 @@ def counts_as_planned(
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
     described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
+    use = replace(use, exchange=exchange)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
     takes = {
@@ -281,6 +299,8 @@ def counts_as_planned(
     block_indices.cache_clear()
     before = live_bytes()
     model = built(kind, how, recipe, takes, mesh, dtypes)
+    if exchange:
+        layoutc.exchange_gradients(model)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     watched = Watched(model)
     for number in range(3):
@@ -299,7 +319,11 @@ def counts_as_planned(
             optimizer.zero_grad()
     traffic = found.traffic
     assert (forward.nbytes["gathered"], backward.nbytes["gathered"]) == (traffic.forward, traffic.backward)
-    assert (backward.nbytes["reduced"], backward.nbytes["replicated"]) == (traffic.reduced, traffic.replicated)
+    exchanged = sum(group.sent_gradients for group in groups.every if group.exchanges)
+    assert (exchanged > 0) == exchange == found.exchange
+    assert backward.nbytes["exchanged gradients"] == exchanged
+    assert backward.nbytes["reduced"] + exchanged == traffic.reduced
+    assert backward.nbytes["replicated"] == traffic.replicated
     assert sum(one.nbytes["exchanged"] for one in (forward, backward, update)) == traffic.exchanged
     assert (peak_forward, watched.most) == (found.peaks.forward, found.peaks.backward)
     here = Resident(left=indices(groups.pieces))
@@ -321,10 +345,10 @@ def callers_file() -> str:
 
 @contextmanager
 def looking_at_groups(watched: Watched) -> Iterator[None]:
-    """Also looks where a group has just been gathered, where it has its gradients and still is, and where the part of
-    a gradient that FSDP2 takes has just been cut."""
+    """Also looks where a group has just been gathered, where it has its gradients and still is, where the part of a
+    gradient that FSDP2 takes has just been cut, and where gradients that were exchanged are about to be added up."""
     originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
-    cut = FSDPParam._get_grad_inner_tensor
+    cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
 
     def looking(name: str) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
@@ -338,13 +362,18 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         watched.look(part)
         return part
 
+    def adding_up(parts: Tensor, out: Tensor, divisor: int) -> None:
+        watched.look(out, leaving=[parts])
+        add_up(parts, out, divisor)
+
     for name in originals:
         setattr(FSDPParamGroup, name, looking(name))
     FSDPParam._get_grad_inner_tensor = cutting
+    exchanges.rank_sum = adding_up
     try:
         yield
     finally:
-        FSDPParam._get_grad_inner_tensor = cut
+        FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
         for name, original in originals.items():
             setattr(FSDPParamGroup, name, original)
 
@@ -428,4 +457,50 @@ def test_experts_in_parts_under_shards_of_all_ranks(
     """Expert parallelism, as torchtitan lays it out: FSDP2 cuts experts over the ranks that have the same ones, three
     over two ranks or all of them on one, and all else over all ranks. What becomes of tokens is not the plan's."""
     held = four.run(counts_as_planned, kind, how, recipe, False, mixed, 1, dim, 1, experts)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+def exchanges_as_planned(*case: Any) -> tuple[int, int]:
+    """The same with `layoutc.exchange_gradients`."""
+    return counts_as_planned(*case, exchange=True)
+
+
+EXCHANGES = [
+    ("plain", "", False),
+    ("quantized", "nvfp4", True),
+    ("quantized", "mxfp8", False),
+    ("cast", "mxfp8", False),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("how", "recipe", "head"), EXCHANGES)
+def test_two_ranks_exchange_what_is_planned(two: Ranks, kind: str, how: str, recipe: str, head: bool) -> None:
+    """Gradients in bf16 to every rank, kept whole until the next group's are sent."""
+    held = two.run(exchanges_as_planned, kind, how, recipe, head, True)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("how", "recipe", "head"), EXCHANGES)
+def test_four_ranks_exchange_what_is_planned(four: Ranks, kind: str, how: str, recipe: str, head: bool) -> None:
+    held = four.run(exchanges_as_planned, kind, how, recipe, head, True)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
+    [
+        ("llama", "plain", "", 2, 0, 1, 1),
+        ("mixtral", "quantized", "mxfp8", 2, 1, 1, 1),
+        ("llama", "quantized", "nvfp4", 1, 0, 2, 1),
+        ("mixtral", "quantized", "mxfp8", 1, 0, 1, 2),
+        ("mixtral", "cast", "nvfp4", 1, 1, 1, 2),
+        ("qwen3_moe", "quantized", "mxfp8", 1, 0, 1, 4),  # a rank has experts of its own, and nobody to exchange with
+    ],
+)
+def test_replicas_parts_and_experts_exchange_what_is_planned(
+    four: Ranks, kind: str, how: str, recipe: str, replicas: int, dim: int, tensor: int, experts: int
+) -> None:
+    held = four.run(exchanges_as_planned, kind, how, recipe, False, True, replicas, dim, tensor, experts)
     assert max(here for here, _ in held) == held[0][1]

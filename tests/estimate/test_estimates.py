@@ -30,6 +30,8 @@ STATED = {
     ("step", True): ((1, 12, 0), (0.5, 5, 0)),
     ("gather", False): ((5, 23, 1), (5, 23, 1)),
     ("step", False): ((5, 25, 7), (5, 25, 4)),
+    ("exchanged", False): ((2, 18, 1), (2, 18, 1)),
+    ("H100", False): ((10, 39, 6), (10, 39, 6)),
 }
 
 
@@ -107,6 +109,37 @@ def test_latency_and_rule() -> None:
     assert tree.latency(64) == pytest.approx(1e-3 + 3e-6 + 3e-5)
     assert ring.gather(1000, 4) == pytest.approx(ring.latency(4) + 3000 / 1e9)
     assert replace(ring, reduced=0.5).reduce_scatter(1000, 4) == pytest.approx(ring.latency(4) + 6000 / 1e9)
+
+
+def test_an_exchange_by_hand() -> None:
+    """Half of the bytes, a message to each rank; across hosts all that a host's ranks send to other hosts counts."""
+    link = Link("l", 1e9, 1e-3, 1e-6, 1e-5, per_host=4, reduced=0.5)
+    assert link.exchange(100, 1) == 0
+    assert link.exchange(1000, 4) == pytest.approx(link.latency(4) + 3 * 1000 / 1e9)
+    assert link.exchange(1000, 16) == pytest.approx(link.latency(16) + 4 * 12 * 1000 / 1e9)
+    assert replace(link, rule="tree").exchange(1000, 16) == link.exchange(1000, 16)
+    for ranks in (8, 64, 4096):  # of a ring in fp32, half of a host's ranks times as much, or nearly
+        ring, exchange = (
+            seconds - link.latency(ranks) for seconds in (link.gather(4000, ranks), link.exchange(2000, ranks))
+        )
+        assert exchange / ring == pytest.approx(4 / 2 * (ranks - 4) / (ranks - 1))
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_an_exchange_takes_a_copy_off_the_compute_stream(name: str) -> None:
+    """And puts another and a sum onto the link's."""
+    before, after = (estimate(replace(use(name), exchange=on), SMALL, 4, SLOW, H200) for on in (False, True))
+    elements = SMALL.block.elements + 2 * SMALL.dim  # which four ranks share without padding
+    assert after.bytes_reduced == before.bytes_reduced / 2 == 2 * elements
+    copied = SMALL.groups * elements * (2 + 4) / H200.memory
+    assert before.backward - after.backward == pytest.approx(copied)
+    moved = 2 + 2 + 2 + 4 / 4  # read, written, read again and the sum of a quarter
+    expected = SMALL.groups * (SLOW.exchange(elements // 4 * 2, 4) + elements * moved / H200.memory)
+    assert after.reduce_scatter == pytest.approx(expected)
+    for part in ("forward", "gather_forward", "gather_backward", "optimizer", "host"):
+        assert getattr(before, part) == getattr(after, part), part
+    alone = (estimate(replace(use(name), exchange=on), SMALL, 1, SLOW, H200) for on in (False, True))
+    assert len(set(alone)) == 1
 
 
 def test_interference_only_adds() -> None:

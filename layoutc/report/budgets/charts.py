@@ -60,7 +60,8 @@ def draw(data: Mapping[str, Any], path: Path) -> list[str]:
         setting = data["setting"]
         drawn.supxlabel(
             f"{data['model']['name']}, {setting['batch']} x {setting['sequence']} tokens a rank, "
-            f"{setting['link']['name']} a rank, {setting['link']['rule']}",
+            f"{setting['link']['name']} a rank, {setting['link']['rule']}"
+            + (", gradients exchanged" if setting["exchange"] else ""),
             size=8,
             color="#606060",
         )

@@ -43,6 +43,7 @@ def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int,
             "link": as_data(at.link),
             "machine": at.machine.name,
             "host": at.host,
+            "exchange": any(one.exchange for one in budgets),
         },
         "notes": list(NOTES),
         "budgets": [_budget(one) for one in budgets],
@@ -60,6 +61,7 @@ def _budget(one: Budget) -> dict[str, Any]:
 FIGURES: Mapping[str, tuple[str, ...]] = {
     "recipe": ("recipe",),
     "how": ("how",),
+    "exchange": ("exchange",),
     "world": ("mesh", "world"),
     "replicas": ("mesh", "replicas"),
     "tensor": ("mesh", "tensor"),
@@ -132,6 +134,7 @@ def _title(data: Mapping[str, Any]) -> str:
     model, setting = data["model"], data["setting"]
     mesh = data["budgets"][0]["mesh"]
     words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
+    words += ["gradients exchanged"] if setting["exchange"] else []
     size = f"{model['elements'] / 1e9:,.2f}e9 parameters in {model['layers']} layers and the root"
     load = f"{setting['batch']} x {setting['sequence']} tokens a rank"
     return ", ".join([str(model["name"]), size, *words, load, f"{setting['link']['name']} a rank"])
