@@ -100,7 +100,7 @@ KERNELS = Kernels(
         (4, True): (4, 1024, 1, 4, None),
     },
     buffer_sizes={
-        (2, True): (128, 128, 1, 8, None),  # codes are transposed: whole sectors of a column
+        (2, True): (128, 64, 1, 4, None),  # codes are transposed: whole sectors of a column
         (4, True): (128, 128, 1, 8, None),
     },
     dequantize_sizes={"rowwise": (4, 512, 2), "columnwise": (4, 512, 2)},

@@ -152,6 +152,8 @@ def _buffer_tile(sources: Sequence[Source], itemsize: int, in_words: bool, moves
         tallest = max(source.quantization.block.m or 1 for source in sources)
         return Tile(max(rows, span, tallest), max(columns, width), 1, warps, None, reason)
     rows, columns = max(128, least.rows, span), max(128, width)
+    if len(sources) == 1 and sources[0].quantization.block.m is None and itemsize == 2:
+        return Tile(rows, max(64, width), 1, 4, None, reason)
     if len(sources) > 1 or sources[0].quantization.block.m is None:
         return Tile(rows, columns, 1, 8, None, reason)
     return Tile(rows, columns, 1, 4, 168 if itemsize == 2 else None, reason)

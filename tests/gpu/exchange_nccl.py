@@ -40,8 +40,10 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
-def trained(use: str, way: str, exchanges: bool, device: torch.device) -> tuple[list[float], list[Tensor]]:
-    """Losses of six steps, the last gradients, and the bytes of weights."""
+def trained(
+    use: str, way: str, exchanges: bool, device: torch.device, on_gather: bool = False
+) -> tuple[list[float], list[Tensor]]:
+    """Losses of six steps, the last gradients, and the bytes of weights. on_gather: gathers leave values."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     kind, _, recipe = use.partition(":")
@@ -49,6 +51,8 @@ def trained(use: str, way: str, exchanges: bool, device: torch.device) -> tuple[
         model = nn.Sequential(*[Block() for _ in range(3)])
     if kind != "plain":
         (layoutc.quantize_ if kind == "layoutc" else layoutc.cast_on_gather_)(model, recipe)
+    if on_gather:
+        layoutc.set_products_(model, "dequantize_on_gather")
     for block in model:
         if way == "compiled":
             block.compile()

@@ -1,0 +1,44 @@
+"""Weights that are dequantized on gather, on cards: losses, gradients and weights of those that are dequantized later.
+
+    torchrun --nproc-per-node 2 tests/gpu/on_gather_nccl.py
+
+Compared byte for byte: quantized weights and ones that are cast on gather, eager, compiled, and captured in a CUDA
+graph. Their planes travel in packs where ranks have whole blocks, and by themselves where cuts split blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exchange_nccl import trained
+
+FORMS = [
+    (use, way)
+    for use in ("layoutc:fp8_block", "layoutc:nvfp4", "layoutc:fp8_current", "layoutc:mxfp8_2d", "cast:nvfp4")
+    for way in ("eager", "compiled", "captured")
+]
+
+
+def main() -> None:
+    """All forms; the first rank prints."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    different = 0
+    for use, way in FORMS:
+        losses, held = trained(use, way, False, device)
+        others, theirs = trained(use, way, True, device, on_gather=True)
+        same: Any = losses == others and all(map(torch.equal, held, theirs))
+        different += not same
+        if dist.get_rank() == 0:
+            result = "equal" if same else f"DIFFER: {losses} and {others}"
+            print(f"{use}, {way}: losses, gradients and weights {result}, to {losses[-1]:.6f}", flush=True)
+    dist.destroy_process_group()
+    assert not different
+
+
+if __name__ == "__main__":
+    main()
