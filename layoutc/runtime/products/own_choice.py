@@ -64,14 +64,15 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     if mode == ON_GATHER:
         _check_passes(list(chosen.values()))
     changed = [
-        sharding
-        for _, param in chosen.values()
+        (name, sharding)
+        for name, param in chosen.values()
         for holder in _holders(param)
         if (holder._products == ON_GATHER) != (mode == ON_GATHER) and (sharding := registry.find(holder)) is not None
     ]
-    for sharding in changed:
-        gathered.check_resharded(sharding)
-    for sharding in changed:
+    for name, sharding in changed:
+        if gathered.is_gathered(sharding):
+            raise _gathered_now(name)
+    for _, sharding in changed:
         gathered.forget(sharding)
     if mode != ON_GATHER:
         multiply_parts_(modules)
@@ -96,7 +97,11 @@ def _check_not_gathered(model: nn.Module) -> None:
     sharded = registry.sharded_parameters()
     for name, param in model.named_parameters():
         if own_mode_holder(sharded.get(id(param), param)) is not None:
-            raise LayoutError(f"{name} is gathered now: call reshard() on the model's FSDP modules first")
+            raise _gathered_now(name)
+
+
+def _gathered_now(name: str) -> LayoutError:
+    return LayoutError(f"{name} is gathered now: call reshard() on the model's FSDP modules first")
 
 
 def own_mode_holder(param: Tensor) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding.registry import Sharding
 
 
@@ -35,11 +34,10 @@ def free_outputs(params: Iterable[Any]) -> None:
                 storage.resize_(0)
 
 
-def check_resharded(sharding: Sharding) -> None:
-    """Raises LayoutError while FSDP2 holds the whole weight."""
+def is_gathered(sharding: Sharding) -> bool:
+    """True while FSDP2 holds the whole weight."""
     state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
-    if state is not type(state).SHARDED:
-        raise LayoutError(f"{sharding.name} is gathered now: call reshard() on the model's FSDP modules first")
+    return state is not type(state).SHARDED
 
 
 def forget(sharding: Sharding) -> None:
