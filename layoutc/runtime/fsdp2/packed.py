@@ -170,8 +170,10 @@ def _planes_of_all(pack: Pack, mesh: Any) -> Tensor:
 def _sends_the_same(member: Member) -> bool:
     """True if the shard would send the memory that it sent in the last gather, as `steady.again` asks it."""
     param: Any = member.param()
-    shard: Any = gathered.shard_of(param)
-    if member.sent is None or member.sent[0]() is not shard:
+    if member.sent is None:
+        return False
+    shard: Any = member.sent[0]()
+    if gathered.shard_of(param) is not shard:
         return False
     planes, writes = shard._planes, shard._writes
     if writes.waiting or (writes.initial is not None and not param.sharded_param.requires_grad):
