@@ -173,8 +173,8 @@ def _planes_of_all(pack: Pack, mesh: Any) -> Tensor:
     sources = pack.sources
     if len(sent) != len(pack.sent) or any(map(is_not, sent, pack.sent)):
         sources = [one.reshape(-1) for one in sent]
-        if all(isinstance(gathered.shard_of(one.param()), QuantizedTensor) for one in pack.members):
-            pack.sent, pack.sources = sent, sources  # views of shards; what was cast is sent once
+        if all(getattr(gathered.shard_of(one.param()), "_steady", None) for one in pack.members):
+            pack.sent, pack.sources = sent, sources  # views of shards; what was cast or padded is sent once
     made = torch.empty(pack.nbytes, dtype=torch.uint8, device=sent[0].device)
     foreach_copy_(list(torch.split_with_sizes(made, [one.numel() for one in sources])), sources)
     return made
