@@ -167,13 +167,15 @@ def _fields(kind: str) -> dict[str, Any]:
     return KINDS.get(kind, MIXTURE)
 
 
-def planned(kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes) -> tuple[Any, Use, Setting]:
+def planned(
+    kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes, only: tuple[str, ...] = ()
+) -> tuple[Any, Use, Setting]:
     """What is given to `budget`."""
     model = configs.read({"model_type": kind, **_fields(kind)}, kind)
     use = Use("plain")
     if how != "plain":
         use = Use(recipe, plan_of(ROOT / "specs" / f"{recipe}.yaml"), cast=how == "cast")
-    picks = Picks(experts=True, leave=() if head else ("lm_head.weight",))
+    picks = Picks(only, experts=True, leave=() if head else ("lm_head.weight",))
     return model, use, Setting(picks, dtypes, Load(8, 8), NVLINK, H200)
 
 
@@ -278,13 +280,14 @@ def counts_as_planned(
     experts: int = 1,
     exchange: bool = False,
     on_gather: bool = False,
+    only: tuple[str, ...] = (),
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
     dtypes = MIXED if mixed else SINGLE
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
-    described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
+    described, use, at = planned(kind, how, recipe, head, mesh, dtypes, only)
     use = replace(use, exchange=exchange, on_gather=on_gather)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
@@ -524,9 +527,14 @@ def test_replicas_parts_and_experts_exchange_what_is_planned(
     assert max(here for here, _ in held) == held[0][1]
 
 
-def leaves_values_as_planned(*case: Any) -> tuple[int, int]:
+def leaves_values_as_planned(*case: Any, **more: Any) -> tuple[int, int]:
     """The same with weights that are dequantized on gather."""
-    return counts_as_planned(*case, on_gather=True)
+    return counts_as_planned(*case, **more, on_gather=True)
+
+
+def leaves_values_of_the_root_as_planned(*case: Any) -> tuple[int, int]:
+    """The same where the root has two such weights, which stay gathered: the embedding and the head."""
+    return leaves_values_as_planned(*case, only=("*proj*", "*embed_tokens*", "*lm_head*"))
 
 
 @pytest.mark.parametrize(
@@ -544,6 +552,14 @@ def test_two_ranks_are_left_the_values_that_are_planned(
 ) -> None:
     """Codes until values are made of them; in one tensor for each group where a plane's size allows it."""
     held = two.run(leaves_values_as_planned, kind, how, recipe, head, mixed)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "recipe"), [("mixtral", "quantized", "fp8_current"), ("llama", "cast", "fp8_delayed")]
+)
+def test_values_that_stay_are_as_planned(two: Ranks, kind: str, how: str, recipe: str) -> None:
+    held = two.run(leaves_values_of_the_root_as_planned, kind, how, recipe, True, True)
     assert max(here for here, _ in held) == held[0][1]
 
 
