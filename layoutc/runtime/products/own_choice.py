@@ -67,7 +67,8 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         sharding
         for _, param in chosen.values()
         for holder in _holders(param)
-        if (holder._products == ON_GATHER) != (mode == ON_GATHER) and (sharding := registry.find(holder)) is not None
+        if (sharding := registry.find(holder)) is not None
+        and gathered.leaves_values(sharding.param(), holder._products == ON_GATHER) != (mode == ON_GATHER)
     ]
     for sharding in changed:
         gathered.check_resharded(sharding)
