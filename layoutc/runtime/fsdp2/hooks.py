@@ -130,7 +130,7 @@ def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
 
 def keeps_codes(shard: Shard, sharding: Sharding) -> bool:
     """True if the codes that are gathered now may still be read when the shard is quantized anew."""
-    return not sharding.frees_after_pass and not on_gather.leaves_values(shard)
+    return not sharding.frees_after_pass and not on_gather.is_awaited(sharding.param())
 
 
 def passing(shard: Shard) -> PassName:
@@ -170,7 +170,7 @@ def finish(
     """
     if gathering.before is not None:
         gathering.before.planes = dict(planes)
-    if out is None and on_gather.leaves_values(shard) and find(shard) is not None:
+    if out is None and on_gather.is_chosen(shard) and find(shard) is not None:
         device = next(iter(planes.values())).device
         values = new_values(shard, gathering.route, dtype, device)
         deliver(shard, planes, None)

@@ -46,8 +46,8 @@ class Group:
 _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # by FSDPParamGroup
 
 
-def leaves_values(shard: Any) -> bool:
-    """True for a shard whose gathers leave values, if FSDP2 does not hold a gathered weight of it already."""
+def is_chosen(shard: Any) -> bool:
+    """True for a shard whose first gather leaves values."""
     return shard._products == ON_GATHER and not shard.LAYOUT.passes_differ
 
 
@@ -80,11 +80,9 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
 
 
 def is_awaited(param: Any) -> bool:
-    """True for a parameter whose gather leaves values: as its first gather did."""
-    shard, held = gathered.shard_of(param), gathered.gathered_of(param)
-    if not hasattr(shard, "QUANTIZED"):
-        return False
-    return leaves_values(shard) if held is None else not isinstance(held, QuantizedTensor)
+    """True for a parameter whose gather leaves values."""
+    shard = gathered.shard_of(param)
+    return hasattr(shard, "QUANTIZED") and gathered.leaves_values(param, is_chosen(shard))
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ class Packed(NamedTuple):
     number: int
 
 
-ALONE = Packed(Pack([], 0, False), -1)  # of a weight that does not fit into a pack
+ALONE = Packed(Pack([], 0, False), -1)  # of a weight that does not fit into a pack, or stays as codes
 _packing: ContextVar[bool] = ContextVar("layoutc_packing", default=False)  # while the first weight asks the others
 
 
@@ -114,11 +114,14 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
 # ------------------------------------------------------------------------------------------------------------- one pack
 def _join(shard: Any) -> Packed | None:
     """The place of a shard that has none yet: a new one, or one that has taken the place of another."""
-    if not on_gather.leaves_values(shard) or _packing.get() or hooks.simulated():
+    if _packing.get() or hooks.simulated():
         return None
     sharding = find(shard)
     if sharding is None or not sharding.is_of(shard):
         return None
+    if not on_gather.is_awaited(sharding.param()):
+        shard._packed = ALONE
+        return ALONE
     awaited = [param for param in sharding.params_of_group() if on_gather.is_awaited(param)]
     shards = [gathered.shard_of(param) for param in awaited]
     known = next((one._packed.pack for one in shards if one._packed not in (None, ALONE)), None)

@@ -103,9 +103,9 @@ def arrived(shard: hooks.Gatherable, out: Tensor | None, gathering: Gathering, o
     Views follow their storage when FSDP2 frees it and allocates it anew, so equal addresses mean the same storage.
     """
     before = gathering.before
-    if out is None or before is None:
+    if before is None:
         return False
-    if before.planes and all(map(_same_memory, outputs, before.outputs)):
+    if out is not None and before.planes and all(map(_same_memory, outputs, before.outputs)):
         hooks.deliver(shard, before.planes | gathering.shared, out)
         return True
     before.outputs, before.planes = tuple(outputs), {}  # `finish` has the planes, if it gets that far

@@ -67,7 +67,8 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         (name, sharding)
         for name, param in chosen.values()
         for holder in _holders(param)
-        if (holder._products == ON_GATHER) != (mode == ON_GATHER) and (sharding := registry.find(holder)) is not None
+        if (sharding := registry.find(holder)) is not None
+        and gathered.leaves_values(sharding.param(), holder._products == ON_GATHER) != (mode == ON_GATHER)
     ]
     for name, sharding in changed:
         if gathered.is_gathered(sharding):

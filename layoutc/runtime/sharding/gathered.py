@@ -25,6 +25,15 @@ def gathered_of(param: Any) -> Tensor | None:
     return found
 
 
+def leaves_values(param: Any, chosen: bool) -> bool:
+    """True for an FSDPParam whose gathers leave values, not codes: as the first one did, whichever shard it holds since.
+
+    chosen: what the first one will do.
+    """
+    held = gathered_of(param)
+    return chosen if held is None else not hasattr(held, "QUANTIZED")
+
+
 def free_outputs(params: Iterable[Any]) -> None:
     """Frees the bytes that have arrived, as FSDP2 would after the pass; it allocates them anew for the next gather."""
     for param in params:
