@@ -50,7 +50,7 @@ class Use:
             return ""
         return (
             f"{self.name} can't be dequantized on gather: forward and backward gather different codes of it, whose "
-            "values differ; take a recipe of blocks that both passes read: `layoutc show` says which planes each gathers"
+            "values differ; take a recipe of blocks that both passes read: `layoutc show` says what each gathers"
         )
 
     def exchanges(self, ranks: int) -> bool:

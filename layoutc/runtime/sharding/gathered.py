@@ -26,7 +26,7 @@ def gathered_of(param: Any) -> Tensor | None:
 
 
 def leaves_values(param: Any, chosen: bool) -> bool:
-    """True for an FSDPParam whose gathers leave values, not codes: as the first one did, whichever shard it holds since.
+    """True for an FSDPParam whose gathers leave values: as the first one did, whichever shard it holds since.
 
     chosen: what the first one will do.
     """
