@@ -60,9 +60,9 @@ def free_outputs(params: Iterable[Any]) -> None:
 
 
 def check_resharded(sharding: Sharding) -> None:
-    """Raises LayoutError while FSDP2 holds the whole weight."""
+    """Raises LayoutError while FSDP2 holds the whole weight, or gathers it."""
     state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
-    if state is not type(state).SHARDED:
+    if state is not type(state).SHARDED or getattr(sharding.group(), "_all_gather_result", None) is not None:
         raise LayoutError(f"{sharding.name} is gathered now: {RESHARD}")
 
 
