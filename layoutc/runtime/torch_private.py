@@ -107,6 +107,11 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
     return context
 
 
+def reset_version(tensor: Tensor) -> None:
+    """Makes the tensor one that nobody has written into, as autograd counts it."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (0,))
+
+
 def set_element(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Puts a value into a nested state dict, at a path as torch.distributed.checkpoint gives it."""
     from torch.distributed.checkpoint._traverse import set_element  # a slow import that only loads need

@@ -41,7 +41,7 @@ def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequen
 def numbers(model: nn.Module) -> list[int | None]:
     """The place of each weight in its pack; None of one that travels alone."""
     places = [local_of(param)._packed for param in model.parameters()]
-    return [None if place is None or place is packed.ALONE else place.number for place in places]
+    return [None if place is None or place.number == packed.ALONE else place.number for place in places]
 
 
 def leaves_values(recipe: str, cast: bool) -> None:
@@ -139,7 +139,8 @@ def switches(recipe: str) -> None:
         expected = train_step(reference, optimizers[0], step, width)
         assert train_step(model, optimizers[1], step, width, my_share()) == expected, (step, mode)
         weights = [layer.weight for layer in (*model.layers, model.head)]
-        seen.append([local(weight)._packed not in (None, packed.ALONE) for weight in weights])
+        places = [local(weight)._packed for weight in weights]
+        seen.append([place is not None and place.number != packed.ALONE for place in places])
     alike = [mode == ON_GATHER for mode in modes]
     assert seen == [
         [one] * 3 if mode != "head" else [True, True, False] for mode, one in zip(modes, alike, strict=True)

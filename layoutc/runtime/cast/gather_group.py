@@ -228,7 +228,7 @@ class GatherGroup:
 def join(shard: CastOnGather) -> Hook | None:
     """The hook of a shard that FSDP2 holds, as a member of its group; None for any other tensor."""
     sharding = registry.find(shard)
-    if sharding is None or sharding.local() is not shard or hooks.simulated():
+    if sharding is None or not sharding.is_of(shard) or hooks.simulated():
         return None
     owner = sharding.group()
     group = _groups.get(owner)

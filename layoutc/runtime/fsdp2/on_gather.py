@@ -20,6 +20,7 @@ from layoutc.runtime.parts import Parts
 from layoutc.runtime.product_mode import ON_GATHER
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding
+from layoutc.runtime.torch_private import reset_version
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ def new_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """The values of a whole weight, to be written: ordinary memory, though inference may be what gathers first."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def check_unwritten(shard: Any, values: Tensor | None) -> None:
+    """Raises LayoutError if somebody has written into the values that the last gather left: this one loses that."""
+    if values is not None and values._version:  # gathers keep it at 0
+        reset_version(values)
+        raise LayoutError(
+            f"{shard._label()} was written while it was gathered, and each gather undoes that; write into the sharded "
+            "parameter, on all ranks: before forward, or after reshard()"
+        )
 
 
 def arrive(sharding: Sharding, arrival: Arrival) -> None:

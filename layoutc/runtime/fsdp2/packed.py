@@ -73,10 +73,12 @@ class Packed(NamedTuple):
     """The metadata of a weight that travels in a pack, which its shard keeps."""
 
     pack: Pack
-    number: int
+    number: int  # ALONE: it fits into no pack, or its gathers leave codes
+    gathered: hooks.Gathered
 
 
-ALONE = Packed(Pack([], 0, False), -1)  # of a weight that does not fit into a pack, or stays as codes
+ALONE = -1
+_NO_PACK = Pack([], 0, False)
 _packing: ContextVar[bool] = ContextVar("layoutc_packing", default=False)  # while the first weight asks the others
 
 
@@ -86,14 +88,15 @@ def send(shard: Any, mesh: Any) -> Sent | None:
     packed: Packed | None = shard._packed
     if packed is None and (packed := _join(shard)) is None:
         return None
-    if packed is ALONE or _packing.get():
+    if packed.number == ALONE or _packing.get():
+        on_gather.check_unwritten(shard, packed.gathered.values)
         return None
     return ((_planes_of_all(packed.pack, mesh),) if packed.number == 0 else ()), packed
 
 
 def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.dtype, out: Tensor | None) -> Any:
     """What the post-all-gather hook of a shard in a pack returns: as hooks.finish."""
-    pack, number = packed
+    pack, number = packed.pack, packed.number
     member = pack.members[number]
     if number == 0:
         _take_apart(pack, outputs[0])
@@ -120,16 +123,17 @@ def _join(shard: Any) -> Packed | None:
     if sharding is None or not sharding.is_of(shard):
         return None
     if not on_gather.is_awaited(sharding.param()):
-        shard._packed = ALONE
-        return ALONE
+        shard._packed = Packed(_NO_PACK, ALONE, hooks.gathered_of(sharding))
+        return None
     awaited = [param for param in sharding.params_of_group() if on_gather.is_awaited(param)]
     shards = [gathered.shard_of(param) for param in awaited]
-    known = next((one._packed.pack for one in shards if one._packed not in (None, ALONE)), None)
+    known = next((one._packed.pack for one in shards if one._packed and one._packed.number != ALONE), None)
     pack = _pack_of(awaited) if known is None else known
     numbers = {id(member.param()): number for number, member in enumerate(pack.members)}
     for one, param in zip(shards, awaited, strict=True):
-        number = numbers.get(id(param))
-        one._packed = ALONE if number is None else Packed(pack, number)
+        own = find(one)
+        assert own is not None
+        one._packed = Packed(pack, numbers.get(id(param), ALONE), hooks.gathered_of(own))
     found: Packed = shard._packed
     return found
 
@@ -177,6 +181,8 @@ def _sends_the_same(member: Member) -> bool:
         return False
     shard: Any = member.sent[0]()
     if gathered.shard_of(param) is not shard:
+        return False
+    if member.values is not None and member.values._version:  # somebody has written them, which the hooks refuse
         return False
     planes, writes = shard._planes, shard._writes
     if writes.waiting or (writes.initial is not None and not param.sharded_param.requires_grad):

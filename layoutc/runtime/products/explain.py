@@ -15,6 +15,7 @@ from layoutc.runtime.products.choice import NAMES, OPERANDS, ProductName, Recipe
 from layoutc.runtime.products.grouped_choice import Sizes
 from layoutc.runtime.products.own_choice import own_mode_holder
 from layoutc.runtime.products.parallel import multiplied, multiplies_parts
+from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 
 _OF_DTENSORS = (
@@ -62,11 +63,13 @@ def explain_products(
     uses = [(module, *pair) for module in model.modules() for pair in module.named_parameters(recurse=False)]
     by_parts = {id(param) for module, _, param in uses if multiplies_parts(module)}
     by_columns = {id(param) for module, key, param in uses if is_stored_by_columns(module, key)}
-    for name, param in model.named_parameters():
+    gathered_as_values = gathered.weights_of_values()
+    for name, held in model.named_parameters():
+        param = gathered_as_values.get(id(held), held)
         cls: Recipe | None = getattr(getattr(param, "_local_tensor", param), "QUANTIZED", None)
         if cls is not None:
             where = torch.device(device) if device is not None else param.device
-            forms = id(param) in by_columns, id(param) in by_parts
+            forms = id(held) in by_columns, id(held) in by_parts
             found += _explained(name, param, cls, tokens, where, mode or _wanted(), *forms)
     return found
 

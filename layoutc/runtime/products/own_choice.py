@@ -46,9 +46,11 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     every: list[str] = []
     chosen: dict[int, tuple[str, Tensor]] = {}
     modules: list[nn.Module] = []
+    gathered_as_values = gathered.weights_of_values()
     for fqn, module in model.named_modules(remove_duplicate=False):
         is_chosen = filter_fn is None or filter_fn(module, fqn)
-        for name, param in module.named_parameters(fqn, recurse=False):
+        for name, held in module.named_parameters(fqn, recurse=False):
+            param = gathered_as_values.get(id(held), held)
             if own_mode_holder(param) is None:
                 continue
             every.append(name)
@@ -56,7 +58,6 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
                 chosen.setdefault(id(param), (name, param))
                 modules.append(module)
     if not every:
-        _check_not_gathered(model)
         raise ValueError("the model has no quantized weights: call quantize_ or cast_on_gather_ before set_products_")
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
@@ -71,8 +72,7 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         and gathered.leaves_values(sharding.param(), holder._products == ON_GATHER) != (mode == ON_GATHER)
     ]
     for name, sharding in changed:
-        if gathered.is_gathered(sharding):
-            raise _gathered_now(name)
+        gathered.check_resharded(sharding, name)
     for _, sharding in changed:
         gathered.forget(sharding)
     if mode != ON_GATHER:
@@ -91,18 +91,6 @@ def _check_passes(chosen: list[tuple[str, Tensor]]) -> None:
                 f"{name} can't be dequantized on gather: forward and backward gather different codes of {layout.name}, "
                 "whose values differ. Leave it out by filter_fn, or take a recipe of blocks that both passes read"
             )
-
-
-def _check_not_gathered(model: nn.Module) -> None:
-    """Raises LayoutError where quantized weights are gathered as values now."""
-    sharded = registry.sharded_parameters()
-    for name, param in model.named_parameters():
-        if own_mode_holder(sharded.get(id(param), param)) is not None:
-            raise _gathered_now(name)
-
-
-def _gathered_now(name: str) -> LayoutError:
-    return LayoutError(f"{name} is gathered now: call reshard() on the model's FSDP modules first")
 
 
 def own_mode_holder(param: Tensor) -> Any:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import registry
 from layoutc.runtime.sharding.registry import Sharding
+
+RESHARD = "call reshard() on the model's FSDP modules first"
 
 
 def shard_of(param: Any) -> Any:
@@ -26,12 +31,23 @@ def gathered_of(param: Any) -> Tensor | None:
 
 
 def leaves_values(param: Any, chosen: bool) -> bool:
-    """True for an FSDPParam whose gathers leave values: as the first one did, whichever shard it holds since.
+    """True for an FSDPParam whose gathers leave values, not codes: as the first did, whichever shard it holds since.
 
-    chosen: what the first one will do.
+    chosen: what the first will do.
     """
     held = gathered_of(param)
     return chosen if held is None else not hasattr(held, "QUANTIZED")
+
+
+def weights_of_values() -> dict[int, Tensor]:
+    """The id of each parameter that has the values of a quantized weight, as gathers leave them -> the weight's shards.
+
+    For as long as FSDP2 holds a module's weights gathered, its parameters are those.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    left = [param for param, _ in registry.parameters() if hasattr(shard_of(param), "QUANTIZED")]
+    return {id(param._unsharded_param): param.sharded_param for param in left if leaves_values(param, False)}
 
 
 def free_outputs(params: Iterable[Any]) -> None:
@@ -43,10 +59,11 @@ def free_outputs(params: Iterable[Any]) -> None:
                 storage.resize_(0)
 
 
-def is_gathered(sharding: Sharding) -> bool:
-    """True while FSDP2 holds the whole weight."""
+def check_resharded(sharding: Sharding, name: str) -> None:
+    """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
     state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
-    return state is not type(state).SHARDED
+    if state is not type(state).SHARDED or getattr(sharding.group(), "_all_gather_result", None) is not None:
+        raise LayoutError(f"{name} is gathered now: {RESHARD}")
 
 
 def forget(sharding: Sharding) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layoutc.runtime.cast.tensor import find_cast
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.quantize.weights import FLOATS
+from layoutc.runtime.sharding import gathered
 from layoutc.runtime.stored_by_columns import is_stored_by_columns
 from layoutc.runtime.train.choosing import DIMS, Use, uses
 from layoutc.runtime.train.convert import Recipe, recipe_class
@@ -93,20 +94,21 @@ def coverage(model: nn.Module, recipe: Recipe | None = None) -> Coverage:
     places: dict[int, list[Use]] = {}
     for use in uses([model]):
         places.setdefault(id(use.param), []).append(use)
-    same = list(places.values())
+    same, gathered_as_values = list(places.values()), gathered.weights_of_values()
+    params = [gathered_as_values.get(id(of_one[0].param), of_one[0].param) for of_one in same]
     given = [recipe_class(recipe).LAYOUT] if recipe is not None else []
-    layouts = given or list({layout.layout_id: layout for layout in map(_layout_of, same) if layout}.values())
-    return Coverage(tuple(_row(of_one, layouts) for of_one in same))
+    layouts = given or list({layout.layout_id: layout for layout in map(_layout_of, params) if layout}.values())
+    return Coverage(tuple(_row(of_one, param, layouts) for of_one, param in zip(same, params, strict=True)))
 
 
-def _layout_of(same: list[Use]) -> Layout | None:
-    local: Any = getattr(same[0].param, "_local_tensor", same[0].param)
+def _layout_of(param: Tensor) -> Layout | None:
+    local: Any = getattr(param, "_local_tensor", param)
     cls = getattr(local, "QUANTIZED", None)
     return None if cls is None else cls.LAYOUT
 
 
-def _row(same: list[Use], layouts: list[Layout]) -> CoveredParameter:
-    name, param, layout = same[0].name, same[0].param, _layout_of(same)
+def _row(same: list[Use], param: Tensor, layouts: list[Layout]) -> CoveredParameter:
+    name, layout = same[0].name, _layout_of(param)
     shape = tuple(param.shape)
     other = _no_weight(same)
     if layout is None:

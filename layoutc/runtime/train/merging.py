@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.quantize import weights
-from layoutc.runtime.sharding import meshes
+from layoutc.runtime.sharding import gathered, meshes
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -22,8 +23,11 @@ def merge_(weight: Tensor, delta: Tensor) -> float:
     is added in fp32, to the values that the weight dequantizes to, or to its initial values where it has some. For a
     sharded weight the call is collective, and all ranks return the same number.
 
-    Raises TypeError for a weight that is not quantized, ValueError for another shape. Nothing is changed then.
+    Raises TypeError for a weight that is not quantized, ValueError for another shape, LayoutError for one that FSDP2
+    has gathered as values. Nothing is changed then.
     """
+    if id(weight) in gathered.weights_of_values():
+        raise LayoutError(f"the weight of shape {tuple(weight.shape)} is gathered now: {gathered.RESHARD}")
     local = meshes.local_of(weight.data)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"merge_ adds to quantized weights; this is {type(local).__name__}: write weight.add_(delta)")
