@@ -96,7 +96,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
         attributes of the old one, which keeps its name and its choice of products.
         """
         cls.QUANTIZED.LAYOUT.check_weights()
-        plain = values._plain if isinstance(values, CastOnGather) else values
+        plain = values._plain if others and isinstance(values, CastOnGather) else values
         made = cls._wrap(Values(values=plain), plain, requires_grad=requires_grad)
         made._name, made._products = others.get("_name"), others.get("_products")
         if others.get("_is_param"):  # which makes it an nn.Parameter
