@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Ranks
-from models import recipe_module
+from models import counted, recipe_module
 from storages import live_bytes
 from test_fsdp2_options import WIDTH, Block, sharded, stepped
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import layoutc
+from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.precompute import precompute_amaxes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import hooks, packed
@@ -146,6 +147,25 @@ def trains_as_others(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["recipes", "nvfp4 quantized", "nvfp4 cast", "fp8_block quantized"])
 def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None:
     four.run(trains_as_others, kind)
+
+
+def quantizes_once(recipe: str) -> None:
+    """Weights that are cast on gather, with others in between that don't travel in the pack."""
+    torch.manual_seed(0)
+    model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
+    layoutc.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
+    fully_shard(model)
+    with counted("send_alone", lambda shard, _: shard._name, gather_group) as alone, torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(8, WIDTH))
+            reshard(model)
+    assert len(own_mode_holder(model.layers[0].weight)._packed.pack.members) == 3
+    assert alone == []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
+def test_a_group_is_quantized_once_though_some_weights_travel_early(two: Ranks, recipe: str) -> None:
+    two.run(quantizes_once, recipe)
 
 
 def knows_gathered_weights(use: str) -> None:

@@ -95,6 +95,11 @@ def send(shard: Any, mesh: Any) -> Sent | None:
     return ((_planes_of_all(packed.pack, mesh),) if packed.number == 0 else ()), packed
 
 
+def is_packing() -> bool:
+    """True while the first weight of a pack asks the others for what they send."""
+    return _packing.get()
+
+
 def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.dtype, out: Tensor | None) -> Any:
     """What the post-all-gather hook of a shard in a pack returns: as hooks.finish."""
     pack, number = packed.pack, packed.number
