@@ -310,3 +310,34 @@ def leaves_nothing(use: str) -> None:
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 def test_a_deleted_model_leaves_nothing(two: Ranks, use: str) -> None:
     two.run(leaves_nothing, use)
+
+
+class Lost(Exception):
+    """What goes wrong in the middle of a gather."""
+
+
+def leaves_nothing_of_a_failed_gather() -> None:
+    """Some of a group's weights have arrived, the next one has not: their cuts go through blocks, so none is packed."""
+    torch.manual_seed(0)
+    model = fully_shard(converted(Layers([WIDTH, 384, WIDTH, 384]), "fp8_block", "quantized", ON_GATHER))
+    made = hooks.new_values
+
+    def fails(shard: Any, *args: Any) -> Tensor:
+        if shard._name == "layers.2.weight":
+            raise Lost
+        return made(shard, *args)
+
+    hooks.new_values = fails
+    try:
+        with pytest.raises(Lost):
+            model(torch.ones(8, WIDTH))
+    finally:
+        hooks.new_values = made
+    left = [weakref.ref(one) for one in model.modules()]
+    del model
+    gc.collect()
+    assert [one() for one in left if one() is not None] == []
+
+
+def test_a_model_whose_gather_has_failed_can_be_deleted(two: Ranks) -> None:
+    two.run(leaves_nothing_of_a_failed_gather)
