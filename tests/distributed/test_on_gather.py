@@ -286,24 +286,30 @@ def test_ranks_agree_on_who_sends_what_whatever_else_they_hold(two: Ranks, mode:
 
 # ----------------------------------------------------------------------------------------------------------- lifetimes
 def leaves_nothing(use: str) -> None:
-    """Values, packs and blocks of a model that is deleted, also while some of it is gathered."""
+    """Values, packs and blocks of a model that is deleted while some of it is gathered; also while its shards live."""
 
-    def trained(kept: Any = None) -> list[weakref.ref[Any]]:
+    def trained() -> tuple[Any, list[weakref.ref[Any]], list[weakref.ref[Any]]]:
         model = sharded(blocks("nvfp4", use, ON_GATHER))
-        train(model, optimizer_of(model), 0, 1)
+        optimizer = optimizer_of(model)
+        train(model, optimizer, 0, 1)
         packs = [own_mode_holder(block.up.weight)._packed.pack for block in model]
         assert all(isinstance(pack, packed.Pack) and len(pack.members) == 2 for pack in packs)
         values = [one.values for one in hooks._gathered.values() if one.values is not None]
+        assert len(values) == 4
         model[0].unshard()
-        return [weakref.ref(one) for one in (*values, *packs, *model)]
+        return optimizer, [weakref.ref(one) for one in (*values, *model)], [weakref.ref(one) for one in packs]
+
+    def alive(left: list[weakref.ref[Any]]) -> list[type]:
+        gc.collect()
+        return [type(one()) for one in left if one() is not None]
 
     gc.collect()
     before = live_bytes()
     for _ in range(2):
-        left = trained()
-        assert len(left) >= 8
-        gc.collect()
-        assert [one() for one in left if one() is not None] == []
+        optimizer, left, packs = trained()
+        assert alive(left) == []
+        del optimizer
+        assert alive(packs) == []
     assert live_bytes(before) <= before + 4096
 
 

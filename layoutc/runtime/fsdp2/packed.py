@@ -50,11 +50,11 @@ class Member:
 
     recipe: type[QuantizedTensor]
     param: weakref.ref[Any]  # FSDPParam
+    gathered: hooks.Gathered  # has the values, (m, k), which gathers write
     slots: tuple[Slot, ...]
     parts: Parts
     gathering: Gathering | None = None  # of the gather that goes on
     planes: dict[str, Tensor] = field(default_factory=dict)  # of the first rank, where gathers leave them; and shared
-    values: Tensor | None = None  # (m, k), which gathers write
 
 
 @dataclass
@@ -111,8 +111,6 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
         assert member.gathering is not None
         assert pack.output is not None
         made = hooks.new_values(shard, member.gathering.route, dtype, pack.output.device)
-    if out is None or member.values is None:
-        member.values = hooks.values_of(shard)
     if not pack.is_all:
         hooks.deliver(shard, member.planes, out, member.parts)
     elif number == len(pack.members) - 1:
@@ -156,11 +154,15 @@ def _pack_of(awaited: Sequence[Any]) -> Pack:
         starts = accumulate(sizes, initial=start)
         slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
         rows = prod(own.padded_shape[:-1])
-        members.append(Member(shard.QUANTIZED, weakref.ref(param), slots, Parts(route.world, rows, 0)))
+        state = hooks.gathered_of(own)
+        members.append(Member(shard.QUANTIZED, weakref.ref(param), state, slots, Parts(route.world, rows, 0)))
         start += sum(sizes)
     for member in members:
         member.parts = member.parts._replace(nbytes=start)
-    return Pack(members if len(members) > 1 else [], start, len(members) == len(awaited))
+    pack = Pack(members if len(members) > 1 else [], start, len(members) == len(awaited))
+    for member in pack.members:
+        member.gathered.launches = pack.launches
+    return pack
 
 
 def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
@@ -210,11 +212,12 @@ def _dequantize(pack: Pack) -> None:
     assert output is not None
     arrivals, places = [], [output.data_ptr()]
     for member in pack.members:
-        assert member.values is not None
+        values = member.gathered.values
+        assert values is not None
         assert member.gathering is not None
-        places.append(member.values.data_ptr())
+        places.append(values.data_ptr())
         places += [plane.data_ptr() for plane in member.gathering.shared.values()]
-        arrivals.append(on_gather.Arrival(member.recipe, member.planes, member.values, member.parts))
+        arrivals.append(on_gather.Arrival(member.recipe, member.planes, values, member.parts))
     if output.device.type == "cuda":
         places.append(torch.cuda.current_stream(output.device).cuda_stream)
     key = tuple(places)
