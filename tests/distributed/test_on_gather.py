@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Ranks
-from models import recipe_module
+from models import counted, recipe_module
 from storages import live_bytes
 from test_fsdp2_options import WIDTH, Block, sharded, stepped
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import layoutc
+from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.precompute import precompute_amaxes
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import hooks, packed
@@ -148,6 +149,25 @@ def test_groups_of_mixed_weights_train_as_others(four: Ranks, kind: str) -> None
     four.run(trains_as_others, kind)
 
 
+def quantizes_once(recipe: str) -> None:
+    """Weights that are cast on gather, with others in between that don't travel in the pack."""
+    torch.manual_seed(0)
+    model = converted(Layers([WIDTH, 512, WIDTH, 512, WIDTH, 512]), recipe, "cast", ON_GATHER)
+    layoutc.set_products_(model, LATER, filter_fn=lambda _, name: name.endswith(("1", "3")))
+    fully_shard(model)
+    with counted("send_alone", lambda shard, _: shard._name, gather_group) as alone, torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(8, WIDTH))
+            reshard(model)
+    assert len(own_mode_holder(model.layers[0].weight)._packed.pack.members) == 3
+    assert alone == []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
+def test_a_group_is_quantized_once_though_some_weights_travel_early(two: Ranks, recipe: str) -> None:
+    two.run(quantizes_once, recipe)
+
+
 def knows_gathered_weights(use: str) -> None:
     """Of weights that are gathered as values: what tells of a model, or changes it, sees them or refuses."""
     model = sharded(blocks("nvfp4", use, ON_GATHER))
@@ -266,27 +286,64 @@ def test_ranks_agree_on_who_sends_what_whatever_else_they_hold(two: Ranks, mode:
 
 # ----------------------------------------------------------------------------------------------------------- lifetimes
 def leaves_nothing(use: str) -> None:
-    """Values, packs and blocks of a model that is deleted, also while some of it is gathered."""
+    """Values, packs and blocks of a model that is deleted while some of it is gathered; also while its shards live."""
 
-    def trained(kept: Any = None) -> list[weakref.ref[Any]]:
+    def trained() -> tuple[Any, list[weakref.ref[Any]], list[weakref.ref[Any]]]:
         model = sharded(blocks("nvfp4", use, ON_GATHER))
-        train(model, optimizer_of(model), 0, 1)
+        optimizer = optimizer_of(model)
+        train(model, optimizer, 0, 1)
         packs = [own_mode_holder(block.up.weight)._packed.pack for block in model]
         assert all(isinstance(pack, packed.Pack) and len(pack.members) == 2 for pack in packs)
         values = [one.values for one in hooks._gathered.values() if one.values is not None]
+        assert len(values) == 4
         model[0].unshard()
-        return [weakref.ref(one) for one in (*values, *packs, *model)]
+        return optimizer, [weakref.ref(one) for one in (*values, *model)], [weakref.ref(one) for one in packs]
+
+    def alive(left: list[weakref.ref[Any]]) -> list[type]:
+        gc.collect()
+        return [type(one()) for one in left if one() is not None]
 
     gc.collect()
     before = live_bytes()
     for _ in range(2):
-        left = trained()
-        assert len(left) >= 8
-        gc.collect()
-        assert [one() for one in left if one() is not None] == []
+        optimizer, left, packs = trained()
+        assert alive(left) == []
+        del optimizer
+        assert alive(packs) == []
     assert live_bytes(before) <= before + 4096
 
 
 @pytest.mark.parametrize("use", ["quantized", "cast"])
 def test_a_deleted_model_leaves_nothing(two: Ranks, use: str) -> None:
     two.run(leaves_nothing, use)
+
+
+class Lost(Exception):
+    """What goes wrong in the middle of a gather."""
+
+
+def leaves_nothing_of_a_failed_gather() -> None:
+    """Some of a group's weights have arrived, the next one has not: their cuts go through blocks, so none is packed."""
+    torch.manual_seed(0)
+    model = fully_shard(converted(Layers([WIDTH, 384, WIDTH, 384]), "fp8_block", "quantized", ON_GATHER))
+    made = hooks.new_values
+
+    def fails(shard: Any, *args: Any) -> Tensor:
+        if shard._name == "layers.2.weight":
+            raise Lost
+        return made(shard, *args)
+
+    hooks.new_values = fails
+    try:
+        with pytest.raises(Lost):
+            model(torch.ones(8, WIDTH))
+    finally:
+        hooks.new_values = made
+    left = [weakref.ref(one) for one in model.modules()]
+    del model
+    gc.collect()
+    assert [one() for one in left if one() is not None] == []
+
+
+def test_a_model_whose_gather_has_failed_can_be_deleted(two: Ranks) -> None:
+    two.run(leaves_nothing_of_a_failed_gather)

@@ -123,13 +123,15 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return total + sum(one.untyped_storage().nbytes() for one in locals_of)
 
 
-def trains_as_one_process(recipe: str, how: str) -> float:
+def trains_as_one_process(recipe: str, how: str, on_gather: bool = False) -> float:
     """Losses and adapters, to the bit; the base stays as it was. Returns its bytes an element."""
     alone = adapted(recipe, how)
     expected = steps(alone, torch.optim.AdamW([param for _, param in trains(alone)], lr=1e-2))
     look_at_what_comes()
     before = live_bytes()
     model = sharded(adapted(recipe, how))
+    if on_gather:
+        layoutc.set_products_(model, "dequantize_on_gather")
     optimizer = torch.optim.AdamW([param for _, param in trains(model)], lr=1e-2)
     with layoutc.strict():
         assert steps(model, optimizer) == expected
@@ -154,6 +156,11 @@ def test_adapters_train_as_in_one_process_and_the_base_takes_its_codes_alone(two
     at_most = {"fp8_block": 1.02, "mxfp8": 2.07, "mxfp8_frozen": 1.04, "nvfp4": 0.51}[recipe]
     for per_element in two.run(trains_as_one_process, recipe, how):
         assert 0.5 <= per_element <= at_most
+
+
+@pytest.mark.parametrize(("recipe", "how"), [("nvfp4", "peft"), ("fp8_block", "by hand")])
+def test_a_base_that_is_dequantized_on_gather_trains_the_same_adapters(two: Ranks, recipe: str, how: str) -> None:
+    two.run(trains_as_one_process, recipe, how, True)
 
 
 ADAPTERS = StateDictOptions(ignore_frozen_params=True)

@@ -97,10 +97,12 @@ def values(param: Tensor) -> Tensor:
 
 
 def trained(
-    recipe: str, use: str, sharded: bool, products: Mode = "dequantize"
+    recipe: str, use: str, sharded: bool, products: Mode = "dequantize", on_gather: bool = False
 ) -> tuple[list[float], list[list[float]]]:
     """Losses as logged, and what every parameter is after the last step."""
     model = llama(recipe, use)
+    if on_gather:
+        layoutc.set_products_(model, "dequantize_on_gather")
     with tempfile.TemporaryDirectory() as folder, layoutc.products(products):
         made = trainer(model, use, sharded, folder)
         made.train()
@@ -132,6 +134,14 @@ def test_a_trainer_trains_in_low_precision_as_one_process(two: Ranks, recipe: st
         for found, held in two.run(trained, recipe, use, sharded, "low"):
             assert found == losses
             assert held == expected
+
+
+@pytest.mark.parametrize(("recipe", "use"), [("nvfp4", "quantized"), ("fp8_block", "cast")])
+def test_a_trainer_trains_what_is_dequantized_on_gather(two: Ranks, recipe: str, use: str) -> None:
+    losses, expected = trained(recipe, use, False)
+    for found, held in two.run(trained, recipe, use, True, "dequantize", True):
+        assert found == losses
+        assert held == expected
 
 
 @pytest.mark.parametrize("kind", ["GptOss", "Mixtral"])

@@ -53,7 +53,7 @@ class Hook:
         assert shard is not None
         if (sent := packed.send(shard, mesh)) is not None:
             return sent
-        part = self.group.part_of(self.index, shard)
+        part = self.group.part_of(self.index, shard, packed.is_packing())
         if part is None:
             return send_alone(shard, mesh)
         return part.send(mesh) if isinstance(part, Part) else part
@@ -169,19 +169,20 @@ class GatherGroup:
         self.stamps: list[Stamp] = []
         self.turn = 0  # whose part is taken next
 
-    def part_of(self, index: int, shard: CastOnGather) -> Sent | Part | None:
-        """A weight's part; None if it must be quantized by itself."""
+    def part_of(self, index: int, shard: CastOnGather, early: bool = False) -> Sent | Part | None:
+        """A weight's part; None if it must be quantized by itself. early: it travels with an earlier weight."""
         if index == 0 or not self.parts:
             self.parts = []
             if not self._quantize(shard):
                 return None
             index = 0
-        turn, self.turn = self.turn, index + 1
-        if turn != index:
+        if self.turn != index and not early:
             self.parts = []
             return None
         part = self.parts[index] if self.stamps[index].holds(shard) else None
         self.parts[index] = None
+        while self.turn < len(self.parts) and self.parts[self.turn] is None:
+            self.turn += 1
         if self.turn == len(self.parts):
             self.parts, self.stamps = [], []
         return part

@@ -49,6 +49,13 @@ class Gathered:
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
     routes: dict[PassName, Route] = field(default_factory=dict)
+    launches: dict[Any, Any] = field(default_factory=dict)  # that write values, of the pack that it is in
+
+    def let_go(self) -> None:
+        """Lets go of the memory of gathers, once the model is gone: an optimizer may have its shards for long."""
+        self.values = None
+        self.joined.clear()
+        self.launches.clear()
 
 
 _gathered: weakref.WeakKeyDictionary[Any, Gathered] = weakref.WeakKeyDictionary()  # by FSDPParam, which outlives shards
@@ -61,6 +68,7 @@ def gathered_of(sharding: Sharding) -> Gathered:
     gathered = _gathered.get(param)
     if gathered is None:
         gathered = _gathered[param] = Gathered()
+        weakref.finalize(param, gathered.let_go).atexit = False
     return gathered
 
 

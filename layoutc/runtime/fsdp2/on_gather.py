@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
 class Group:
     """Those of an FSDPParamGroup that have arrived in the gather that goes on."""
 
-    awaited: list[Any] = field(default_factory=list)  # FSDPParams, in the order of their hooks
+    awaited: list[weakref.ref[Any]] = field(default_factory=list)  # FSDPParams, in the order of their hooks
     arrivals: list[Arrival] = field(default_factory=list)
 
 
@@ -74,13 +74,14 @@ def arrive(sharding: Sharding, arrival: Arrival) -> None:
     group = _groups.get(owner)
     if group is None:
         group = _groups[owner] = Group()
-    if not group.awaited or param is group.awaited[0]:
-        group.awaited, group.arrivals = [one for one in sharding.params_of_group() if is_awaited(one)], []
+    if not group.awaited or param is group.awaited[0]():
+        group.awaited = [weakref.ref(one) for one in sharding.params_of_group() if is_awaited(one)]
+        group.arrivals = []
     group.arrivals.append(arrival)
-    if param is not group.awaited[-1]:
+    if param is not group.awaited[-1]():
         return
-    awaited, arrivals = group.awaited, group.arrivals
-    group.awaited, group.arrivals = [], []  # parameters refer to modules, and so to the group itself
+    awaited, arrivals = [one() for one in group.awaited], group.arrivals
+    group.awaited, group.arrivals = [], []
     if len(arrivals) != len(awaited):
         raise LayoutError(
             f"{sharding.name}: {len(arrivals)} of {len(awaited)} weights that FSDP2 gathers together have arrived. "

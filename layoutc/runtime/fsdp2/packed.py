@@ -49,12 +49,12 @@ class Member:
 
     recipe: type[QuantizedTensor]
     param: weakref.ref[Any]  # FSDPParam
+    gathered: hooks.Gathered  # has the values, (m, k), which gathers write
     slots: tuple[Slot, ...]
     parts: Parts
     gathering: Gathering | None = None  # of the gather that goes on
     sent: tuple[weakref.ref[Any], tuple[steady.Source, ...]] | None = None  # the shard, and the planes that it sent
     planes: dict[str, Tensor] = field(default_factory=dict)  # of the first rank, where gathers leave them; and shared
-    values: Tensor | None = None  # (m, k), which gathers write
 
 
 @dataclass
@@ -94,6 +94,11 @@ def send(shard: Any, mesh: Any) -> Sent | None:
     return ((_planes_of_all(packed.pack, mesh),) if packed.number == 0 else ()), packed
 
 
+def is_packing() -> bool:
+    """True while the first weight of a pack asks the others for what they send."""
+    return _packing.get()
+
+
 def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.dtype, out: Tensor | None) -> Any:
     """What the post-all-gather hook of a shard in a pack returns: as hooks.finish."""
     pack, number = packed.pack, packed.number
@@ -105,8 +110,6 @@ def arrive(shard: Any, outputs: Sequence[Tensor], packed: Packed, dtype: torch.d
         assert member.gathering is not None
         assert pack.output is not None
         made = hooks.new_values(shard, member.gathering.route, dtype, pack.output.device)
-    if out is None or member.values is None:
-        member.values = hooks.values_of(shard)
     if not pack.is_all:
         hooks.deliver(shard, member.planes, out, member.parts)
     elif number == len(pack.members) - 1:
@@ -150,11 +153,15 @@ def _pack_of(awaited: Sequence[Any]) -> Pack:
         starts = accumulate(sizes, initial=start)
         slots = tuple([Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), starts, strict=False)])
         rows = prod(own.padded_shape[:-1])
-        members.append(Member(shard.QUANTIZED, weakref.ref(param), slots, Parts(route.world, rows, 0)))
+        state = hooks.gathered_of(own)
+        members.append(Member(shard.QUANTIZED, weakref.ref(param), state, slots, Parts(route.world, rows, 0)))
         start += sum(sizes)
     for member in members:
         member.parts = member.parts._replace(nbytes=start)
-    return Pack(members if len(members) > 1 else [], start, len(members) == len(awaited))
+    pack = Pack(members if len(members) > 1 else [], start, len(members) == len(awaited))
+    for member in pack.members:
+        member.gathered.launches = pack.launches
+    return pack
 
 
 def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
@@ -182,7 +189,7 @@ def _sends_the_same(member: Member) -> bool:
     shard: Any = member.sent[0]()
     if gathered.shard_of(param) is not shard:
         return False
-    if member.values is not None and member.values._version:  # somebody has written them, which the hooks refuse
+    if (values := member.gathered.values) is not None and values._version:  # written, which the hooks refuse
         return False
     planes, writes = shard._planes, shard._writes
     if writes.waiting or (writes.initial is not None and not param.sharded_param.requires_grad):
@@ -227,7 +234,7 @@ def _dequantize(pack: Pack) -> None:
     assert output is not None
     places = [output.data_ptr()]
     for member in pack.members:
-        places.append(member.values.data_ptr())  # type: ignore[union-attr]
+        places.append(member.gathered.values.data_ptr())  # type: ignore[union-attr]
         places += [plane.data_ptr() for plane in member.gathering.shared.values()]  # type: ignore[union-attr]
     if output.device.type == "cuda":
         places.append(torch.cuda.current_stream(output.device).cuda_stream)
@@ -244,8 +251,9 @@ def _dequantize(pack: Pack) -> None:
 def _dequantize_anew(pack: Pack, key: tuple[int, ...]) -> None:
     arrivals = []
     for member in pack.members:
-        assert member.values is not None
-        arrivals.append(on_gather.Arrival(member.recipe, member.planes, member.values, member.parts))
+        values = member.gathered.values
+        assert values is not None
+        arrivals.append(on_gather.Arrival(member.recipe, member.planes, values, member.parts))
     made = on_gather.dequantize_all(arrivals)
     if made is not None:
         if len(pack.launches) >= _MOST:

@@ -24,6 +24,8 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     "dequantize_on_gather": FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A
     gathered weight is a plain tensor then, as that of any other model: compiled graphs and other software see it as
     such, at the host's cost and the gathered memory of a plain model; the values are those of "dequantize" to the bit.
+    Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather refuses to
+    go on.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
     like others. A weight that several modules share has one mode. Call it after `quantize_`, `quantized_init` or
     `cast_on_gather_`, before or after fully_shard, on all ranks, and not between a forward and its backward.
