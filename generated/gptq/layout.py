@@ -20,7 +20,7 @@ from layoutc.runtime.facts import Facts, Layout, Plane
 
 from .files import FILES
 
-require(9, "gptq")
+require(10, "gptq")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

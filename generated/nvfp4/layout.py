@@ -21,7 +21,7 @@ import torch
 from layoutc.runtime import require
 from layoutc.runtime.facts import Cards, Facts, Grouped, Layout, Operand, Plane, Products, up
 
-require(9, "nvfp4")
+require(10, "nvfp4")
 
 
 def planes(m: int, k: int) -> dict[str, Facts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layoutc.budget.choice import Picks, why_plain
@@ -44,8 +44,18 @@ class Group:
         found = {}
         for which in ("both",) if self.stays else ("forward", "backward"):
             each = [gathered(member.piece, which, self.dtypes) for member in self.members]
-            found[which] = Gathered(sum(one.sent for one in each), sum(one.held for one in each))
+            sizes = zip(*((one.sent, one.held, one.arrived) for one in each), strict=True)
+            found[which] = Gathered(*map(sum, sizes))
         return found
+
+    @cached_property
+    def packed(self) -> int:
+        """Bytes of the planes that a rank copies into one tensor before each gather, which lives until they are sent:
+        of weights that are dequantized on gather, where two or more can travel so."""
+        if not any(one.piece.packed for one in self.members):
+            return 0
+        which = "both" if self.stays else "forward"
+        return sum(gathered(one.piece, which, self.dtypes).sent for one in self.members if one.piece.packs)
 
     @cached_property
     def trained(self) -> tuple[Piece, ...]:
@@ -116,9 +126,18 @@ def _split(layer: Layer, use: Use, picks: Picks, mesh: Mesh, stays: bool) -> lis
     for weight in layer.weights:
         why = why_plain(layer, weight, use, picks, mesh)
         placed = place(weight, mesh)
-        piece = Piece(placed, None if why else use.plan, use.cast and not why, weight.trains, stays)
+        taken = not why
+        plan = use.plan if taken else None
+        piece = Piece(placed, plan, use.cast and taken, weight.trains, stays, use.on_gather and taken)
         found.setdefault(weight.kind == "experts" and mesh.experts > 1, []).append(Member(weight, piece, why))
-    return [tuple(members) for _, members in sorted(found.items())]
+    return [_packed(members) for _, members in sorted(found.items())]
+
+
+def _packed(members: Sequence[Member]) -> tuple[Member, ...]:
+    """The same, marked as those of a group of which planes travel in one tensor, if two or more of them can."""
+    if sum(one.piece.packs for one in members) < 2:
+        return tuple(members)
+    return tuple(replace(one, piece=replace(one.piece, packed=True)) if one.piece.on_gather else one for one in members)
 
 
 def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
@@ -131,6 +150,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
                 group.gather("forward").sent,
                 group.gather("backward").sent,
                 sum(piece.placed.shard for piece in group.trained),
+                group.packed,
             )
             for group in groups
         ),

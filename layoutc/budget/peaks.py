@@ -1,6 +1,7 @@
 """The most bytes that gathers and gradients add during a step, beside what stays: a walk over FSDP2's own order.
 
-Looked at where it is highest: while a collective runs, and once a gather has been copied out. FSDP2 of torch 2.11 to
+Looked at where it is highest: while a collective runs, once a gather has been copied out, and while the weights of a
+group are dequantized on gather, between its codes and its values. FSDP2 of torch 2.11 to
 2.14 keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward
 while this one computes, and keeps the input of one reduce-scatter: in place of that, an exchange keeps the gradients
 themselves. Activations are not in it.
@@ -53,7 +54,8 @@ def _forward(groups: Groups) -> int:
         for group in layer:
             buffer = _buffer(group, "forward")
             inside += group.gather("forward").held
-            most = max(most, held + inside + kept + buffer)  # the last buffer is let go of when this one is copied out
+            # The last buffer is let go of when this one is copied out, and codes when values have been made of them.
+            most = max(most, held + inside + kept + buffer + group.gather("forward").arrived)
             kept = buffer
         if layer is groups.root:
             held = inside
@@ -70,16 +72,15 @@ def _backward(groups: Groups, root: int) -> int:
         if member.weight.kind != "embedding" or member.weight.tied
     )
     order = [group for layer in reversed(groups.layers) for group in layer]
-    buffers = [_buffer(group, "backward") for group in order[1:]] + [0]
     most = sharded = kept = 0
-    following = iter(buffers)
+    following = iter([*((_buffer(group, "backward"), group.packed) for group in order[1:]), (0, 0)])
     for layer in reversed(groups.layers):
         open_, coming = 0, 0
         for group in layer:  # each is gathered, and the next one called for
-            held = group.gather("backward").held
-            most = max(most, root + early + sharded + open_ + _buffer(group, "backward") + held + kept)
-            open_, coming = open_ + held, next(following)
-            most = max(most, root + early + sharded + open_ + coming + kept)
+            base, own = root + early + sharded + kept, group.gather("backward")
+            most = max(most, base + open_ + _buffer(group, "backward") + own.held + own.arrived)
+            open_, (coming, packed) = open_ + own.held, next(following)
+            most = max(most, base + open_ + coming + packed)
         for group in reversed(layer):  # those inside have their gradients first, and are let go of
             base = root + early + sharded + coming
             computing = open_ + group.gradients + kept

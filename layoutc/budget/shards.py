@@ -16,7 +16,7 @@ from layoutc.budget.mesh import Placed
 from layoutc.ints.cuts import picks
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
-from layoutc.plan.wire import sent_bytes, slots
+from layoutc.plan.wire import packs, sent_bytes, slots
 
 FP32 = 4
 COUNTER = 4  # bytes of the step counter that AdamW has for each parameter
@@ -37,18 +37,29 @@ class Dtypes:
 @dataclass(frozen=True)
 class Piece:
     """A weight as FSDP2 has it. plan: of its recipe; None for a plain one. cast: it is quantized as it is gathered.
-    stays: it is gathered once a step, and kept until backward is done."""
+    stays: it is gathered once a step, and kept until backward is done. on_gather: its gathers leave values. packed:
+    planes of its group travel in one tensor, its own among them if it `packs`."""
 
     placed: Placed
     plan: Plan | None = field(default=None, hash=False)  # which has thousands of parts to hash
     cast: bool = False
     trains: bool = True
     stays: bool = False
+    on_gather: bool = False
+    packed: bool = False
 
     @property
     def is_codes(self) -> bool:
         """True for a quantized weight: its shards are codes."""
         return self.plan is not None and not self.cast
+
+    @property
+    def packs(self) -> bool:
+        """True if its planes travel in one tensor, where those of another one can; see `layoutc.plan.wire.packs`."""
+        placed, plan = self.placed, self.plan
+        if plan is None or not self.on_gather or placed.ranks == 1 or placed.dim:
+            return False
+        return packs(plan.both if self.stays else plan.forward, placed.cuts, placed.matrix[1])
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,8 @@ def _left(piece: Piece) -> int:
     plan = piece.plan
     if plan is None:
         return 0
+    if piece.on_gather:
+        return _left_beside_values(piece, plan) if piece.cast else 0
     left = HANDLE if plan.passes_differ and not piece.stays else 0
     if piece.cast or piece.stays:
         shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
@@ -151,6 +164,16 @@ def _left(piece: Piece) -> int:
     if piece.cast and plan.layout.history:
         left += FP32 + (plan.layout.history * FP32 if piece.stays else 0)
     return left
+
+
+def _left_beside_values(piece: Piece, plan: Plan) -> int:
+    """The same of a weight that is cast and dequantized on gather. What travels with others keeps its shared planes:
+    with a history the one that the cast remembers, without one parts of a tensor of the whole group."""
+    history = plan.layout.history
+    if piece.packed and (piece.packs or not history):
+        shared = sum(_shared(plan, plane, piece.placed.matrix[1]) for plane in plan.shared)
+        return shared + (FP32 if history else 0)
+    return FP32 + FP32 * history if history else 0
 
 
 def indices(pieces: Iterable[Piece]) -> int:
@@ -167,10 +190,12 @@ def indices(pieces: Iterable[Piece]) -> int:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Of one gather of a weight: bytes that each rank sends, and those that are then held."""
+    """Of one gather of a weight: bytes that each rank sends, those that are then held, and those that have arrived and
+    are freed as soon as values have been made of them, if those are what is held."""
 
     sent: int
     held: int
+    arrived: int = 0
 
 
 @lru_cache(maxsize=16384)
@@ -181,10 +206,12 @@ def gathered(piece: Piece, which: str, dtypes: Dtypes) -> Gathered:
         return Gathered(placed.shard * dtypes.gathered, placed.ranks * placed.shard * dtypes.gathered)
     gather: Gather = getattr(plan, which)
     own = slots(plan, gather, placed.cuts, placed.matrix[1])
-    if placed.ranks == 1:  # FSDP2 copies the first plane, and the others are the shard's own
-        return Gathered(own[0], own[0])
-    joined = dict(_joined(plan, placed, which))
-    return Gathered(sum(own), placed.ranks * sum(own) + sum(joined.values()))
+    # Of one rank, FSDP2 copies the first plane, and the others are the shard's own.
+    sent, joined = (own[0], 0) if placed.ranks == 1 else (sum(own), sum(dict(_joined(plan, placed, which)).values()))
+    if piece.on_gather:
+        m, k = placed.matrix
+        return Gathered(sent, m * k * dtypes.gathered + joined, placed.ranks * sent)
+    return Gathered(sent, placed.ranks * sent + joined)
 
 
 def _joined(plan: Plan, placed: Placed, which: str) -> Iterator[tuple[str, int]]:

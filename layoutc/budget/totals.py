@@ -66,11 +66,12 @@ class WeightLine:
 @dataclass(frozen=True)
 class Budget:
     """A recipe on a mesh. quantized, plain: elements of whole weights. padding: bytes of shards that hold nothing.
-    exchange: gradients of some group are exchanged."""
+    exchange: gradients of some group are exchanged. on_gather: gathers of some weight leave values."""
 
     recipe: str
     how: str
     exchange: bool
+    on_gather: bool
     mesh: Mesh
     quantized: int
     plain: int
@@ -101,8 +102,8 @@ class Setting:
 
 
 def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
-    """Raises ValueError for a mesh that there can't be; see `Mesh.problem`."""
-    if problem := mesh.problem():
+    """Raises ValueError for a mesh or a use that there can't be; see `Mesh.problem`, `Use.problem`."""
+    if problem := mesh.problem() or use.problem:
         raise ValueError(problem)
     groups = groups_of(model, use, at.picks, mesh, at.dtypes)
     by_ranks: dict[int, list[Piece]] = {}
@@ -127,6 +128,7 @@ def budget(model: Model, use: Use, mesh: Mesh, at: Setting) -> Budget:
         recipe=use.name,
         how="plain" if use.plan is None else "cast on gather" if use.cast else "quantized",
         exchange=any(group.exchanges for group in groups.every),
+        on_gather=any(piece.on_gather for piece in groups.pieces),
         mesh=mesh,
         quantized=taken,
         plain=model.elements - taken,

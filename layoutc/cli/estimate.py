@@ -88,6 +88,7 @@ def _size(name: str, words: str) -> Callable[[Command], Command]:
 @click.option("--cast", is_flag=True, help="Weights are cast on gather, not quantized.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients are exchanged in bf16, as exchange_gradients does.")
+@click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, seconds and bytes.")
 def estimate(
@@ -102,6 +103,7 @@ def estimate(
     cast: bool,
     low: bool,
     exchange: bool,
+    on_gather: bool,
     graph: bool,
     as_json: bool,
     **sizes: int | None,
@@ -117,6 +119,7 @@ def estimate(
     layoutc estimate fp8_block --world 2,4 --link 9.5,24      several links
     layoutc estimate fp8_current --low --graph --batch 4      products in low precision, no host time
     layoutc estimate nvfp4 --exchange --world 2,8             gradients exchanged in bf16, within a host
+    layoutc estimate nvfp4 --on-gather --world 2,8            dequantized by gathers, at the host's cost of bf16
     layoutc estimate mine/my_format.yaml --dim 2048 --ffn 8192 --heads 16 --groups 24
     layoutc estimate mxfp8 --json | jq .links                 for a machine
     """
@@ -125,10 +128,16 @@ def estimate(
     from layoutc.report import estimates
     from layoutc.report.describe import as_data
 
-    if (cast or low) and not recipes:
-        raise click.UsageError(f"{'--cast' if cast else '--low'} says how weights of recipes are used; name a RECIPE")
+    for option, given in (("cast", cast), ("low", low), ("on-gather", on_gather)):
+        if given and not recipes:
+            raise click.UsageError(f"--{option} says how weights of recipes are used; name a RECIPE")
     model = _model(preset, sizes)
-    uses = [replace(use, exchange=exchange) for use in _uses(recipes, folder, model, cast, low)]
+    uses = [
+        replace(use, exchange=exchange, on_gather=on_gather and use.plan is not None)
+        for use in _uses(recipes, folder, model, cast, low)
+    ]
+    if problem := next((use.problem for use in uses if use.problem), ""):
+        raise click.UsageError(problem)
     made = []
     for bandwidth in links:
         link = link_of(bandwidth * 1e9, per_host, None if latency is None else latency * 1e-6, rule)
@@ -138,9 +147,10 @@ def estimate(
     if exchange:
         apart = [world for world in worlds if world > per_host]
         notes += estimates.exchanges(apart, per_host, "shards within hosts, as in layoutc plan --exchange --replicas N")
+    notes += estimates.IN_TIME if on_gather else []
     if as_json:
         found = [{"link": as_data(link), "estimates": as_data(tuple(rows))} for link, rows in made]
-        start = {"model": as_data(model), "machine": as_data(H200), "exchange": exchange}
+        start = {"model": as_data(model), "machine": as_data(H200), "exchange": exchange, "on_gather": on_gather}
         click.echo(json.dumps({**start, "links": found, "notes": notes}))
         return
     from layoutc.report import tables

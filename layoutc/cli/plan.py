@@ -99,6 +99,7 @@ def _count(name: str, words: str, default: int = 1) -> Callable[[Command], Comma
 @click.option("--rule", type=click.Choice(["ring", "tree"]), default="ring", show_default=True, help="Of collectives.")
 @click.option("--low", is_flag=True, help="Products in low precision where an H200 has a kernel.")
 @click.option("--exchange", is_flag=True, help="Gradients travel as backward makes them, by exchange_gradients.")
+@click.option("--on-gather", is_flag=True, help="Gathers leave values: set_products_ to dequantize_on_gather.")
 @click.option("--graph", is_flag=True, help="Captured in a CUDA graph: without the host's time.")
 @click.option("--weights", is_flag=True, help="Also a line for each weight.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: bytes, elements and seconds.")
@@ -126,6 +127,7 @@ def plan(
     layoutc plan config.json --recipe mxfp8 --experts --replicas 64 --ep 64 --world 16384
     layoutc plan model.safetensors.index.json --recipe fp8_block --use both
     layoutc plan config.json --recipe nvfp4 --exchange --replicas 8 --world 64
+    layoutc plan config.json --recipe nvfp4 --on-gather --world 8    gathered codes, dequantized at once
     layoutc plan my_package.models:build --recipe mxfp8 --leave lm_head.weight
     layoutc plan --shapes 'up*32=14336x4096,down*32=4096x14336' --recipe nvfp4
     layoutc plan config.json --recipe mxfp8 --json > run.json
@@ -190,7 +192,7 @@ def _earlier(name: str, data: dict[str, Any]) -> dict[str, Any]:
 _ASKED = (
     *("recipes", "use", "experts", "only", "leave", "worlds", "replicas", "tp", "ep", "experts_dim", "stored"),
     *("gathered", "reduced", "moments", "sequence", "batch", "link", "per_host", "rule", "low", "exchange"),
-    "graph",
+    *("on_gather", "graph"),
 )
 
 
@@ -201,7 +203,8 @@ def _is_given(name: str) -> bool:
 
 def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]:
     from layoutc.budget.totals import budget
-    from layoutc.report.budgets.figures import data_of
+    from layoutc.report.budgets.figures import IN_MEMORY, data_of
+    from layoutc.report.estimates import IN_TIME
 
     setting = _setting(model, asked)
     meshes = [_mesh(model, world, asked) for world in asked["worlds"]]
@@ -211,6 +214,8 @@ def _planned(model: Model, asked: dict[str, Any], quiet: bool) -> dict[str, Any]
     data = data_of(model, setting, made, asked["sequence"], asked["batch"])
     if asked["exchange"]:
         data["notes"] += _exchange_notes(meshes, asked["per_host"])
+    if asked["on_gather"]:
+        data["notes"] += IN_MEMORY + IN_TIME
     if any(asked[name] > 1 for name in ("replicas", "tp", "ep")):
         data["notes"].append(NOT_IN_TIME)
     if left := _experts_left(model, made):
@@ -282,8 +287,9 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
             f"--exchange has nothing to do: gradients in {asked['gathered']} are reduced in {asked['reduced']}; it is "
             "for those that are reduced in a wider dtype: --gathered bf16 or fp16, and --reduced fp32"
         )
-    for option in ("low", "only", "leave", "experts"):
+    for option in ("low", "only", "leave", "experts", "on_gather"):
         if asked[option] and not recipes:
+            option = option.replace("_", "-")
             raise click.UsageError(f"--{option} says how weights of recipes are used; name a --recipe")
     for recipe in recipes:
         made = plan_of(spec_of(recipe, asked["folder"]))
@@ -292,5 +298,7 @@ def _uses(asked: dict[str, Any]) -> list[Use]:
                 f"{made.layout.name} is for activations and gradients, not for weights: {made.not_weights}"
             )
         for cast in {"quantized": (False,), "cast": (True,), "both": (False, True)}[asked["use"]]:
-            uses.append(Use(made.layout.name, made, cast, asked["low"], asked["exchange"]))
+            uses.append(Use(made.layout.name, made, cast, asked["low"], asked["exchange"], asked["on_gather"]))
+        if uses[-1].problem:
+            raise click.UsageError(uses[-1].problem)
     return uses

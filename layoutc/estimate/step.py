@@ -6,21 +6,23 @@ Left out: the loss and what comes before the first block, norms' reductions, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from layoutc.estimate.links import Link
 from layoutc.estimate.machine import Machine
 from layoutc.estimate.model import BF16, FP32, Model
 from layoutc.estimate.work import PASSES, Load, Parts, Pass, Product, Sent, Use, Work, step
+from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
-from layoutc.plan.wire import bytes_per_rank
+from layoutc.plan.wire import bytes_per_rank, packs
 
 
 @dataclass(frozen=True)
 class StepEstimate(Parts):
     """The parts of a step, of equal groups.
 
-    bytes: what a rank holds after one gather of one group, in each pass; reduced: of gradients that one reduce-scatter,
+    bytes: what has arrived with one gather of one group, in each pass; reduced: of gradients that one reduce-scatter,
     or exchange, adds up, as they travel.
     """
 
@@ -39,12 +41,22 @@ def sent(use: Use, shape: tuple[int, int], world: int, which: Pass) -> int:
     return bytes_per_rank(use.plan, use.plan.forward if which == "forward" else use.plan.backward, m, k, world)
 
 
+def packed(use: Use, shapes: Sequence[tuple[int, int]], world: int) -> int:
+    """The bytes of weights of a group that each rank copies into one tensor before a gather; see `Sent`."""
+    if use.plan is None or not use.on_gather or world == 1:
+        return 0
+    fitting = [(m, k) for m, k in shapes if packs(use.plan.forward, Cuts.of(m, world), k)]
+    return sum(sent(use, shape, world, "forward") for shape in fitting) if len(fitting) > 1 else 0
+
+
 def problems(use: Use, model: Model) -> list[str]:
     """Why weights of the model can't have the recipe, with what they could be; [] if they can."""
     if use.plan is None:
         return []
     if use.plan.not_weights:
         return [f"{use.name} is for activations and gradients, not for weights: {use.plan.not_weights}"]
+    if use.problem:
+        return [use.problem]
     m, k = use.plan.layout.multiple_m, use.plan.layout.multiple_k
     bad = [f"{rows}x{columns}" for rows, columns in dict.fromkeys(model.block.weights) if rows % m or columns % k]
     return (
@@ -69,7 +81,7 @@ def estimate(use: Use, model: Model, world: int, link: Link, machine: Machine, h
     rows = sum(cdiv(m, world) * k for m, k in block.weights) + norms // BF16  # entries of a rank's shard
     both = use.plan.both if use.plan else None
     group = Work(
-        sent=(Sent(world, own["forward"], own["backward"], rows),),
+        sent=(Sent(world, own["forward"], own["backward"], rows, packed(use, block.weights, world)),),
         products=tuple(Product(m, k) for m, k in block.weights),
         stored=sum(bytes_per_rank(use.plan, both, m, k, world) for m, k in block.weights) if use.plan and both else 0,
         quantized=block.elements if use.plan else 0,

@@ -29,13 +29,29 @@ ATTENTION = {"forward": 1.0, "backward": 2.5}  # operations of flash attention's
 @dataclass(frozen=True)
 class Use:
     """How weights are stored: plan None for bf16. cast: quantized as they are gathered. low: products on codes.
-    exchange: gradients travel as backward makes them, by `layoutc.exchange_gradients`."""
+    exchange: gradients travel as backward makes them, by `layoutc.exchange_gradients`. on_gather: gathers leave values,
+    by `layoutc.set_products_`."""
 
     name: str
     plan: Plan | None = None
     cast: bool = False
     low: bool = False
     exchange: bool = False
+    on_gather: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Why weights can't be used so, and what works; "" if they can."""
+        if not self.on_gather or self.plan is None:
+            return ""
+        if self.low:
+            return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
+        if not self.plan.passes_differ:
+            return ""
+        return (
+            f"{self.name} can't be dequantized on gather: forward and backward gather different codes of it, whose "
+            "values differ; take a recipe of blocks that both passes read: `layoutc show` says what each gathers"
+        )
 
     def exchanges(self, ranks: int) -> bool:
         """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""
@@ -54,12 +70,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a group over `ranks`: bytes that a rank sends in each pass, and elements of its shards."""
+    """A collective of a group over `ranks`: bytes that a rank sends in each pass, and elements of its shards. packed:
+    bytes of what it sends that it copies into one tensor before each gather."""
 
     ranks: int
     forward: int
     backward: int
     rows: int
+    packed: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,6 +221,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
+        if use.on_gather:  # products are those of plain weights; what a cast takes beside them stays
+            own -= machine.weight_host
         seconds += work.weights * (own + _low_host(use, machine))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if any(one.ranks > 1 and getattr(one, which) for one in work.sent):
@@ -232,6 +252,7 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
     in_recipe = use.plan is not None and work.quantized > 0
     for one in work.sent:
         moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
+        moved += 2 * one.packed if getattr(one, which) else 0
         if which == "backward" and not use.exchanges(one.ranks):
             moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
     if not in_recipe:
@@ -240,7 +261,8 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
         entries = sum(one.times * (one.k if which == "forward" else one.m) for one in work.products if one.quantized)
         moved += machine.operand_bytes * load.tokens * entries
     else:
-        moved += sum(getattr(one, which) * one.ranks for one in work.sent) + BF16 * work.quantized  # dequantized
+        # Dequantized, by each product or by the gather.
+        moved += sum(getattr(one, which) * one.ranks for one in work.sent) + BF16 * work.quantized
     return seconds + operations / machine.attention + moved / machine.memory
 
 

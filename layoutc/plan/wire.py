@@ -8,6 +8,8 @@ from layoutc.ints.cuts import Cuts, sent_blocks
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
 
+ALIGNED = 16  # bytes that kernels move at a time
+
 
 def sent_bytes(plane: Plane, cuts: Cuts, k: int) -> int:
     """The bytes of a plane that a rank sends, of a matrix with k columns."""
@@ -30,6 +32,12 @@ def slots(plan: Plan, gather: Gather, cuts: Cuts, k: int) -> tuple[int, ...]:
         sizes = ([sent_bytes(plane, cuts, k) for plane in one.planes] for one in passes)
         return tuple(map(max, zip_longest(*sizes, fillvalue=0)))
     return tuple(sent_bytes(plane, cuts, k) for plane in gather.planes)
+
+
+def packs(gather: Gather, cuts: Cuts, k: int) -> bool:
+    """True if each rank sends whole blocks of rows, and planes of multiples of 16 bytes: then weights of a group that
+    are dequantized on gather travel in one tensor, if they are two or more."""
+    return all(cuts.aligned(plane.per_m or 1) and sent_bytes(plane, cuts, k) % ALIGNED == 0 for plane in gather.planes)
 
 
 def bytes_per_rank(plan: Plan, gather: Gather, m: int, k: int, world: int) -> int:

@@ -20,9 +20,15 @@ MEASURED = (
     "host: of eager and compiled models alike, as on a few hosts, which differed by up to 2; none with --graph",
     "undisturbed: the step without that; ratios to bf16 depend on it little, times do",
     "the parts are as if each ran alone; exposed: of the step, without compute and optimizer",
-    "gathered: GB that a rank holds after all gathers of a forward, with the padding of shards",
+    "gathered: GB that have arrived after all gathers of a forward, with the padding of shards",
     "left out: the loss, memory, other parallelism; each rank of the world is one of FSDP's",
 )
+
+# Of weights that are dequantized on gather.
+IN_TIME = [
+    "weights are dequantized on gather: after each gather, all of a group; their products take what those of bf16 do",
+    "so do they of the host, whose gathers take what those of recipes do",
+]
 
 
 def exchanges(apart: Sequence[int], per_host: int, within: str) -> list[str]:

@@ -64,7 +64,7 @@ def check(mode: str) -> None:
 def check_own(mode: str) -> None:
     """Raises ValueError for anything but a mode of a weight."""
     if mode not in (*_MODES, ON_GATHER):
-        raise ValueError(f"products of weights are {', '.join((*_MODES, ON_GATHER))}, not {mode!r}")
+        raise ValueError(f"products are {', '.join(_MODES)}, or of weights {ON_GATHER}, not {mode!r}")
 
 
 class products:

@@ -100,10 +100,12 @@ def plan_of(name: str) -> Plan:
 
 @cache
 def use(words: str) -> Use:
-    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, any with `+exchange`; torchao: tensorwise, which travels
-    as fp8_current."""
+    """`bf16`, `fp8_block`, `cast fp8_block`, `fp8_block+low`, `fp8_block+on_gather`, any with `+exchange`; torchao:
+    tensorwise, which travels as fp8_current."""
     if words.endswith("+exchange"):
         return replace(use(words.removesuffix("+exchange")), exchange=True)
+    if words.endswith("+on_gather"):
+        return replace(use(words.removesuffix("+on_gather")), on_gather=True)
     if words == "bf16":
         return Use(words)
     if words == "torchao":
@@ -192,6 +194,7 @@ def points() -> list[Point]:
         ("step", recorded.STEPS, ""),
         ("exchanged", recorded.EXCHANGED, "+exchange"),
         ("H100", recorded.ON_H100S, ""),
+        ("on-gather", recorded.ON_GATHER, ""),
     ):
         for line in lines.strip().splitlines():
             where, _, times = line.partition(": ")

@@ -94,3 +94,9 @@ ON_H100S = """
 4096 1 2 24 eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
+# On two H100s, in one session: steps whose weights are dequantized on gather, and those beside them; none is fitted to.
+ON_GATHER = """
+512 1 2 NVLink compiled: bf16 70.7 76.5, bf16+exchange 69.4, nvfp4+on_gather+exchange 82.9
+512 1 2 NVLink compiled: fp8_block+on_gather+exchange 86.0, cast nvfp4+on_gather+exchange 87.5
+512 1 2 NVLink compiled-graph: bf16 48.9, nvfp4+exchange 38.4, nvfp4+on_gather+exchange 38.9
+"""

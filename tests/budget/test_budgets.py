@@ -20,7 +20,7 @@ from places import ROOT
 from layoutc.budget.choice import Picks, check_patterns
 from layoutc.budget.groups import groups_of
 from layoutc.budget.mesh import Mesh, Placed, place
-from layoutc.budget.shards import Dtypes, Piece, Resident, gathered, largest, resident
+from layoutc.budget.shards import Dtypes, Gathered, Piece, Resident, gathered, largest, resident
 from layoutc.budget.totals import Budget, Setting, budget
 from layoutc.cli.reading import plan_of
 from layoutc.estimate.machine import H200, NVLINK
@@ -307,6 +307,52 @@ def _sharded_together(mesh: Mesh) -> list[list[int]]:
         found += [[*ranks[at :: mesh.tensor]] for at in range(mesh.tensor)]
         found += [[*ranks[at :: mesh.experts]] for at in range(mesh.experts)] if mesh.experts > 1 else []
     return found
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_values_take_what_plain_weights_take_and_gathers_send_codes(name: str, cast: bool) -> None:
+    for mesh in (Mesh(8), Mesh(16, replicas=2), Mesh(8, tensor=2)):
+        ways = (Use("bf16"), use(name, cast=cast), use(name, cast=cast, on_gather=True))
+        plain, codes, values = (budget(model("llama-3.1-8b"), one, mesh, AT) for one in ways)
+        assert (plain.on_gather, codes.on_gather, values.on_gather) == (False, False, True)
+        assert values.traffic == codes.traffic
+        assert replace(values.resident, left=0) == replace(codes.resident, left=0)
+        assert values.resident.left <= codes.resident.left
+        assert values.peaks.layer == plain.peaks.layer
+        assert values.peaks.forward > codes.peaks.forward
+        assert values.step.host < codes.step.host
+
+
+def test_the_peak_of_values_by_hand() -> None:
+    """Two layers of two matrices over two ranks, in nvfp4: in backward the second is dequantized as its codes are
+    there, beside the root; then the first one's planes are copied, gathered, and dequantized beside its gradients."""
+    two = shapes.read(["up*2=64x256", "down*2=64x256"])
+    one = replace(use("nvfp4"), on_gather=True)
+    at = replace(AT, dtypes=Dtypes(4, 2, 4, 0))
+    found, groups = (budget(two, one, Mesh(2), at), groups_of(two, one, AT.picks, Mesh(2), at.dtypes))
+    shard = 2 * (32 * 128 + 2 * 16)
+    [first], [last] = groups.layers
+    assert first == last
+    assert (first.packed, first.gather("forward")) == (shard, Gathered(shard, 2 * 2 * 64 * 256, 2 * shard))
+    values, whole, summed = 2 * 2 * 64 * 256, 2 * 2 * 64 * 256, 2 * 4 * 64 * 256
+    assert found.peaks.forward == 2 * shard + 2 * shard + values + 2 * shard  # the last buffer, this one, values, codes
+    reduced, grads = summed // 2, 2 * 4 * 64 * 256 // 2
+    ends = max(
+        values + 2 * shard + 2 * shard,
+        values + 2 * shard + shard,
+        values + 2 * shard + whole,
+        2 * shard + summed + max(whole, reduced + whole // 2),
+        grads + values + 2 * shard + 2 * shard + summed,
+        grads + values + whole + summed,
+        grads + summed + max(whole, reduced + whole // 2),
+    )
+    assert found.peaks.backward == ends
+
+
+def test_a_recipe_whose_passes_differ_has_no_values_to_leave() -> None:
+    with pytest.raises(ValueError, match=r"mxfp8 can't be dequantized on gather: .* blocks that both passes read"):
+        budget(model("llama-3.1-8b"), use("mxfp8", on_gather=True), Mesh(8), AT)
 
 
 def test_lines_add_up_to_the_traffic() -> None:

@@ -60,6 +60,18 @@ def test_gradients_that_are_exchanged() -> None:
     assert "hosts shard" not in run("nvfp4", "--world", "8", "--exchange").stdout
 
 
+def test_weights_that_are_dequantized_on_gather() -> None:
+    args = ("nvfp4", "--world", "8", "--json")
+    before, after = (json.loads(run(*args, *more).stdout) for more in ((), ("--on-gather",)))
+    assert (before["on_gather"], after["on_gather"]) == (False, True)
+    (plain, codes), (same, values) = (data["links"][0]["estimates"] for data in (before, after))
+    assert plain == same
+    assert values["bytes_forward"] == codes["bytes_forward"]
+    assert plain["host"] < values["host"] < codes["host"]
+    assert len(after["notes"]) == len(before["notes"]) + 2
+    assert "weights are dequantized on gather" in run(*args[:-1], "--on-gather").stdout
+
+
 def test_without_recipes_bf16_alone() -> None:
     result = run("--world", "8", "--json")
     assert [one["name"] for one in json.loads(result.stdout)["links"][0]["estimates"]] == ["bf16"]
@@ -88,6 +100,9 @@ def test_the_largest_model_on_the_most_ranks_takes_less_than_two_seconds() -> No
         (("--kv-heads", "5"), "32 heads can't share 5 heads of keys and values equally"),
         (("--model", "llama-9b"), "'llama-9b' is not one of"),
         (("--low",), "--low says how weights of recipes are used; name a RECIPE"),
+        (("--on-gather",), "--on-gather says how weights of recipes are used; name a RECIPE"),
+        (("nvfp4", "mxfp8", "--on-gather"), "mxfp8 can't be dequantized on gather: forward and backward gather"),
+        (("fp8_block", "--low", "--on-gather"), "weights that are dequantized on gather have no products in low"),
         (("mxfp9",), "has no recipe 'mxfp9'"),
         (("nvfp4_gradient",), "nvfp4_gradient is for activations and gradients, not for weights"),
     ],

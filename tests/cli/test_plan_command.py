@@ -165,11 +165,32 @@ def test_exchanges_across_hosts_are_said_to_be_refused(mesh: tuple[object, ...],
     assert said in notes
 
 
+def test_weights_that_are_dequantized_on_gather_are_in_all_outputs(tmp_path: Path) -> None:
+    args = (LLAMA, "--recipe", "nvfp4", "--world", "8")
+    before, after = data_of(*args), data_of(*args, "--on-gather")
+    assert (before["setting"]["on_gather"], after["setting"]["on_gather"]) == (False, True)
+    assert [one["on_gather"] for one in after["budgets"]] == [False, True]
+    plain, quantized = after["budgets"]
+    assert plain == before["budgets"][0]
+    assert quantized["traffic"] == before["budgets"][1]["traffic"]
+    assert quantized["peaks"]["layer"] == plain["peaks"]["layer"]
+    assert len(after["notes"]) == len(before["notes"]) + 4
+    rows = csv.DictReader(io.StringIO(run(*args, "--on-gather", "--csv").stdout))
+    assert [row["on_gather"] for row in rows] == ["False", "True"]
+    table = run(*args, "--on-gather").stdout
+    assert "weights dequantized on gather, 1 x 8192 tokens" in table
+    (tmp_path / "run.json").write_text(json.dumps(after), encoding="utf-8")
+    assert run(tmp_path / "run.json").stdout == table
+
+
 @needs_matplotlib
-def test_charts_say_that_gradients_are_exchanged(tmp_path: Path) -> None:
-    for more, said in (((), False), (("--exchange",), True)):
-        assert run(LLAMA, "--world", "8,16", *more, "--chart", tmp_path / "run.svg", "-q").exit_code == 0
-        assert ("gradients exchanged" in (tmp_path / "run.svg").read_text(encoding="utf-8")) == said
+def test_charts_say_how_weights_and_gradients_travel(tmp_path: Path) -> None:
+    said = {"--exchange": "gradients exchanged", "--on-gather": "weights dequantized on gather"}
+    for more in ((), ("--exchange",), ("--on-gather", "--exchange")):
+        args = (LLAMA, "--recipe", "nvfp4", "--world", "8,16", *more)
+        assert run(*args, "--chart", tmp_path / "run.svg", "-q").exit_code == 0
+        text = (tmp_path / "run.svg").read_text(encoding="utf-8")
+        assert [words in text for words in said.values()] == [option in more for option in said]
 
 
 @needs_matplotlib
@@ -227,6 +248,16 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         (
             (LLAMA, "--exchange", "--reduced", "bf16"),
             "--exchange has nothing to do: gradients in bf16 are reduced in bf16",
+        ),
+        ((LLAMA, "--on-gather"), "--on-gather says how weights of recipes are used; name a --recipe"),
+        (
+            (LLAMA, "--recipe", "nvfp4,mxfp8", "--on-gather"),
+            "mxfp8 can't be dequantized on gather: forward and backward gather different codes of it, whose values "
+            "differ; take a recipe of blocks that both passes read",
+        ),
+        (
+            (LLAMA, "--recipe", "fp8_block", "--low", "--on-gather"),
+            "weights that are dequantized on gather have no products in low precision; leave out one of the two",
         ),
         ((LLAMA, "--json", "--csv"), "--json and --csv both write to stdout"),
         ((LLAMA, "--chart", "x.gif"), "x.gif should end in .png, .svg, .pdf"),
@@ -335,6 +366,10 @@ def test_each_option_reaches_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
     data_of(*shapes, "--recipe", "mxfp8", "--use", "both", "--world", 8, "--exchange", "--gathered", "fp16")
     assert [(use.name, use.exchange) for use, _, _ in asked] == [("fp16", True), ("mxfp8", True), ("mxfp8", True)]
+    assert not any(use.on_gather for use, _, _ in asked)
+    asked.clear()
+    data_of(*shapes, "--recipe", "nvfp4", "--world", 8, "--on-gather")
+    assert [(use.name, use.on_gather) for use, _, _ in asked] == [("bf16", False), ("nvfp4", True)]
 
 
 def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
@@ -364,4 +399,4 @@ def test_an_earlier_plan_takes_no_option_that_makes_one(tmp_path: Path) -> None:
         assert (result.exit_code, said in result.stderr) == (2, True), (damage, result.stderr)
 
 
-FLAGS = ("--experts", "--low", "--exchange", "--graph")
+FLAGS = ("--experts", "--low", "--exchange", "--on-gather", "--graph")

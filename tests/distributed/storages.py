@@ -47,7 +47,7 @@ def _bytes_now() -> int:
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor that a gather of a parameter of `model` has filled, by name: FSDP2's outputs, planes of gathered
-    weights, and those that were joined.
+    weights, those that were joined, and the values of weights that are dequantized on gather.
 
     Left out is what a rank holds at all times: planes that cover all rows, and, in a group of one rank, its shard, or
     what was cast of it beside FSDP2's output, which stays until it is cast again.
@@ -60,12 +60,15 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
         name = param._param_fqn or "a weight"
         tensors = {f"output {number}": output for number, output in enumerate(param.all_gather_outputs)}
         weight: Any = meshes.local_of(param._unsharded_param)
-        if isinstance(weight, QuantizedTensor):
-            tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
-            shard = meshes.local_of(param.sharded_param)
+        shard = meshes.local_of(param.sharded_param)
+        if hasattr(shard, "QUANTIZED"):
             known = registry.find(shard)
             assert known is not None, name
             tensors |= {f"joined {plane}": tensor for plane, tensor in hooks.gathered_of(known).joined.items()}
+            if not isinstance(weight, QuantizedTensor):
+                tensors["values"] = weight
+        if isinstance(weight, QuantizedTensor):
+            tensors |= {plane: t for plane, t in weight._planes.items() if plane not in weight.LAYOUT.shared}
             own = shard._planes.values() if isinstance(shard, QuantizedTensor | CastOnGather) else ()
             held = {plane.untyped_storage().data_ptr() for plane in own if plane.numel()}
             if isinstance(shard, CastOnGather) and param.mesh_info.shard_mesh_size == 1:

@@ -557,3 +557,25 @@ def follows_a_choice(recipe: str) -> None:
 
 def test_gathered_weights_follow_the_choice_of_products(two: Ranks) -> None:
     two.run(follows_a_choice, "fp8_current")
+
+
+def infers_first(recipe: str) -> None:
+    """In inference mode FSDP2 makes shards anew that it pads, on some ranks alone: ranks must quantize alike."""
+    torch.manual_seed(0)
+    rows = [recipe_module(recipe).LAYOUT.multiple_m * count for count in (2, 15, 1, 4)]
+    model = nn.Sequential(*[nn.Linear(64, count, bias=False) for count in rows])
+    expected = [recipe_module(recipe).quantize(layer.weight.detach()) for layer in model]
+    layoutc.cast_on_gather_(model, recipe)
+    fully_shard(model)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            model.unshard()  # type: ignore[operator]
+            for layer, whole in zip(model, expected, strict=True):
+                weight: Any = layer.weight
+                assert_same_tensors(whole.planes(), weight.planes())
+            model.reshard()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_inference_comes_first(two: Ranks, recipe: str) -> None:
+    two.run(infers_first, recipe)

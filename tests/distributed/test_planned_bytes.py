@@ -48,6 +48,8 @@ from layoutc.estimate.machine import H200, NVLINK
 from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2 import exchange as exchanges
+from layoutc.runtime.fsdp2 import on_gather as arriving
+from layoutc.runtime.fsdp2 import packed as packs
 from layoutc.runtime.fsdp2.exchange import GradientBuffer
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
@@ -165,13 +167,15 @@ def _fields(kind: str) -> dict[str, Any]:
     return KINDS.get(kind, MIXTURE)
 
 
-def planned(kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes) -> tuple[Any, Use, Setting]:
+def planned(
+    kind: str, how: str, recipe: str, head: bool, mesh: Mesh, dtypes: Dtypes, only: tuple[str, ...] = ()
+) -> tuple[Any, Use, Setting]:
     """What is given to `budget`."""
     model = configs.read({"model_type": kind, **_fields(kind)}, kind)
     use = Use("plain")
     if how != "plain":
         use = Use(recipe, plan_of(ROOT / "specs" / f"{recipe}.yaml"), cast=how == "cast")
-    picks = Picks(experts=True, leave=() if head else ("lm_head.weight",))
+    picks = Picks(only, experts=True, leave=() if head else ("lm_head.weight",))
     return model, use, Setting(picks, dtypes, Load(8, 8), NVLINK, H200)
 
 
@@ -275,14 +279,16 @@ def counts_as_planned(
     tensor: int = 1,
     experts: int = 1,
     exchange: bool = False,
+    on_gather: bool = False,
+    only: tuple[str, ...] = (),
 ) -> tuple[int, int]:
     """Asserts what each pass sends, what lives, and what lived at the highest point; returns (held here, planned)."""
     _mark_exchanges()
     dtypes = MIXED if mixed else SINGLE
     mesh = Mesh(dist.get_world_size(), replicas, tensor, experts, experts_dim)
     rank = dist.get_rank() // mesh.tensor % mesh.shards
-    described, use, at = planned(kind, how, recipe, head, mesh, dtypes)
-    use = replace(use, exchange=exchange)
+    described, use, at = planned(kind, how, recipe, head, mesh, dtypes, only)
+    use = replace(use, exchange=exchange, on_gather=on_gather)
     found = budget(described, use, mesh, at)
     groups = groups_of(described, use, at.picks, mesh, dtypes)
     takes = {
@@ -301,6 +307,8 @@ def counts_as_planned(
     model = built(kind, how, recipe, takes, mesh, dtypes)
     if exchange:
         layoutc.exchange_gradients(model)
+    if on_gather:
+        assert len(layoutc.set_products_(model, "dequantize_on_gather")) == len(takes)
     optimizer = layoutc.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     watched = Watched(model)
     for number in range(3):
@@ -346,9 +354,11 @@ def callers_file() -> str:
 @contextmanager
 def looking_at_groups(watched: Watched) -> Iterator[None]:
     """Also looks where a group has just been gathered, where it has its gradients and still is, where the part of a
-    gradient that FSDP2 takes has just been cut, and where gradients that were exchanged are about to be added up."""
+    gradient that FSDP2 takes has just been cut, where gradients that were exchanged are about to be added up, and where
+    weights are about to be dequantized on gather; and at planes that travel together, as long as they live."""
     originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
     cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
+    dequantize, pack = arriving.dequantize_all, packs._planes_of_all
 
     def looking(name: str) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
@@ -366,14 +376,25 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         watched.look(out, leaving=[parts])
         add_up(parts, out, divisor)
 
+    def dequantizing(arrivals: Any) -> Any:
+        watched.look()
+        return dequantize(arrivals)
+
+    def packing(*args: Any) -> Tensor:
+        made = pack(*args)
+        watched.look(made)
+        return made
+
     for name in originals:
         setattr(FSDPParamGroup, name, looking(name))
     FSDPParam._get_grad_inner_tensor = cutting
     exchanges.rank_sum = adding_up
+    arriving.dequantize_all, packs._planes_of_all = dequantizing, packing
     try:
         yield
     finally:
         FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
+        arriving.dequantize_all, packs._planes_of_all = dequantize, pack
         for name, original in originals.items():
             setattr(FSDPParamGroup, name, original)
 
@@ -503,4 +524,60 @@ def test_replicas_parts_and_experts_exchange_what_is_planned(
     four: Ranks, kind: str, how: str, recipe: str, replicas: int, dim: int, tensor: int, experts: int
 ) -> None:
     held = four.run(exchanges_as_planned, kind, how, recipe, False, True, replicas, dim, tensor, experts)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+def leaves_values_as_planned(*case: Any, **more: Any) -> tuple[int, int]:
+    """The same with weights that are dequantized on gather."""
+    return counts_as_planned(*case, **more, on_gather=True)
+
+
+def leaves_values_of_the_root_as_planned(*case: Any) -> tuple[int, int]:
+    """The same where the root has two such weights, which stay gathered: the embedding and the head."""
+    return leaves_values_as_planned(*case, only=("*proj*", "*embed_tokens*", "*lm_head*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "recipe", "head", "mixed"),
+    [
+        ("llama", "quantized", "nvfp4", True, True),
+        ("llama", "quantized", "fp8_delayed", True, False),
+        ("mixtral", "quantized", "fp8_current", False, True),
+        ("mixtral", "cast", "nvfp4", True, True),
+        ("llama", "cast", "fp8_delayed", True, True),
+    ],
+)
+def test_two_ranks_are_left_the_values_that_are_planned(
+    two: Ranks, kind: str, how: str, recipe: str, head: bool, mixed: bool
+) -> None:
+    """Codes until values are made of them; in one tensor for each group where a plane's size allows it."""
+    held = two.run(leaves_values_as_planned, kind, how, recipe, head, mixed)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "recipe"), [("mixtral", "quantized", "fp8_current"), ("llama", "cast", "fp8_delayed")]
+)
+def test_values_that_stay_are_as_planned(two: Ranks, kind: str, how: str, recipe: str) -> None:
+    held = two.run(leaves_values_of_the_root_as_planned, kind, how, recipe, True, True)
+    assert max(here for here, _ in held) == held[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "recipe", "replicas", "dim", "tensor", "experts"),
+    [
+        ("mixtral", "quantized", "nvfp4", 1, 0, 1, 1),  # experts alone travel in one tensor; a rank has none
+        ("mixtral", "cast", "nvfp4", 1, 0, 1, 1),
+        ("llama", "cast", "fp8_block", 1, 0, 1, 1),
+        ("mixtral", "quantized", "nvfp4", 2, 1, 1, 1),
+        ("llama", "quantized", "nvfp4", 1, 0, 2, 1),
+        ("mixtral", "quantized", "fp8_current", 1, 0, 1, 2),
+        ("qwen3_moe", "quantized", "nvfp4", 1, 0, 1, 4),
+        ("qwen3_moe", "cast", "fp8_delayed", 1, 0, 1, 4),
+    ],
+)
+def test_four_ranks_are_left_the_values_that_are_planned(
+    four: Ranks, kind: str, how: str, recipe: str, replicas: int, dim: int, tensor: int, experts: int
+) -> None:
+    held = four.run(leaves_values_as_planned, kind, how, recipe, False, True, replicas, dim, tensor, experts)
     assert max(here for here, _ in held) == held[0][1]

@@ -81,3 +81,18 @@ def test_cast_weights_are_offloaded_as_they_are() -> None:
         layoutc.cast_on_gather_(one, "mxfp8")
     x = torch.randn(2, 64)
     assert torch.equal(accelerate.cpu_offload(offloaded, execution_device="cpu")(x), model(x))
+
+
+def test_cast_weights_without_values_yet(file: str) -> None:
+    """Their names and choices of products stay; values that are assigned are cast as those of a model with values."""
+    with accelerate.init_empty_weights():
+        model: Any = plain(1)
+        layoutc.cast_on_gather_(model, "mxfp8")
+    assert model[0].weight.is_meta
+    assert model[0].weight._name == "0.weight"
+    model.load_state_dict(torch.load(file), assign=True)
+    expected = plain()
+    layoutc.cast_on_gather_(expected, "mxfp8")
+    x = torch.randn(2, 64)
+    assert type(model[0].weight) is type(expected[0].weight)
+    assert torch.equal(model(x), expected(x))

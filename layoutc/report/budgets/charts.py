@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutc.charts import style
-from layoutc.report.budgets.figures import figure, label
+from layoutc.report.budgets.figures import figure, label, words_of
 
 PANELS = (
     ("step_seconds", 1e3, "Step, estimated", "ms"),
@@ -58,11 +58,8 @@ def draw(data: Mapping[str, Any], path: Path) -> list[str]:
         handles, names = places[0].get_legend_handles_labels()
         drawn.legend(handles, names, loc="outside upper center", ncols=min(6, len(names)), frameon=False)
         setting = data["setting"]
-        drawn.supxlabel(
-            f"{data['model']['name']}, {setting['batch']} x {setting['sequence']} tokens a rank, "
-            f"{setting['link']['name']} a rank, {setting['link']['rule']}"
-            + (", gradients exchanged" if setting["exchange"] else ""),
-            size=8,
-            color="#606060",
-        )
+        load = f"{setting['batch']} x {setting['sequence']} tokens a rank"
+        link = f"{setting['link']['name']} a rank", setting["link"]["rule"]
+        words = (data["model"]["name"], load, *link, *words_of(setting))
+        drawn.supxlabel(", ".join(words), size=8, color="#606060")
     return list(lines)

@@ -24,6 +24,12 @@ NOTES = (
     "step: estimated as `layoutc estimate` does, from steps on up to four H200s; all else is extrapolated",
 )
 
+# Of weights that are dequantized on gather.
+IN_MEMORY = [
+    "gathered: of codes their values, in plain weights' dtype; peak: with the codes until values are made of them,",
+    "and with the tensor in which planes of a group travel, where each rank has whole blocks and multiples of 16 bytes",
+]
+
 
 def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int, batch: int) -> dict[str, Any]:
     """Everything as JSON values, from which tables, CSV and charts are made."""
@@ -44,6 +50,7 @@ def data_of(model: Model, at: Setting, budgets: Sequence[Budget], sequence: int,
             "machine": at.machine.name,
             "host": at.host,
             "exchange": any(one.exchange for one in budgets),
+            "on_gather": any(one.on_gather for one in budgets),
         },
         "notes": list(NOTES),
         "budgets": [_budget(one) for one in budgets],
@@ -62,6 +69,7 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "recipe": ("recipe",),
     "how": ("how",),
     "exchange": ("exchange",),
+    "on_gather": ("on_gather",),
     "world": ("mesh", "world"),
     "replicas": ("mesh", "replicas"),
     "tensor": ("mesh", "tensor"),
@@ -134,10 +142,16 @@ def _title(data: Mapping[str, Any]) -> str:
     model, setting = data["model"], data["setting"]
     mesh = data["budgets"][0]["mesh"]
     words = [f"{mesh[key]} {word}" for key, word in _PARALLEL if mesh[key] > 1]
-    words += ["gradients exchanged"] if setting["exchange"] else []
+    words += words_of(setting)
     size = f"{model['elements'] / 1e9:,.2f}e9 parameters in {model['layers']} layers and the root"
     load = f"{setting['batch']} x {setting['sequence']} tokens a rank"
     return ", ".join([str(model["name"]), size, *words, load, f"{setting['link']['name']} a rank"])
+
+
+def words_of(setting: Mapping[str, Any]) -> list[str]:
+    """How weights and gradients travel, where it is not FSDP2's way."""
+    said = {"exchange": "gradients exchanged", "on_gather": "weights dequantized on gather"}
+    return [words for key, words in said.items() if setting[key]]
 
 
 _PARALLEL = (("replicas", "replicas"), ("tensor", "tensor-parallel"), ("experts", "expert-parallel"))

@@ -69,7 +69,7 @@ class Stamp(NamedTuple):
     def holds(self, shard: CastOnGather) -> bool:
         """True if nobody has written the values or replaced them."""
         planes = shard._planes
-        same = planes is self.planes and planes["values"]._version == self.version
+        same = planes is self.planes and _version(planes["values"]) == self.version
         return same and shard._agreed.writes == self.writes
 
 
@@ -220,7 +220,7 @@ class GatherGroup:
         _one_by_one(sorted(rest), plan, tensors, decided, parts)
         self.parts, self.turn = parts, 0
         self.stamps = [
-            Stamp(tensor._planes, value._version, tensor._agreed.writes)
+            Stamp(tensor._planes, _version(value), tensor._agreed.writes)
             for tensor, value in zip(tensors, values, strict=True)
         ]
         return True
@@ -261,8 +261,14 @@ def matrix(tensor: CastOnGather) -> Tensor:
 
 
 def _is_ordinary(values: Tensor) -> bool:
-    """True for values with an address and a version."""
-    return type(values) is Tensor and not values.is_meta and not values.is_inference()
+    """True for values with an address, which is so on all ranks or on none."""
+    return type(values) is Tensor and not values.is_meta
+
+
+def _version(values: Tensor) -> int:
+    """How often values were written. In inference mode torch does not count, and FSDP2 makes what it pads anew: on
+    some ranks alone, which must not quantize otherwise than the others for that."""
+    return -1 if values.is_inference() else values._version
 
 
 # ------------------------------------------------------------------------------------------------------- quantizing

@@ -89,10 +89,19 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     _copied: CopiedView | None  # of a copy of a view of a weight
 
     @staticmethod
-    def __new__(cls, values: Tensor, *, requires_grad: bool = False) -> Self:
-        """Wraps values without copying. Raises ValueError for a recipe that weights can't have."""
+    def __new__(cls, values: Tensor, *, requires_grad: bool = False, **others: Any) -> Self:
+        """Wraps values without copying. Raises ValueError for a recipe that weights can't have.
+
+        Packages that make a parameter anew (accelerate's init_empty_weights) give its copy for values, and the
+        attributes of the old one, which keeps its name and its choice of products.
+        """
         cls.QUANTIZED.LAYOUT.check_weights()
-        return cls._wrap(Values(values=values), values, requires_grad=requires_grad)
+        plain = values._plain if others and isinstance(values, CastOnGather) else values
+        made = cls._wrap(Values(values=plain), plain, requires_grad=requires_grad)
+        made._name, made._products = others.get("_name"), others.get("_products")
+        if others.get("_is_param"):  # which makes it an nn.Parameter
+            made._is_param = True
+        return made
 
     @classmethod
     def _wrap(cls, planes: Values, values: Tensor, *, requires_grad: bool = False) -> Self:

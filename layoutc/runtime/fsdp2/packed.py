@@ -13,14 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.fsdp2 import hooks, on_gather
+from layoutc.runtime.fsdp2 import hooks, on_gather, steady
 from layoutc.runtime.fsdp2.wire import Gathering, Leg, Route
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
@@ -54,6 +53,7 @@ class Member:
     slots: tuple[Slot, ...]
     parts: Parts
     gathering: Gathering | None = None  # of the gather that goes on
+    sent: tuple[weakref.ref[Any], tuple[steady.Source, ...]] | None = None  # the shard, and the planes that it sent
     planes: dict[str, Tensor] = field(default_factory=dict)  # of the first rank, where gathers leave them; and shared
 
 
@@ -64,8 +64,7 @@ class Pack:
     members: list[Member]
     nbytes: int  # that each rank sends
     is_all: bool  # no other weight of the group is dequantized on gather
-    sent: list[Tensor] = field(default_factory=list)  # what was sent last, if those are shards' own planes
-    sources: list[Tensor] = field(default_factory=list)  # the same, of one dim
+    sources: list[Tensor] = field(default_factory=list)  # what was sent last, of one dim, if that is shards' own planes
     output: Tensor | None = None  # what arrived last: FSDP2 frees its storage, and allocates it anew
     launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
 
@@ -173,25 +172,49 @@ def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
 
 
 def _planes_of_all(pack: Pack, mesh: Any) -> Tensor:
-    """The planes of all members, by the hooks of each, one after another."""
-    sent: list[Tensor] = []
+    """The planes of all members, one after another: those of the last gather, where they lie, or by all their hooks."""
+    sources = pack.sources
+    if not sources or not all(map(_sends_the_same, pack.members)):
+        sources = _by_hooks(pack, mesh)
+    made = torch.empty(pack.nbytes, dtype=torch.uint8, device=sources[0].device)
+    foreach_copy_(list(torch.split_with_sizes(made, [one.numel() for one in sources])), sources)
+    return made
+
+
+def _sends_the_same(member: Member) -> bool:
+    """True if the shard would send the memory that it sent in the last gather, as `steady.again` asks it."""
+    param: Any = member.param()
+    if member.sent is None:
+        return False
+    shard: Any = member.sent[0]()
+    if gathered.shard_of(param) is not shard:
+        return False
+    values = member.gathered.values
+    if values is not None and values._version:  # somebody has written them, which the hooks refuse
+        return False
+    planes, writes = shard._planes, shard._writes
+    if writes.waiting or (writes.initial is not None and not param.sharded_param.requires_grad):
+        return False
+    return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in member.sent[1])
+
+
+def _by_hooks(pack: Pack, mesh: Any) -> list[Tensor]:
+    """What the hooks of all members send, as tensors of one dim."""
+    sources: list[Tensor] = []
     token = _packing.set(True)
     try:
         for member in pack.members:
-            tensors, gathering = gathered.shard_of(member.param()).fsdp_pre_all_gather(mesh)
-            sent.extend(tensors)
+            shard = gathered.shard_of(member.param())
+            tensors, gathering = shard.fsdp_pre_all_gather(mesh)
+            sources += [one.reshape(-1) for one in tensors]
             member.gathering = gathering
             member.planes.update(gathering.shared)
+            own = steady.sources(shard, gathering.which) if isinstance(shard, QuantizedTensor) else None
+            member.sent = None if own is None else (weakref.ref(shard), own)
     finally:
         _packing.reset(token)
-    sources = pack.sources
-    if len(sent) != len(pack.sent) or any(map(is_not, sent, pack.sent)):
-        sources = [one.reshape(-1) for one in sent]
-        if all(isinstance(gathered.shard_of(one.param()), QuantizedTensor) for one in pack.members):
-            pack.sent, pack.sources = sent, sources  # views of shards; what was cast is sent once
-    made = torch.empty(pack.nbytes, dtype=torch.uint8, device=sent[0].device)
-    foreach_copy_(list(torch.split_with_sizes(made, [one.numel() for one in sources])), sources)
-    return made
+    pack.sources = sources if all(member.sent is not None for member in pack.members) else []
+    return sources
 
 
 def _take_apart(pack: Pack, output: Tensor) -> None:
@@ -210,14 +233,10 @@ def _dequantize(pack: Pack) -> None:
     """Writes the values of all members: by the launches of an earlier gather, if all of it lay where it lies now."""
     output = pack.output
     assert output is not None
-    arrivals, places = [], [output.data_ptr()]
+    places = [output.data_ptr()]
     for member in pack.members:
-        values = member.gathered.values
-        assert values is not None
-        assert member.gathering is not None
-        places.append(values.data_ptr())
-        places += [plane.data_ptr() for plane in member.gathering.shared.values()]
-        arrivals.append(on_gather.Arrival(member.recipe, member.planes, values, member.parts))
+        places.append(member.gathered.values.data_ptr())  # type: ignore[union-attr]
+        places += [plane.data_ptr() for plane in member.gathering.shared.values()]  # type: ignore[union-attr]
     if output.device.type == "cuda":
         places.append(torch.cuda.current_stream(output.device).cuda_stream)
     key = tuple(places)
@@ -225,8 +244,18 @@ def _dequantize(pack: Pack) -> None:
     if launches is not None:
         for launched, tensors in launches:
             launched(*tensors)
-    elif (made := on_gather.dequantize_all(arrivals)) is not None:
+    else:
+        _dequantize_anew(pack, key)
+    gathered.free_outputs([pack.members[0].param()])
+
+
+def _dequantize_anew(pack: Pack, key: tuple[int, ...]) -> None:
+    arrivals = []
+    for member in pack.members:
+        assert member.gathered.values is not None
+        arrivals.append(on_gather.Arrival(member.recipe, member.planes, member.gathered.values, member.parts))
+    made = on_gather.dequantize_all(arrivals)
+    if made is not None:
         if len(pack.launches) >= _MOST:
             pack.launches.clear()
         pack.launches[key] = made
-    gathered.free_outputs([pack.members[0].param()])

@@ -22,7 +22,7 @@ from layoutc.runtime.weight.tensor import QuantizedTensor
 Sent = tuple[tuple[Tensor, ...], Gathering]
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """A plane of the shard, as it was when it was first sent."""
 
     name: str
@@ -33,7 +33,7 @@ class _Source(NamedTuple):
 class _Kept(NamedTuple):
     """What is sent in a pass, and the planes that it consists of."""
 
-    sources: tuple[_Source, ...]
+    sources: tuple[Source, ...]
     tensors: tuple[Tensor, ...]
     gathering: Gathering
 
@@ -69,6 +69,12 @@ def again(shard: QuantizedTensor) -> Sent | None:
     return kept.tensors, gathering
 
 
+def sources(shard: QuantizedTensor, which: PassName) -> tuple[Source, ...] | None:
+    """The planes that a shard sends in a pass, as long as they stay in place; None if it sends copies."""
+    kept = None if shard._steady is None else shard._steady.passes.get(which)
+    return None if kept is None else kept.sources
+
+
 def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gathering) -> Sent:
     """What the pre-hook returns, for the first time: kept if it consists of views of the shard's own planes."""
     tensors, gathering = wire.send(tensors, gathering)
@@ -80,7 +86,7 @@ def sent(shard: QuantizedTensor, tensors: tuple[Tensor, ...], gathering: Gatheri
     if len(every) == len(names) and all(map(_is_view, every, (planes[name] for name in names))):
         gathering.before = Arrived() if all(leg.joined is None for leg in route.legs.values()) else None
         shared = {name: planes[name] for name in gathering.shared}
-        sources = tuple(_Source(name, planes[name], planes[name].data_ptr()) for name in (*names, *shared))
+        sources = tuple(Source(name, planes[name], planes[name].data_ptr()) for name in (*names, *shared))
         if shard._steady is None or shard._steady.sharding is not sharding:
             shard._steady = Steady(sharding, hooks.gathered_of(sharding))
         shard._steady.passes[route.which] = _Kept(sources, tensors, replace(gathering, shared=shared))

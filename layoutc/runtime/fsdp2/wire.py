@@ -169,7 +169,8 @@ def arrived(gathering: Gathering, name: str, received: Tensor) -> Tensor:
 def _joined(gathering: Gathering, name: str, leg: Leg, device: torch.device) -> Tensor:
     if name not in gathering.joined:
         assert leg.joined is not None
-        gathering.joined[name] = torch.empty(leg.joined, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # training writes it too, though inference may be what gathers first
+            gathering.joined[name] = torch.empty(leg.joined, dtype=torch.uint8, device=device)
     return gathering.joined[name]
 
 

@@ -67,15 +67,15 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     if mode == ON_GATHER:
         _check_passes(list(chosen.values()))
     changed = [
-        sharding
-        for _, param in chosen.values()
+        (name, sharding)
+        for name, param in chosen.values()
         for holder in _holders(param)
         if (sharding := registry.find(holder)) is not None
         and gathered.leaves_values(sharding.param(), holder._products == ON_GATHER) != (mode == ON_GATHER)
     ]
-    for sharding in changed:
-        gathered.check_resharded(sharding)
-    for sharding in changed:
+    for name, sharding in changed:
+        gathered.check_resharded(sharding, name)
+    for _, sharding in changed:
         gathered.forget(sharding)
     if mode != ON_GATHER:
         multiply_parts_(modules)

@@ -59,11 +59,11 @@ def free_outputs(params: Iterable[Any]) -> None:
                 storage.resize_(0)
 
 
-def check_resharded(sharding: Sharding) -> None:
-    """Raises LayoutError while FSDP2 holds the whole weight, or gathers it."""
+def check_resharded(sharding: Sharding, name: str) -> None:
+    """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
     state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
     if state is not type(state).SHARDED or getattr(sharding.group(), "_all_gather_result", None) is not None:
-        raise LayoutError(f"{sharding.name} is gathered now: {RESHARD}")
+        raise LayoutError(f"{name} is gathered now: {RESHARD}")
 
 
 def forget(sharding: Sharding) -> None:

@@ -1,0 +1,180 @@
+"""Weights that are dequantized on gather: their values to the bit, in packs and alone; and modes that change."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from models import adam, build, local, my_share, shard, train_step
+from test_gather_groups import kernels_on_cpu
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from weight_recipes import CUT_APART
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.fsdp2 import packed
+from layoutc.runtime.sharding.meshes import local_of
+
+ALIKE = [name for name in CUT_APART if not import_module(f"layoutc.recipes.{name}").LAYOUT.passes_differ]
+ON_GATHER = "dequantize_on_gather"
+
+
+def of_rows(recipe: str, rows: list[int], cast: bool = False) -> tuple[nn.Sequential, list[Tensor]]:
+    """Layers whose weights have so many times the rows that shards may have, and the values of each."""
+    layout = import_module(f"layoutc.recipes.{recipe}").LAYOUT
+    torch.manual_seed(0)
+    columns = layout.column_multiple * layout.multiple_k
+    columns *= -(-512 // columns)
+    model = nn.Sequential(*[nn.Linear(columns, count, bias=False) for count in rows])
+    quantize = import_module(f"layoutc.recipes.{recipe}").quantize
+    values = [quantize(layer.weight.detach()).dequantize() for layer in model]
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
+    layoutc.set_products_(model, ON_GATHER)
+    return model, values
+
+
+def numbers(model: nn.Module) -> list[int | None]:
+    """The place of each weight in its pack; None of one that travels alone."""
+    places = [local_of(param)._packed for param in model.parameters()]
+    return [None if place is None or place.number == packed.ALONE else place.number for place in places]
+
+
+def leaves_values(recipe: str, cast: bool) -> None:
+    """Even shards, a short last one, ranks without rows; gathered again, in training, and in inference first."""
+    layout, world = import_module(f"layoutc.recipes.{recipe}").LAYOUT, dist.get_world_size()
+    block = layout.block_rows * layout.multiple_m
+    rows = [block * world, block * (8 * world - 1), block, block * world * 2]
+    model, values = of_rows(recipe, rows, cast)
+    fully_shard(model)
+    for at in range(3):
+        with torch.inference_mode(at == 0):
+            model.unshard()  # type: ignore[operator]
+            for layer, whole in zip(model, values, strict=True):
+                weight: Any = layer.weight
+                assert type(weight) is nn.Parameter
+                assert type(weight.data) is Tensor
+                assert torch.equal(weight.data, whole)
+            model.reshard()  # type: ignore[operator]
+    expected = []
+    for count, layer in zip(rows, model, strict=True):
+        sent = layout.gather(count, layer.in_features, world).planes.values()
+        fits = -(-count // world) % layout.block_rows == 0 and all(facts.nbytes % 16 == 0 for facts in sent)
+        expected.append(sum(one is not None for one in expected) if fits else None)
+    assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
+
+
+@pytest.mark.parametrize("recipe", ALIKE)
+def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
+    two.run(leaves_values, recipe, False)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "nf4"])
+def test_gathers_of_four_ranks(four: Ranks, recipe: str) -> None:
+    four.run(leaves_values, recipe, False)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "fp8_current"])
+def test_gathers_of_cast_weights(two: Ranks, recipe: str) -> None:
+    two.run(leaves_values, recipe, True)
+
+
+def launches_again(recipe: str) -> None:
+    """By kernels: what a gather launches is kept for the next ones, while all of it lies where it lay."""
+    model, values = of_rows(recipe, [32 * dist.get_world_size(), 64 * dist.get_world_size()])
+    fully_shard(model)
+    with kernels_on_cpu():
+        for _ in range(3):
+            model.unshard()  # type: ignore[operator]
+            assert all(torch.equal(layer.weight.data, one) for layer, one in zip(model, values, strict=True))  # type: ignore[arg-type]
+            model.reshard()  # type: ignore[operator]
+    pack = local_of(next(model.parameters()))._packed.pack
+    assert pack.launches
+    assert all(len(launches) == 1 for launches in pack.launches.values())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_2d"])
+def test_a_pack_is_dequantized_in_one_launch(two: Ranks, recipe: str) -> None:
+    two.run(launches_again, recipe)
+
+
+def some_alone(recipe: str) -> None:
+    """A weight whose blocks are cut between ranks, beside others; and a group with no more than one that fits."""
+    block, world = import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows, dist.get_world_size()
+    for rows, expected in (
+        ([block * world, block * 3, block * world], [0, None, 1]),
+        ([block * 3, block * world, block * 3], [None, None, None]),
+    ):
+        model, values = of_rows(recipe, rows)
+        fully_shard(model)
+        for _ in range(2):
+            model.unshard()  # type: ignore[operator]
+            assert all(torch.equal(layer.weight.data, one) for layer, one in zip(model, values, strict=True))  # type: ignore[arg-type]
+            model.reshard()  # type: ignore[operator]
+        assert numbers(model) == expected
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+def test_weights_with_blocks_that_are_cut_travel_alone(two: Ranks, recipe: str) -> None:
+    two.run(some_alone, recipe)
+
+
+def switches(recipe: str) -> None:
+    """Modes of all weights of a group, and of some, change between steps: losses stay those of one process."""
+    width = 4 * import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows * dist.get_world_size()
+    reference, model = build(recipe, width), build(recipe, width)
+    shard(model, nested=False)
+    optimizers = [adam(one) for one in (reference, model)]
+    seen = []
+    modes = (None, ON_GATHER, ON_GATHER, "dequantize", ON_GATHER, "head", ON_GATHER)
+    for step, mode in enumerate(modes):
+        if mode == "head":
+            layoutc.set_products_(model, None, filter_fn=lambda _, name: name == "head")
+        else:
+            layoutc.set_products_(model, mode)  # type: ignore[arg-type]
+        expected = train_step(reference, optimizers[0], step, width)
+        assert train_step(model, optimizers[1], step, width, my_share()) == expected, (step, mode)
+        weights = [layer.weight for layer in (*model.layers, model.head)]
+        places = [local(weight)._packed for weight in weights]
+        seen.append([place is not None and place.number != packed.ALONE for place in places])
+    alike = [mode == ON_GATHER for mode in modes]
+    assert seen == [
+        [one] * 3 if mode != "head" else [True, True, False] for mode, one in zip(modes, alike, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
+    two.run(switches, recipe)
+
+
+def refuses() -> None:
+    differ = build("mxfp8", 64)
+    with pytest.raises(LayoutError, match=r"layers\.0\.weight can't be dequantized on gather: .* codes of mxfp8"):
+        layoutc.set_products_(differ, ON_GATHER)
+    assert [row.own_mode for row in layoutc.explain_products(differ)] == [None] * 9
+    with pytest.raises(ValueError, match=r"is for weights of a model: layoutc.set_products_"):
+        layoutc.products(ON_GATHER)  # type: ignore[arg-type]
+    model = build("fp8_current", 64)
+    shard(model, nested=False)
+    model.unshard()  # type: ignore[operator]
+    with pytest.raises(LayoutError, match=r"weight is gathered now: call reshard\(\)"):
+        layoutc.set_products_(model, ON_GATHER)
+    model.reshard()  # type: ignore[operator]
+    layoutc.set_products_(model, ON_GATHER)
+    assert {(row.way, row.reason) for row in layoutc.explain_products(model)} == {
+        ("dequantize", "gathers leave values")
+    }
+    model.unshard()  # type: ignore[operator]
+    with pytest.raises(LayoutError, match=r"weight is gathered now: call reshard\(\)"):
+        layoutc.set_products_(model, "auto")
+    model.reshard()  # type: ignore[operator]
+    layoutc.set_products_(model, "auto")
+
+
+def test_what_can_not_be_done_says_what_can(two: Ranks) -> None:
+    two.run(refuses)
