@@ -47,6 +47,7 @@ def test_a_copy_of_a_view_is_multiplied_as_the_view(recipe: str, mode: str, copi
     x = torch.randn(4, 256)
     with MODES[mode]():
         found, expected = COPIES[copies](layer.weight), COPIES[copies](values)
+        expected = expected.contiguous()  # some CPUs multiply matrices that lie otherwise in another order
         assert torch.equal(x @ found.t(), x @ expected.t())
 
 
