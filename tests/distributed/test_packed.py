@@ -178,3 +178,20 @@ def refuses() -> None:
 
 def test_what_can_not_be_done_says_what_can(two: Ranks) -> None:
     two.run(refuses)
+
+
+def gives_gathered_parameters(mode: Any) -> None:
+    """To an optimizer, which would train nothing: gradients come to shards."""
+    model = build("fp8_current", 64)
+    layoutc.set_products_(model, mode)
+    shard(model, nested=False)
+    model.unshard()  # type: ignore[operator]
+    with pytest.raises(LayoutError, match=r"shape \(64, 64\) is gathered now, .* call reshard\(\) on the model's FSDP"):
+        adam(model)
+    model.reshard()  # type: ignore[operator]
+    adam(model)
+
+
+@pytest.mark.parametrize("mode", ["dequantize", ON_GATHER])
+def test_masters_are_made_of_shards(two: Ranks, mode: str) -> None:
+    two.run(gives_gathered_parameters, mode)

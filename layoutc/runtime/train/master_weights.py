@@ -213,7 +213,9 @@ class MasterWeights(torch.optim.Optimizer):
         return state | {"_loaded": True, "_places": {}}
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
-        """Makes masters for new parameters."""
+        """Makes masters for new parameters. Raises LayoutError for gathered ones."""
+        params = list(params)
+        replaced_parameters.check_sharded(params)
         for param in params:
             local = local_of(param)
             if isinstance(local, QuantizedTensor):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding import registry
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ def note(roots: Iterable[nn.Module]) -> None:
     """Keeps in mind, while they live, modules whose parameters are likely to be given to an optimizer."""
     for root in roots:
         _converted.update((id(module), module) for module in root.modules())
+
+
+def check_sharded(params: Iterable[Tensor]) -> None:
+    """Raises LayoutError for what FSDP2 has gathered and will take back: an optimizer of it would train nothing."""
+    whole = registry.sharded_parameters()
+    for param in params:
+        if id(param) in whole:
+            raise LayoutError(
+                f"a parameter of shape {tuple(param.shape)} is gathered now, and gradients come to its shards: call "
+                "reshard() on the model's FSDP modules first, and give MasterWeights the parameters that they have then"
+            )
 
 
 def places(params: Iterable[Tensor]) -> Places:
