@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +15,21 @@ import layoutc
 
 
 def converts_gradients_together() -> None:
-    """A second model has a mesh of its own, and its masters another that is equal.
+    """Masters have a mesh that is equal to that of their parameters, and another object.
 
     DTensor's rules, while they are cached, give masters the mesh of whichever model asked first.
     """
-    plain: Any = nn.Linear(64, 64, bias=False)
-    fully_shard(plain)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(3)))
     layoutc.quantize_(model, "mxfp8")
     fully_shard(model)
     params: list[Any] = list(model.parameters())
     optimizer: Any = layoutc.MasterWeights(torch.optim.AdamW, params, lr=0.1)
     masters = optimizer.masters().values()
+    other = copy.copy(params[0]._spec.mesh)
     for master, param in zip(masters, params, strict=True):
-        master._spec = replace(master._spec, mesh=plain.weight._spec.mesh)
-        assert master._spec.mesh is not param._spec.mesh
+        master._spec = replace(master._spec, mesh=other)
+        assert other == param._spec.mesh
+        assert other is not param._spec.mesh
     for _ in range(2):
         model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum().backward()
         assert all(param.grad.dtype is torch.bfloat16 for param in params)

@@ -172,6 +172,16 @@ def test_writes_that_keep_the_version_leave_saved_tensors_valid() -> None:
     assert x.grad.tolist() == [3, 3]
 
 
+def test_versions_can_be_reset() -> None:
+    x = torch.zeros(2)
+    x.fill_(3)
+    view = x.view(1, 2)
+    assert x._version == view._version == 1
+    private.reset_version(view)
+    assert x._version == view._version == 0
+    assert x.tolist() == [3, 3]
+
+
 def test_process_groups_have_names(alone: None) -> None:
     group = dist.group.WORLD
     assert group is not None
