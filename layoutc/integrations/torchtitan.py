@@ -37,7 +37,7 @@ class Converter(ModelConfigConverter):
         """Weights that are stored quantized, under fp32 masters; or plain weights that are quantized when gathered."""
         param_filter: list[str] = field(default_factory=list)
         """Patterns of parameters' names, such as layers.*.weight,*.w?_*. None: weights of all linear layers."""
-        products: Literal["auto", "low", "dequantize"] = "dequantize"
+        products: Literal["auto", "low", "dequantize", "dequantize_on_gather"] = "dequantize"
         """How the chosen weights are multiplied."""
 
     def __init__(self, config: Config) -> None:
