@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from sharding_of_layers import shard_layers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -584,9 +585,7 @@ def sharded(folder: str, path: str) -> Any:
     """The model as a trainer makes it: quantized as the files are, sharded, and loaded."""
     model = model_of(folder)
     quantize_as_stored(model, path, files=FOLDERS[folder][0])
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard_layers(model, model.model.layers)
     load_safetensors(model, path, files=FOLDERS[folder][0])
     return model
 
