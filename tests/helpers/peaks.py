@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +40,7 @@ def most(found: list[int]) -> Iterator[None]:
 
 @contextmanager
 def given_back_at_once() -> Iterator[None]:
-    """Makes the C library give back what is freed, so that a process holds what it uses. What earlier tests have left
-    in rings goes first: it would go in between."""
-    gc.collect()
+    """Makes the C library give back what is freed, so that a process holds what it uses."""
     library = ctypes.CDLL(None)
     library.mallopt(TRIM, 1 << 17)
     library.mallopt(MMAP, 1 << 17)
