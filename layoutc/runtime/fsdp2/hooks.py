@@ -197,20 +197,13 @@ def finish(
 
 
 def new_values(shard: Gatherable, route: Route, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor that gathers of a weight leave its values in, to be written."""
+    """The tensor that gathers of a weight leave its values in, to be written: ordinary memory, though inference may be
+    what gathers first."""
     sharding = find(shard)
     assert sharding is not None
-    values = on_gather.new_values(route.shape, dtype, device)
-    gathered_of(sharding).values = values.view(route.matrix)
-    return values
-
-
-def values_of(shard: Gatherable) -> Tensor:
-    """The same, as a matrix, of an earlier gather."""
-    sharding = find(shard)
-    assert sharding is not None
-    values = gathered_of(sharding).values
-    assert values is not None
+    with torch.inference_mode(False):
+        values = torch.empty(route.shape, dtype=dtype, device=device)
+        gathered_of(sharding).values = values.view(route.matrix)
     return values
 
 
@@ -227,7 +220,9 @@ def deliver(shard: Gatherable, planes: Mapping[str, Tensor], out: Tensor | None,
         return
     sharding = find(shard)
     assert sharding is not None
-    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values_of(shard), parts))
+    values = gathered_of(sharding).values
+    assert values is not None
+    on_gather.arrive(sharding, on_gather.Arrival(shard.QUANTIZED, planes, values, parts))
 
 
 def fetch(shard: Gatherable, orientation: str, device: torch.device) -> dict[str, Tensor]:

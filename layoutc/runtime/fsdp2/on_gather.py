@@ -52,12 +52,6 @@ def is_chosen(shard: Any) -> bool:
     return shard._products == ON_GATHER and not shard.LAYOUT.passes_differ
 
 
-def new_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of a whole weight, to be written: ordinary memory, though inference may be what gathers first."""
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
 def check_unwritten(shard: Any, values: Tensor | None) -> None:
     """Raises LayoutError if somebody has written into the values that the last gather left: this one loses that."""
     if values is not None and values._version:  # gathers keep it at 0

@@ -191,10 +191,7 @@ def _sends_the_same(member: Member) -> bool:
         return False
     if (values := member.gathered.values) is not None and values._version:  # written, which the hooks refuse
         return False
-    planes, writes = shard._planes, shard._writes
-    if writes.waiting or (writes.initial is not None and not param.sharded_param.requires_grad):
-        return False
-    return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in member.sent[1])
+    return steady.unchanged(shard, param, member.sent[1])
 
 
 def _by_hooks(pack: Pack, mesh: Any) -> list[Tensor]:

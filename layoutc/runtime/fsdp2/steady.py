@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import hooks, wire
 from layoutc.runtime.fsdp2.wire import Arrived, Gathering
+from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -52,21 +53,27 @@ def again(shard: QuantizedTensor) -> Sent | None:
     steady: Steady | None = shard._steady
     if steady is None or hooks.simulated():
         return None
-    sharding, planes, writes = steady.sharding, shard._planes, shard._writes
-    if writes.waiting or not sharding.is_of(shard):
+    sharding = steady.sharding
+    if not sharding.is_of(shard):
         return None
-    if writes.initial is not None and not sharding.parameter.requires_grad:
-        return None  # frozen: `begin` frees them
     kept = steady.passes.get(hooks.pass_of(sharding, steady.gathered))
-    if kept is None:
+    if kept is None or not unchanged(shard, sharding.param(), kept.sources):
         return None
-    for name, plane, address in kept.sources:
-        if planes.get(name) is not plane or plane.data_ptr() != address:
-            return None
     gathering = kept.gathering
     if gathering.shared and hooks.keeps_codes(shard, sharding):
         gathering = replace(gathering, shared=wire.copies(gathering.shared))
     return kept.tensors, gathering
+
+
+def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -> bool:
+    """True if the shard of an FSDPParam would send the memory that it has sent."""
+    planes, writes = shard._planes, shard._writes
+    if writes.waiting or (writes.initial is not None and not gathered.trains(param)):
+        return False  # the second: it has been frozen, and `begin` frees them
+    for name, plane, address in sources:
+        if planes.get(name) is not plane or plane.data_ptr() != address:
+            return False
+    return True
 
 
 def sources(shard: QuantizedTensor, which: PassName) -> tuple[Source, ...] | None:

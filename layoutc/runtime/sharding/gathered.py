@@ -20,6 +20,11 @@ def shard_of(param: Any) -> Any:
     return param.sharded_param._local_tensor
 
 
+def trains(param: Any) -> bool:
+    """True for an FSDPParam whose shard has gradients."""
+    return bool(param.sharded_param.requires_grad)
+
+
 def gathered_of(param: Any) -> Tensor | None:
     """The tensor that an FSDPParam gathers into, a rank's part of it if it is a DTensor; None before the first gather.
 
@@ -62,7 +67,8 @@ def free_outputs(params: Iterable[Any]) -> None:
 def check_resharded(sharding: Sharding, name: str) -> None:
     """Raises LayoutError while FSDP2 holds the whole weight, or gathers it. name: of the weight."""
     state: Any = sharding.param().sharded_state  # type: ignore[union-attr]
-    if state is not type(state).SHARDED or getattr(sharding.group(), "_all_gather_result", None) is not None:
+    group: Any = sharding.group()
+    if state is not type(state).SHARDED or group._all_gather_result is not None:
         raise LayoutError(f"{name} is gathered now: {RESHARD}")
 
 

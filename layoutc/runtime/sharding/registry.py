@@ -32,7 +32,7 @@ from layoutc.runtime.product_mode import OwnMode
 RUNS_WITH = "2.11 to 2.14"
 FIX = "pip install 'torch>=2.11,<2.15'"
 
-_OF_GROUP = ("fsdp_params", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh")
+_OF_GROUP = ("fsdp_params", "_training_state", "_all_gather_result", "_reshard_after_forward", "_use_post_forward_mesh")
 _OF_PARAM = (
     *("sharded_param", "sharded_state", "fsdp_placement", "mesh_info"),
     *("_orig_size", "padded_sharded_param_size", "all_gather_outputs", "offload_to_cpu"),
