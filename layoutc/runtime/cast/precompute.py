@@ -9,6 +9,7 @@ from torch import nn
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.cast.shared_amax import measured
 from layoutc.runtime.cast.tensor import find_cast
+from layoutc.runtime.fsdp2 import hooks
 from layoutc.runtime.sharding import gathered
 
 
@@ -24,7 +25,7 @@ def precompute_amaxes(model: nn.Module) -> None:
 
     torchao's peer is precompute_float8_dynamic_scale_for_fsdp.
     """
-    gathered_as_values = gathered.weights_of_values()
+    gathered_as_values = gathered.weights_of_values() if hooks.holds_values() else {}  # no, after most steps
     tensors = [find_cast(gathered_as_values.get(id(param), param)) for param in model.parameters()]
     sharing = [one for one in tensors if one is not None and one.LAYOUT.shares_amax and not one.is_meta]
     sharing = [one for one in sharing if not capturing(one._plain.device)]

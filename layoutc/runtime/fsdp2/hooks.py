@@ -72,6 +72,11 @@ def gathered_of(sharding: Sharding) -> Gathered:
     return gathered
 
 
+def holds_values() -> bool:
+    """True while FSDP2 holds any weight gathered as values, which costs less to ask than which ones."""
+    return any(one.values is not None and one.values.untyped_storage().size() for one in list(_gathered.values()))
+
+
 # -------------------------------------------------------------------------------------------------- what the hooks call
 def begin(shard: QuantizedTensor, mesh: DeviceMesh) -> Gathering:
     """Prepares the gather of the pass that begins: which planes travel, and how.

@@ -70,10 +70,7 @@ def unchanged(shard: QuantizedTensor, param: Any, sources: tuple[Source, ...]) -
     planes, writes = shard._planes, shard._writes
     if writes.waiting or (writes.initial is not None and not gathered.trains(param)):
         return False  # the second: it has been frozen, and `begin` frees them
-    for name, plane, address in sources:
-        if planes.get(name) is not plane or plane.data_ptr() != address:
-            return False
-    return True
+    return all(planes.get(name) is plane and plane.data_ptr() == address for name, plane, address in sources)
 
 
 def sources(shard: QuantizedTensor, which: PassName) -> tuple[Source, ...] | None:
