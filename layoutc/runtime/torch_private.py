@@ -96,14 +96,19 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def profiling() -> bool:
+    """True while torch.profiler records."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward pass, its hooks included."""
     return torch._C._current_graph_task_id() != -1
 
 
-def keeping_version(tensor: Tensor) -> AbstractContextManager[None]:
-    """Inside, writes don't raise the tensor's version, so autograd does not consider saved tensors modified."""
-    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+def keeping_version(*tensors: Tensor) -> AbstractContextManager[None]:
+    """Inside, writes don't raise the tensors' versions, so autograd does not consider saved tensors modified."""
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]
     return context
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Layout, PassName
 from layoutc.runtime.fsdp2 import hooks, packed
+from layoutc.runtime.fsdp2.pack import is_filling
 from layoutc.runtime.fsdp2.wire import Arrived
 from layoutc.runtime.quantize.block_edges import with_halos
 from layoutc.runtime.quantize.weights import as_matrix
@@ -53,7 +54,7 @@ class Hook:
         assert shard is not None
         if (sent := packed.send(shard, mesh)) is not None:
             return sent
-        part = self.group.part_of(self.index, shard, packed.is_packing())
+        part = self.group.part_of(self.index, shard, is_filling())
         if part is None:
             return send_alone(shard, mesh)
         return part.send(mesh) if isinstance(part, Part) else part

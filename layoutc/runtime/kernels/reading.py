@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,7 +100,23 @@ class Reading:
 
 
 # --------------------------------------------------------------------------------------------------------- many weights
-Launch = tuple[Bound, tuple[Tensor, ...]]  # and what it is called with
+class Launch(NamedTuple):
+    """What writes the values of some weights."""
+
+    bound: Bound
+    tensors: tuple[Tensor, ...]  # what it is called with
+    is_of_table: bool  # which has all addresses of planes and values: of the tensors, dtypes alone are looked at
+
+    def letting_go(self, storage: Tensor) -> Launch | None:
+        """The same without a reference to the memory of a tensor, into which others must have been written at the same
+        address before it is called; None if it needs one."""
+        memory = storage.untyped_storage()._cdata
+        tensors = tuple([_stand_in(one) if one.untyped_storage()._cdata == memory else one for one in self.tensors])
+        return self._replace(tensors=tensors) if self.is_of_table else None
+
+
+def _stand_in(plane: Tensor) -> Tensor:
+    return torch.empty(0, dtype=plane.dtype, device=plane.device)
 
 
 def launches(
@@ -154,11 +170,11 @@ def _launches_of_kind(
     for table in tables:
         assert table.entries is not None
         bound = _of_table(kernels, table, weights[0], orientation, outs[0], parts[0])
-        found.append((bound, (table.entries, outs[0], *weights[0].values())))
+        found.append(Launch(bound, (table.entries, outs[0], *weights[0].values()), True))
     for index in alone:
         if outs[index].numel():
             bound = dequantizing(kernels, outs[index], weights[index], orientation, parts[index])
-            found.append((bound, (outs[index], *weights[index].values())))
+            found.append(Launch(bound, (outs[index], *weights[index].values()), False))
     return found
 
 

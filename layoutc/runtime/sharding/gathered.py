@@ -55,6 +55,13 @@ def weights_of_values() -> dict[int, Tensor]:
     return {id(param._unsharded_param): param.sharded_param for param in left if leaves_values(param, False)}
 
 
+def allocate(values: Tensor) -> None:
+    """Gives the tensor that a gather leaves values in its memory, as FSDP2 would before the post-all-gather hook."""
+    storage, nbytes = values.untyped_storage(), values.nbytes
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
 def free_outputs(params: Iterable[Any]) -> None:
     """Frees the bytes that have arrived, as FSDP2 would after the pass; it allocates them anew for the next gather."""
     for param in params:
@@ -84,6 +91,8 @@ def forget(sharding: Sharding) -> None:
         if hasattr(shard := shard_of(other), "QUANTIZED"):
             shard._packed = None
             other.all_gather_outputs = []
+    if (forget_pack := getattr(sharding.group(), "forget_pack", None)) is not None:
+        forget_pack()
 
 
 def is_offloaded(param: Any) -> bool:

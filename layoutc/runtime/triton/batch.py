@@ -16,7 +16,7 @@ import triton.language as tl
 from layoutc.runtime.triton.reductions import raise_amax
 from layoutc.runtime.triton.tiles import tile_at
 
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int64: tl.int64}
 
 
 @triton.jit
@@ -128,5 +128,5 @@ def rank_chunks_kernel(
         start, numel = tl.multiple_of(start, 16), tl.multiple_of(numel, 16)
     i = first + tl.arange(0, TILE)
     at = rank * chunk + i
-    values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0.0)
+    values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0)
     tl.store(out + rank * row + start + i, values, mask=i < chunk)

@@ -155,8 +155,8 @@ class RecipeMethods:
             from layoutc.runtime.kernels import reading
 
             launches = reading.launches(kernels, weights, orientation, outs, parts)
-            for launched, tensors in launches:
-                launched(*tensors)
+            for one in launches:
+                one.bound(*one.tensors)
             return None if capturing(outs[0].device) else launches
         for planes, out, own in zip(weights, outs, parts, strict=True):
             with keeping_version(out):
