@@ -1,4 +1,4 @@
-"""CUDA graphs: whether one is being captured.
+"""Streams, and CUDA graphs: whether one is being captured.
 
 A replay runs the kernels that were captured, and no Python: what is kept from step to step must then stay in the same
 memory, and nothing that Python has worked out since is seen.
@@ -12,3 +12,8 @@ import torch
 def capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """The device's current stream, as a number; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing
+from layoutc.runtime.captures import capturing, stream_of
 from layoutc.runtime.fsdp2 import hooks, on_gather, steady
 from layoutc.runtime.fsdp2.wire import Gathering, Leg
-from layoutc.runtime.kernels.copies import Copying
+from layoutc.runtime.kernels.copies import WORD, Copies, as_words, copies_in
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import foreach_copy_
@@ -82,7 +83,7 @@ class Pack:
     nbytes: int  # that each rank sends
     is_all: bool  # no other weight of the group is dequantized on gather
     sources: list[Tensor] = field(default_factory=list)  # what was sent last, of one dim, if that is shards' own planes
-    copying: Copying | None = None  # of the sources
+    copies: dict[int, Copies | None] = field(default_factory=dict)  # of the sources, by the stream that they run on
     received: Tensor | None = None  # FSDP2's gather output, which it frees and allocates
     launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
 
@@ -91,14 +92,22 @@ class Pack:
         they lie, or what their hooks return."""
         if self.sources and all(map(_sends_the_same, self.members)):
             sources = self.sources
-            if self.copying is None and not capturing(sent.device):
-                self.copying = Copying.of(sources, sent)
-            if self.copying is not None and not capturing(sent.device):
-                self.copying(sent)
+            if (copies := self._copies_into(sent)) is not None:
+                copies(sent)
                 return
         else:
             sources = self._by_hooks(mesh)
         foreach_copy_(list(torch.split_with_sizes(sent, [one.numel() for one in sources])), sources)
+
+    def _copies_into(self, sent: Tensor) -> Copies | None:
+        """What copies the sources, on the current stream; None where no kernel does it."""
+        if capturing(sent.device):
+            return None
+        stream = stream_of(sent.device)
+        if stream not in self.copies and (words := as_words(self.sources)) is not None:
+            starts = [*accumulate([one.numel() for one in words[:-1]], initial=0)]
+            self.copies[stream] = copies_in(words, starts, WORD, sent)
+        return self.copies.get(stream)
 
     def _by_hooks(self, mesh: Any) -> list[Tensor]:
         """What the hooks of all members send, as tensors of one dim."""
@@ -112,7 +121,7 @@ class Pack:
                 own = steady.sources(shard, gathering.which) if isinstance(shard, QuantizedTensor) else None
                 member.sent = None if own is None else (weakref.ref(shard), own)
         self.sources = sources if all(member.sent is not None for member in self.members) else []
-        self.copying = None
+        self.copies.clear()
         return sources
 
     def arrive(self, received: Tensor, start: int, row: int) -> None:
@@ -124,9 +133,7 @@ class Pack:
             gathered.allocate(values)
             places.append(values.data_ptr())
             places += [plane.data_ptr() for plane in member.shared.values()]
-        if received.device.type == "cuda":
-            places.append(torch.cuda.current_stream(received.device).cuda_stream)
-        key = tuple(places)
+        key = (*places, stream_of(received.device))
         launches = None if capturing(received.device) else self.launches.get(key)
         if launches is None:
             self._dequantize(received, start, row, key)

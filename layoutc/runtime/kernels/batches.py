@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
-from layoutc.runtime.captures import capturing
+from layoutc.runtime.captures import capturing, stream_of
 from layoutc.runtime.facts import Facts, Layout
 from layoutc.runtime.kernels import amaxes, launch
 
@@ -202,8 +202,7 @@ def tables_of(
     """Tables of matrices on one device, and the indices of those that take a launch each. Arguments as for _tables."""
     if capturing(device):  # the table could be freed before the graph is replayed
         return (), range(len(covers))
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _tables(device, stream, tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
+    return _tables(device, stream_of(device), tile, step, tuple(covers), tuple(fields), tuple(wide), strided)
 
 
 def fit(xs: Sequence[Tensor]) -> bool:

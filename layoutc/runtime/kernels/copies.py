@@ -1,55 +1,97 @@
-"""Copies tensors of bytes one after another, again and again, in one launch."""
+"""Copies between tensors and what ranks send each other, in one launch that is kept while the tensors stay in place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from layoutc.runtime.kernels import batches, launch
 
-WORD = 8  # bytes; what the kernel copies are multiples of them
-TILE, WARPS = 2048, 8  # words
+WORD = torch.int64  # as which bytes are copied
+TILE, WARPS = 2048, 8
 
 
-class Copying:
-    """A launch that copies tensors, as long as they stay where they are."""
+class Copies(NamedTuple):
+    """Launches of one kernel, by tables."""
 
-    def __init__(self, launches: Sequence[tuple[Any, Tensor]]) -> None:
-        self._launches = launches
+    launches: tuple[tuple[Any, Tensor], ...]
 
-    @classmethod
-    def of(cls, sources: Sequence[Tensor], out: Tensor) -> Copying | None:
-        """Of tensors of bytes into such as `out`, (n,) uint8; None where no kernel does it, or a graph is captured."""
-        if not (launch.usable(out) and batches.fit(sources)):
-            return None
-        sizes = [one.numel() for one in sources]
-        if any((one.data_ptr() | size) % WORD for one, size in zip(sources, sizes, strict=True)):
-            return None
-        from layoutc.runtime.kernels.direct import Bound, Constants
-        from layoutc.runtime.triton.batch import DTYPES, rank_chunks_kernel
+    def __call__(self, row: Tensor) -> None:
+        """With the bytes of one rank, or of all."""
+        for bound, entries in self.launches:
+            bound(entries, row)
 
-        words = tuple([size // WORD for size in sizes])
-        starts = tuple(accumulate(words, initial=0))[:-1]
-        ones = (1,) * len(words)
-        fields = [ones, words, starts, tuple(map(Tensor.data_ptr, sources)), words]
-        covers, tile = [*zip(ones, words, strict=True)], (1, TILE)
-        tables, alone = batches.tables_of(out.device, covers, fields, [False, True, True, True, True], tile, tile)
-        if alone:
-            return None
-        example, launches = out.view(torch.int64), []
-        for table in tables:
-            assert table.entries is not None
-            constants = Constants((DTYPES[torch.int64], TILE, table.rows, table.aligned))
-            args = table.entries, example, sum(words)
-            launches.append((Bound(rank_chunks_kernel, (table.programs,), args, WARPS, None, constants), table.entries))
-        return cls(launches)
 
-    def __call__(self, out: Tensor) -> None:
-        """Copies them into (n,) uint8."""
-        words = out.view(torch.int64)
-        for bound, entries in self._launches:
-            bound(entries, words)
+def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype, row: Tensor) -> Copies | None:
+    """What writes tensors of one dtype into such bytes as `row`, as `dtype`, each where it starts in elements of that.
+
+    None where no kernel does it, or while a CUDA graph is captured, which could outlive the table.
+    """
+    if not (launch.usable(row) and batches.fit(sources)):
+        return None
+    from layoutc.runtime.triton.batch import DTYPES
+    from layoutc.runtime.triton.copies import copy_in_kernel
+
+    source = sources[0].dtype
+    if source not in DTYPES or dtype not in DTYPES or source not in (dtype, torch.float32):
+        return None
+    numels = [one.numel() for one in sources]
+    options = (DTYPES[source], DTYPES[dtype]), (launch.hardware(row.device),)
+    return _copies(copy_in_kernel, 1, numels, starts, sources, row, (), *options)
+
+
+def copies_out(targets: Sequence[Tensor], starts: Sequence[int], ranks: int, rows: Tensor) -> Copies | None:
+    """What writes tensors of one dtype from such bytes of all ranks as `rows`: a rank's part of each after another's.
+
+    starts: where a tensor starts in each rank's row, in its elements. None as of `copies_in`.
+    """
+    if not (launch.usable(rows) and batches.fit(targets)):
+        return None
+    from layoutc.runtime.triton.batch import DTYPES
+    from layoutc.runtime.triton.copies import copy_out_kernel
+
+    dtype = targets[0].dtype
+    if dtype not in DTYPES:
+        return None
+    numels = [one.numel() // ranks for one in targets]
+    row = rows.numel() // ranks // dtype.itemsize
+    return _copies(copy_out_kernel, ranks, numels, starts, targets, rows, (row,), (DTYPES[dtype],), ())
+
+
+def as_words(sources: Sequence[Tensor]) -> list[Tensor] | None:
+    """Tensors of bytes as larger elements, which are copied faster; None if one does not consist of these."""
+    size = WORD.itemsize
+    if any((one.data_ptr() | one.numel()) % size or one.storage_offset() % size for one in sources):
+        return None
+    return [one.view(WORD) for one in sources]
+
+
+def _copies(
+    kernel: Any,
+    ranks: int,
+    numels: Sequence[int],
+    starts: Sequence[int],
+    tensors: Sequence[Tensor],
+    row: Tensor,
+    sizes: tuple[int, ...],
+    dtypes: tuple[Any, ...],
+    options: tuple[Any, ...],
+) -> Copies | None:
+    from layoutc.runtime.kernels.direct import Bound, Constants
+
+    every, tile = (ranks,) * len(numels), (1, TILE)
+    fields = [every, tuple(numels), tuple(starts), tuple(map(Tensor.data_ptr, tensors))]
+    covers = [*zip(every, numels, strict=True)]
+    tables, alone = batches.tables_of(row.device, covers, fields, [False, True, True, True], tile, tile)
+    if alone:
+        return None
+    launches = []
+    for table in tables:
+        assert table.entries is not None
+        constants = Constants((*dtypes, TILE, table.rows, table.aligned, *options))
+        args = table.entries, row, *sizes
+        launches.append((Bound(kernel, (table.programs,), args, WARPS, None, constants), table.entries))
+    return Copies(tuple(launches))

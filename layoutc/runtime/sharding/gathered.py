@@ -55,6 +55,23 @@ def weights_of_values() -> dict[int, Tensor]:
     return {id(param._unsharded_param): param.sharded_param for param in left if leaves_values(param, False)}
 
 
+def is_plain(param: Any) -> bool:
+    """True for an FSDPParam that FSDP2 has gathered as it is: cut on its first dim, into ordinary memory."""
+    if hasattr(shard_of(param), "fsdp_pre_all_gather") or param.fsdp_placement.dim or param.offload_to_cpu:
+        return False
+    return len(param.all_gather_outputs) == 1 and not param.all_gather_outputs[0].is_inference()
+
+
+def plain_shard_of(param: Any) -> Tensor:
+    """What a plain FSDPParam sends, before it is cast: (numel,), padded to what all ranks send."""
+    return param._sharded_param_data  # type: ignore[no-any-return]
+
+
+def plain_output_of(param: Any) -> Tensor:
+    """What a plain FSDPParam is gathered into: (ranks * numel,), whose storage FSDP2 frees and allocates."""
+    return param.all_gather_outputs[0]  # type: ignore[no-any-return]
+
+
 def allocate(values: Tensor) -> None:
     """Gives the tensor that a gather leaves values in its memory, as FSDP2 would before the post-all-gather hook."""
     storage, nbytes = values.untyped_storage(), values.nbytes

@@ -23,8 +23,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
 from layoutc.runtime.captures import capturing
-from layoutc.runtime.sharding.gathered import shard_of
-from layoutc.runtime.torch_private import foreach_copy_, keeping_version, profiling, transform
+from layoutc.runtime.fsdp2.plain_run import PlainRun
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.torch_private import profiling, transform
 
 ALIGNED = 16  # bytes: where a pack begins in what a rank sends, and how long that is
 _RESULT = (
@@ -49,19 +50,14 @@ class Pack(Protocol):
         """Dequantizes what all ranks have sent: `row` bytes of each, in which the pack begins at `start`."""
 
 
-class Run(NamedTuple):
-    """Plain parameters of one dtype that travel next to one another."""
+class Run(Protocol):
+    """Plain parameters that travel next to one another."""
 
-    params: list[Any]  # FSDPParams
-    start: int  # in bytes
-    dtype: torch.dtype
-    numels: list[int]
-    outputs: list[Tensor]  # (ranks, numel), which FSDP2 frees and allocates
+    def fill(self, sent: Tensor) -> None:
+        """Copies this rank's parts into what it sends, (row,) uint8."""
 
-    @property
-    def stop(self) -> int:
-        """Where they end, in bytes."""
-        return self.start + sum(self.numels) * self.dtype.itemsize
+    def arrive(self, received: Tensor) -> None:
+        """Makes the parameters whole from what all ranks have sent, (ranks * row,) uint8."""
 
 
 class Row(NamedTuple):
@@ -69,7 +65,7 @@ class Row(NamedTuple):
 
     nbytes: int
     start: int  # of the pack, in bytes
-    runs: list[Run]
+    runs: Sequence[Run]
     metadata: tuple[Any, Any, Any]  # the last fields of FSDP2's result
 
 
@@ -131,9 +127,7 @@ class PackedGroup(FSDPParamGroup):
             output = comm.allocate((row.nbytes * group.size(),), dtype=torch.uint8, device=self.device)
             sent = output.narrow(0, row.nbytes * group.rank(), row.nbytes)
             for run in row.runs:
-                values = sent[run.start : run.stop].view(run.dtype)
-                sources = [param._sharded_param_data for param in run.params]
-                foreach_copy_(list(torch.split_with_sizes(values, run.numels)), sources)
+                run.fill(sent)
             pack.fill(sent[row.start : row.start + pack.nbytes], self.fsdp_params[0].shard_mesh_from_root)
         gathers.wait_stream(copies)
         with self.device_handle.stream(gathers):
@@ -155,13 +149,8 @@ class PackedGroup(FSDPParamGroup):
             self.device_handle.current_stream().wait_event(event)
         if work is not None:
             work.wait()
-        rows = output.view(-1, row.nbytes)
         for run in row.runs:
-            for param in run.params:
-                param.alloc_all_gather_outputs()
-            with keeping_version(*run.outputs):
-                values = rows[:, run.start : run.stop].view(run.dtype)
-                torch.split_with_sizes_copy(values, run.numels, 1, out=run.outputs)
+            run.arrive(output)
         pack.arrive(output, row.start, row.nbytes)
         self._to_unsharded()  # type: ignore[no-untyped-call]
         done = self.device_handle.Event()
@@ -199,32 +188,19 @@ _KNOWN = _is_known()
 
 def _row_of(result: AllGatherResult, params: Sequence[Any], pack: Pack) -> Row | None:
     """What FSDP2 has sent; None if that was not a pack and plain parameters, each where kernels reach it."""
-    runs: list[Run] = []
+    runs: list[PlainRun] = []
     at, packs = 0, []
     fields = result.param_all_gather_input_dtypes, result.param_all_gather_input_numels
     for param, dtypes, numels in zip(params, *fields, strict=True):
-        nbytes = sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
-        if hasattr(shard_of(param), "QUANTIZED"):
+        if hasattr(gathered.shard_of(param), "QUANTIZED"):
             packs += [at] if numels else []
-        elif not _is_plain(param):
+        elif not gathered.is_plain(param) or 0 in numels:
             return None
+        elif runs and runs[-1].stop == at and runs[-1].dtype is dtypes[0]:
+            runs[-1] = runs[-1].with_next(param, numels[0])
         else:
-            if not (runs and runs[-1].stop == at and runs[-1].dtype is dtypes[0]):
-                runs.append(Run([], at, dtypes[0], [], []))
-            last = runs[-1]
-            last.params.append(param)
-            last.numels.append(numels[0])
-            last.outputs.append(param.all_gather_outputs[0].view(-1, numels[0]))
-        at += nbytes
-    if len(packs) != 1 or packs[0] % ALIGNED or at % ALIGNED:
-        return None
-    if any(run.start % run.dtype.itemsize or 0 in run.numels for run in runs):
+            runs.append(PlainRun.of(param, at, dtypes[0], numels[0]))
+        at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
+    if len(packs) != 1 or packs[0] % ALIGNED or at % ALIGNED or any(run.start % run.dtype.itemsize for run in runs):
         return None
     return Row(at, packs[0], runs, result[3:])
-
-
-def _is_plain(param: Any) -> bool:
-    """True for an FSDPParam that is gathered as it is: cut on its first dim, into ordinary memory."""
-    if hasattr(shard_of(param), "fsdp_pre_all_gather") or param.fsdp_placement.dim or param.offload_to_cpu:
-        return False
-    return len(param.all_gather_outputs) == 1 and not param.all_gather_outputs[0].is_inference()

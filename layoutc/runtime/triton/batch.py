@@ -128,5 +128,5 @@ def rank_chunks_kernel(
         start, numel = tl.multiple_of(start, 16), tl.multiple_of(numel, 16)
     i = first + tl.arange(0, TILE)
     at = rank * chunk + i
-    values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0)
+    values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0.0)
     tl.store(out + rank * row + start + i, values, mask=i < chunk)

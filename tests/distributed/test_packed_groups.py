@@ -1,0 +1,248 @@
+"""Groups whose weights travel in one pack: gathered in few steps, they are what FSDP2's own steps make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from test_gather_groups import kernels_on_cpu
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import layoutc
+from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.sharding.packed_group import PackedGroup
+
+ON_GATHER = "dequantize_on_gather"
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Mixer(nn.Module):
+    """Plain parameters before, between and after quantized weights; the shards of one are padded."""
+
+    def __init__(self, width: int, scale: tuple[int, int] = (15, 4)) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width, bias=True)
+        self.scale = nn.Parameter(torch.randn(scale))
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.after = nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) -> the same."""
+        hidden = torch.tanh(self.up(self.before(x))) * self.scale.sum()
+        return self.after(x + self.down(hidden))
+
+
+def mixer(recipe: str, cast: bool = False, mixed: bool = True, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Mixer(256), Mixer(256))
+    (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
+    layoutc.set_products_(model, ON_GATHER)
+    for layer in model:
+        fully_shard(layer, mp_policy=MIXED if mixed else MixedPrecisionPolicy())
+    fully_shard(model)
+    return model
+
+
+@contextmanager
+def counted(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
+    """The gathers that are taken in few steps, where that is allowed."""
+    taken: list[str] = []
+    begun, rest = PackedGroup._begun, PackedGroup._is_at_rest
+
+    def counting(self: Any, *args: Any) -> Any:
+        taken.append("begun")
+        return begun(self, *args)
+
+    with (
+        mock.patch.object(PackedGroup, "_begun", counting),
+        mock.patch.object(PackedGroup, "_is_at_rest", lambda self: allowed() and rest(self)),
+    ):
+        yield taken
+
+
+def trained(model: Any, steps: int = 3, after: Callable[[int], None] = lambda _: None) -> list[Tensor]:
+    """Losses and gradients of steps that write weights, and what the last gather leaves."""
+    seen: list[Tensor] = []
+    torch.manual_seed(dist.get_rank())
+    for step in range(steps):
+        loss = model(torch.randn(4, 256)).float().square().mean()
+        loss.backward()
+        seen.append(loss.detach())
+        for param in model.parameters():
+            assert param.grad is not None
+            seen.append(param.grad.to_local().clone())
+            with torch.no_grad():
+                param.to_local().mul_(0.99)
+            param.grad = None
+        after(step)
+    for layer in model:
+        layer.unshard()
+        seen += [param.detach().clone() for param in layer.parameters()]
+        layer.reshard()
+    return seen
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool) -> None:
+    """As FSDP2's own steps; and where some ranks take these, and others those."""
+    with kernels_on_cpu() if kernels else nullcontext():
+        with counted(lambda: False) as taken:
+            expected = trained(mixer(recipe, cast, mixed))
+        assert not taken
+        with counted() as taken:
+            assert same(trained(mixer(recipe, cast, mixed)), expected)
+        assert len(taken) == 2 * (2 * 3 - 1) + 2  # forward and backward of both layers, less the first; and at the end
+        with counted(lambda: dist.get_rank() == 0) as taken:
+            assert same(trained(mixer(recipe, cast, mixed)), expected)
+        assert bool(taken) is (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", False), ("fp8_block", True), ("fp8_current", False)])
+def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mixed: bool) -> None:
+    two.run(is_the_same, recipe, cast, mixed, False)
+
+
+@pytest.mark.parametrize(("recipe", "cast"), [("fp8_block", False), ("nvfp4", True)])
+def test_by_kernels(two: Ranks, recipe: str, cast: bool) -> None:
+    two.run(is_the_same, recipe, cast, True, True)
+
+
+def test_four_ranks(four: Ranks) -> None:
+    four.run(is_the_same, "fp8_current", False, True, False)
+
+
+def gathers_early() -> None:
+    """Asynchronous gathers, ones that are waited for in backward's order, and explicit prefetching."""
+    model = mixer("fp8_current")
+    expected = trained(mixer("fp8_current"))
+    first, second = model
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+    def ahead(_: int) -> None:
+        handles = [layer.unshard(async_op=True) for layer in model]
+        for handle in handles:
+            handle.wait()
+        for layer in model:
+            layer.reshard()
+
+    with counted() as taken:
+        assert same(trained(model, after=ahead), expected)
+    assert len(taken) > 10
+
+
+def test_gathers_ahead_of_time(two: Ranks) -> None:
+    two.run(gathers_early)
+
+
+def other_shards() -> None:
+    """Weights that are loaded, assigned or replaced between gathers, and parameters that are moved."""
+    model, source = mixer("nvfp4"), mixer("nvfp4", seed=1)
+    trained(model, 1)
+    trained(source, 1)
+    for assign in (False, True):
+        model.load_state_dict(source.state_dict(), assign=assign)
+        with counted() as taken:
+            one = [param.detach().clone() for param in whole(model)]
+        assert len(taken) == 2
+        assert same(one, [param.detach().clone() for param in whole(source)])
+        trained(source, 1)
+    plain = model[0].before.weight
+    with torch.no_grad():
+        plain.to_local().copy_(torch.arange(128.0) + 128 * dist.get_rank())
+    model[0].unshard()
+    assert torch.equal(model[0].before.weight.detach(), torch.arange(256.0).bfloat16())
+    model[0].reshard()
+
+
+def whole(model: Any) -> Iterator[Tensor]:
+    for layer in model:
+        layer.unshard()
+        yield from layer.parameters()
+        layer.reshard()
+
+
+def test_shards_that_change(two: Ranks) -> None:
+    two.run(other_shards)
+
+
+def is_left_alone() -> None:
+    """Other modes, and parameters that are sent in a way of their own, which FSDP2 gathers."""
+    model = mixer("fp8_current")
+    trained(model, 1)
+    layoutc.set_products_(model, "dequantize")
+    with counted() as taken:
+        trained(model, 1)
+    assert not taken
+    layoutc.set_products_(model, ON_GATHER)
+    with counted() as taken:
+        trained(model, 2)
+    assert taken
+    columns = lambda param: Shard(1) if param.shape[-1] == 4 else None  # noqa: E731
+    for scale, placement in (
+        ((3, 1), None),
+        ((15, 4), columns),
+    ):  # unaligned packs; cut columns
+        layer = Mixer(256, scale)
+        layoutc.quantize_(layer, "fp8_current")
+        layoutc.set_products_(layer, ON_GATHER)
+        fully_shard(layer, shard_placement_fn=placement)
+        with counted() as taken:
+            for _ in range(3):
+                layer.unshard()  # type: ignore[operator]
+                layer.reshard()  # type: ignore[operator]
+        assert not taken
+
+
+def test_what_fsdp2_gathers_itself(two: Ranks) -> None:
+    two.run(is_left_alone)
+
+
+def shows() -> None:
+    model = mixer("fp8_current")
+    trained(model, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, counted() as taken:
+        model(torch.randn(4, 256))
+    names = [event.name for event in profile.events()]
+    assert len(taken) == 2
+    for label in ("FSDP::all_gather", "FSDP::all_gather_copy_out"):
+        assert sum(name.split(" ")[0] == label for name in names) >= 2, label
+
+
+def test_profiles_show_gathers_as_fsdp2_does(two: Ranks) -> None:
+    two.run(shows)
+
+
+def fails() -> None:
+    """A write into gathered values is refused before the next gather, which can be taken again."""
+    model = mixer("fp8_current")
+    trained(model, 1)
+    model[0].unshard()
+    with torch.no_grad():
+        model[0].up.weight.zero_()
+    model[0].reshard()
+    with counted() as taken, pytest.raises(LayoutError, match="was written while it was gathered"):
+        model[0].unshard()
+    assert taken == ["begun"]
+    dist.barrier()
+    with counted() as taken:
+        model[0].unshard()
+        model[0].reshard()
+    assert taken == ["begun"]
+
+
+def test_what_a_gather_refuses(two: Ranks) -> None:
+    two.run(fails)
