@@ -12,7 +12,8 @@ multiplies in low precision, `+on_gather` leaves values of gathered weights, and
 gradients in bf16 (layoutc.exchange_gradients).
 `torchao` is what torchao's users would write, tensorwise scaling with its FP8 all-gather; `torchao-rowwise` has
 that of its recipe. Both need a card. With --graph a step is captured in a CUDA graph and replayed, so that no host
-time is left in it; its peak of memory is that of the capture.
+time is left in it; its peak of memory is that of the capture. With --turns N all variants are held at once and take N
+turns of --steps each, since hosts are now fast and now slow; peaks of memory are then of all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,69 +154,94 @@ def _torchao(model: nn.Module, kind: str) -> Callable[[], None]:
     return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def measure(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes, device: torch.device) -> Run:
-    """Steps of one variant."""
-    torch._dynamo.reset()
+@dataclass
+class Trial:
+    """A variant that is ready to be measured."""
+
+    variant: str
+    batch: int
+    step: Callable[[], Tensor]
+    mode: Callable[[], AbstractContextManager[None]]
+    stream: torch.cuda.Stream | None
+    times: list[float] = field(default_factory=list)  # ms of each step
+    held: list[int] = field(default_factory=list)  # bytes that are allocated after each
+
+    def take(self, steps: int, device: torch.device) -> None:
+        """So many steps, each timed from when all ranks are at rest."""
+        with self.mode(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            for _ in range(steps):
+                dist.barrier()
+                _wait(device)
+                began = time.perf_counter()
+                self.step()
+                _wait(device)
+                self.times.append((time.perf_counter() - began) * 1e3)
+                self.held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+
+
+def prepared(variant: str, batch: int, options: argparse.Namespace, sizes: Sizes, device: torch.device) -> Trial:
+    """Warm, and captured if that is asked for."""
     model, optimizer, after = build(variant, sizes, device, options.eager, options.graph)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch, options.sequence, sizes.dim, generator=generator).to(device, torch.bfloat16)
-    loss = torch.zeros(())
 
-    def step() -> None:
-        nonlocal loss
+    def step() -> Tensor:
         loss = (model(x) - x.roll(1, 1)).float().square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         after()
+        return loss.detach()
 
-    mode: AbstractContextManager[None] = nullcontext()
+    mode: Callable[[], AbstractContextManager[None]] = nullcontext
     if "low" in variant.split("+"):
-        mode = layoutc.products("auto", saves=options.saves)
-    stream = torch.cuda.Stream() if options.graph else None
-    with mode, torch.cuda.stream(stream) if stream else nullcontext():
-        for _ in range(options.warm):
-            step()
-        gc.collect()
-        gc.freeze()  # what the variants before have left must not slow this one; torchtitan turns the collector off
-        _wait(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        if stream:
-            step = captured(step, stream)
-        times, held = [], []
-        for _ in range(options.steps):
-            dist.barrier()
-            _wait(device)
-            began = time.perf_counter()
-            step()
-            _wait(device)
-            times.append((time.perf_counter() - began) * 1e3)
-            held.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
-        parts = {}
-        if (options.profile or options.trace) and device.type == "cuda":
-            name = f"{variant}_batch_{batch}".replace(":", "_")
-            parts = _parts(step, Path(options.trace, f"{name}.json.gz") if options.trace else None)
+        mode = partial(layoutc.products, "auto", saves=options.saves)
+    trial = Trial(variant, batch, step, mode, torch.cuda.Stream() if options.graph else None)
+    trial.take(options.warm, device)
+    trial.times, trial.held = [], []
+    gc.collect()
+    gc.freeze()  # what the variants before have left must not slow this one; torchtitan turns the collector off
+    _wait(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if trial.stream:
+        with trial.mode(), torch.cuda.stream(trial.stream):
+            trial.step = captured(step, trial.stream)
+    return trial
+
+
+def measured(trial: Trial, options: argparse.Namespace, device: torch.device) -> Run:
+    """What its steps took, on the slowest rank."""
+    parts = {}
+    if (options.profile or options.trace) and device.type == "cuda":
+        name = f"{trial.variant}_batch_{trial.batch}".replace(":", "_")
+        trace = Path(options.trace, f"{name}.json.gz") if options.trace else None
+        parts = _parts(lambda: trial.take(1, device), trace)
+    times, held = trial.times, trial.held
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     fifth = -(-len(times) // 5)
     later = statistics.median(times[-fifth:]) / statistics.median(times[:fifth])
-    grown = held[-1] - held[0]
-    figures = [statistics.median(times), max(times) - min(times), peak, -min(times), later, grown]
+    figures = [statistics.median(times), max(times) - min(times), peak, -min(times), later, held[-1] - held[0]]
     slowest = torch.tensor(figures, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     median, spread, most, fastest, later, grown = slowest.tolist()
-    gc.unfreeze()
-    last = float(loss.detach())
-    return Run(variant, batch, median, spread, int(most), last, parts, -fastest, later, int(grown))
+    with trial.mode(), torch.cuda.stream(trial.stream) if trial.stream else nullcontext():
+        last = float(trial.step())
+    return Run(trial.variant, trial.batch, median, spread, int(most), last, parts, -fastest, later, int(grown))
 
 
-def captured(step: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+def captured(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
     """The same step as a CUDA graph, of kernels on the stream that it was warmed up on."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def _wait(device: torch.device) -> None:
@@ -267,7 +294,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     for name, value in (("layers", 8), ("dim", 4096), ("ffn", 14336), ("heads", 32), ("kv-heads", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4)):
+    for name, value in (("sequence", 4096), ("steps", 10), ("warm", 4), ("turns", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--graph", action="store_true")
@@ -284,15 +311,27 @@ def main() -> None:
     sizes = Sizes(options.layers, options.dim, options.ffn, options.heads, options.kv_heads)
     runs: list[Run] = []
     for batch in options.batch:
-        for variant in options.variants:
-            try:
-                runs.append(measure(variant, batch, options, sizes, device))
-            except Exception as error:  # the others are still worth their time
+        together = [options.variants] if options.turns > 1 else [[variant] for variant in options.variants]
+        for variants in together:
+            torch._dynamo.reset()
+            trials = []
+            for variant in variants:
+                try:
+                    trials.append(prepared(variant, batch, options, sizes, device))
+                except Exception as error:  # the others are still worth their time
+                    if dist.get_rank() == 0:
+                        print(f"{variant} batch {batch}: {type(error).__name__}: {error}".split("\n")[0], flush=True)
+            for _ in range(options.turns):
+                for trial in trials:
+                    trial.take(1, device)  # the first step after another's is not its own
+                    del trial.times[-1], trial.held[-1]
+                    trial.take(options.steps, device)
+            for trial in trials:
+                runs.append(measured(trial, options, device))
                 if dist.get_rank() == 0:
-                    print(f"{variant} batch {batch}: {type(error).__name__}: {error}".split("\n")[0], flush=True)
-                continue
-            if dist.get_rank() == 0:
-                print(f"{variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+                    print(f"{trial.variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+            gc.unfreeze()
+            trials.clear()
             gc.collect()
             if cards:
                 torch.cuda.empty_cache()
