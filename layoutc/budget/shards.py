@@ -16,7 +16,7 @@ from layoutc.budget.mesh import Placed
 from layoutc.ints.cuts import picks
 from layoutc.layout.layout import Plane
 from layoutc.plan.plan import Gather, Plan
-from layoutc.plan.wire import packs, sent_bytes, slots
+from layoutc.plan.wire import own_bytes, packs, sent_bytes, slots
 
 FP32 = 4
 COUNTER = 4  # bytes of the step counter that AdamW has for each parameter
@@ -59,7 +59,7 @@ class Piece:
         placed, plan = self.placed, self.plan
         if plan is None or not self.on_gather or placed.ranks == 1 or placed.dim:
             return False
-        return packs(plan.both if self.stays else plan.forward, placed.cuts, placed.matrix[1])
+        return packs(plan.forward, placed.cuts, placed.matrix[1])
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ def indices(pieces: Iterable[Piece]) -> int:
         plan, cuts = piece.plan, piece.placed.cuts
         if plan is None or piece.placed.ranks == 1:
             continue
-        for gather in (plan.both,) if piece.stays else (plan.forward, plan.backward):
+        passes = (plan.both,) if piece.stays else (plan.forward, plan.backward)
+        for gather in (plan.forward,) if piece.on_gather else passes:
             ways |= {picks(cuts, plane.per_m or 1) for plane in gather.planes}
     return INDEX * sum(len(way) for way in ways if way is not None)
 
@@ -204,14 +205,24 @@ def gathered(piece: Piece, which: str, dtypes: Dtypes) -> Gathered:
     placed, plan = piece.placed, piece.plan
     if plan is None:
         return Gathered(placed.shard * dtypes.gathered, placed.ranks * placed.shard * dtypes.gathered)
+    if piece.on_gather:
+        return _gathered_values(placed, plan.forward, dtypes)  # which both passes have
     gather: Gather = getattr(plan, which)
     own = slots(plan, gather, placed.cuts, placed.matrix[1])
     # Of one rank, FSDP2 copies the first plane, and the others are the shard's own.
     sent, joined = (own[0], 0) if placed.ranks == 1 else (sum(own), sum(dict(_joined(plan, placed, which)).values()))
-    if piece.on_gather:
-        m, k = placed.matrix
-        return Gathered(sent, m * k * dtypes.gathered + joined, placed.ranks * sent)
     return Gathered(sent, placed.ranks * sent + joined)
+
+
+def _gathered_values(placed: Placed, gather: Gather, dtypes: Dtypes) -> Gathered:
+    cuts, (m, k) = placed.cuts, placed.matrix
+    values = m * k * dtypes.gathered
+    if placed.ranks == 1:
+        first = sent_bytes(gather.planes[0], cuts, k)
+        return Gathered(first, values, first)
+    cut = [plane.nbytes(m, k) for plane in gather.planes if placed.dim or not cuts.aligned(plane.per_m or 1)]
+    sent = own_bytes(gather, cuts, k)
+    return Gathered(sent, values + sum(cut), placed.ranks * sent)
 
 
 def _joined(plan: Plan, placed: Placed, which: str) -> Iterator[tuple[str, int]]:

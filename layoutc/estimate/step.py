@@ -15,7 +15,7 @@ from layoutc.estimate.model import BF16, FP32, Model
 from layoutc.estimate.work import PASSES, Load, Parts, Pass, Product, Sent, Use, Work, step
 from layoutc.ints.cuts import Cuts
 from layoutc.ints.sizes import cdiv
-from layoutc.plan.wire import bytes_per_rank, packs
+from layoutc.plan.wire import bytes_per_rank, own_bytes, packs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ def sent(use: Use, shape: tuple[int, int], world: int, which: Pass) -> int:
     m, k = shape
     if use.plan is None:
         return cdiv(m, world) * k * BF16
+    if use.on_gather:  # values are those of forward in both passes
+        return own_bytes(use.plan.forward, Cuts.of(m, world), k)
     return bytes_per_rank(use.plan, use.plan.forward if which == "forward" else use.plan.backward, m, k, world)
 
 

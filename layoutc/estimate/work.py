@@ -46,12 +46,7 @@ class Use:
             return ""
         if self.low:
             return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
-        if not self.plan.passes_differ:
-            return ""
-        return (
-            f"{self.name} can't be dequantized on gather: forward and backward gather different codes of it, whose "
-            "values differ; take a recipe of blocks that both passes read: `layoutc show` says what each gathers"
-        )
+        return ""
 
     def exchanges(self, ranks: int) -> bool:
         """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""

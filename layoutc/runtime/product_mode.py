@@ -48,9 +48,17 @@ def of(weight: Weight) -> Mode:
     return weight._products or _mode  # type: ignore[return-value]
 
 
+def read_as(weight: Weight, orientation: str) -> str:
+    """The orientation whose values are multiplied, where those of one are asked for: the first one of recipes that
+    don't have it; and of weights that are dequantized on gather, whose gathers leave the same values in both passes."""
+    orientations = tuple(weight.LAYOUT.sources)
+    return orientation if orientation in orientations and weight._products != ON_GATHER else orientations[0]
+
+
 def setting(weight: Weight) -> str:
     """All that products of a weight follow now: a graph that is traced under one must not run under another."""
-    return f"{of(weight)}, saves {_saves}"
+    mode = ON_GATHER if weight._products == ON_GATHER else of(weight)
+    return f"{mode}, saves {_saves}"
 
 
 def check(mode: str) -> None:

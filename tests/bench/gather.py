@@ -184,8 +184,6 @@ def main() -> None:
         del plain
         sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in SIZES) / elements
         for form in ("planes", "interleaved", "values"):
-            if form == "values" and cls.LAYOUT.passes_differ:
-                continue
             undo = interleaved(cls) if form == "interleaved" else lambda: None
             module = configured(block(recipe, device, form == "values"))
             correct(module, whole)

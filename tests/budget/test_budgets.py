@@ -350,9 +350,12 @@ def test_the_peak_of_values_by_hand() -> None:
     assert found.peaks.backward == ends
 
 
-def test_a_recipe_whose_passes_differ_has_no_values_to_leave() -> None:
-    with pytest.raises(ValueError, match=r"mxfp8 can't be dequantized on gather: .* blocks that both passes read"):
-        budget(model("llama-3.1-8b"), use("mxfp8", on_gather=True), Mesh(8), AT)
+@pytest.mark.parametrize("name", ["mxfp8", "hybrid_fp8"])
+def test_values_of_forward_are_gathered_for_both_passes(name: str) -> None:
+    made = [budget(model("llama-3.1-8b"), use(name, on_gather=on), Mesh(8), AT) for on in (False, True)]
+    codes, values = [one.traffic for one in made]
+    assert values.forward == values.backward
+    assert values.forward <= codes.forward  # which has room for backward's, where that sends more
 
 
 def test_lines_add_up_to_the_traffic() -> None:

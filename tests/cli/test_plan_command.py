@@ -251,11 +251,6 @@ def test_an_earlier_plan_is_shown_as_it_was(tmp_path: Path) -> None:
         ),
         ((LLAMA, "--on-gather"), "--on-gather says how weights of recipes are used; name a --recipe"),
         (
-            (LLAMA, "--recipe", "nvfp4,mxfp8", "--on-gather"),
-            "mxfp8 can't be dequantized on gather: forward and backward gather different codes of it, whose values "
-            "differ; take a recipe of blocks that both passes read",
-        ),
-        (
             (LLAMA, "--recipe", "fp8_block", "--low", "--on-gather"),
             "weights that are dequantized on gather have no products in low precision; leave out one of the two",
         ),

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from weight_recipes import CUT_APART
 
 import layoutc
+from layoutc.ints.cuts import Cuts
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2 import packed
 from layoutc.runtime.sharding.meshes import local_of
 
-ALIKE = [name for name in CUT_APART if not import_module(f"layoutc.recipes.{name}").LAYOUT.passes_differ]
 ON_GATHER = "dequantize_on_gather"
 
 
@@ -62,13 +62,13 @@ def leaves_values(recipe: str, cast: bool) -> None:
             model.reshard()  # type: ignore[operator]
     expected = []
     for count, layer in zip(rows, model, strict=True):
-        sent = layout.gather(count, layer.in_features, world).planes.values()
+        sent = layout.sent("forward", Cuts(count, -(-count // world), world), layer.in_features).values()
         fits = -(-count // world) % layout.block_rows == 0 and all(facts.nbytes % 16 == 0 for facts in sent)
         expected.append(sum(one is not None for one in expected) if fits else None)
     assert numbers(model) == (expected if sum(one is not None for one in expected) > 1 else [None] * len(rows))
 
 
-@pytest.mark.parametrize("recipe", ALIKE)
+@pytest.mark.parametrize("recipe", CUT_APART)
 def test_gathers_leave_the_values(two: Ranks, recipe: str) -> None:
     two.run(leaves_values, recipe, False)
 
@@ -147,16 +147,12 @@ def switches(recipe: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "mxfp8", "fp8_rowwise"])
 def test_modes_that_change_between_steps(two: Ranks, recipe: str) -> None:
     two.run(switches, recipe)
 
 
 def refuses() -> None:
-    differ = build("mxfp8", 64)
-    with pytest.raises(LayoutError, match=r"layers\.0\.weight can't be dequantized on gather: .* codes of mxfp8"):
-        layoutc.set_products_(differ, ON_GATHER)
-    assert [row.own_mode for row in layoutc.explain_products(differ)] == [None] * 9
     with pytest.raises(ValueError, match=r"is for weights of a model: layoutc.set_products_"):
         layoutc.products(ON_GATHER)  # type: ignore[arg-type]
     model = build("fp8_current", 64)

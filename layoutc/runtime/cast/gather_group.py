@@ -138,11 +138,14 @@ class Kind(NamedTuple):
 class Plan:
     """How a group's weights are quantized and sent in one pass, for as long as they stay where they are."""
 
-    def __init__(self, tensors: Sequence[CastOnGather], addresses: tuple[int, ...], which: PassName) -> None:
+    def __init__(
+        self, tensors: Sequence[CastOnGather], addresses: tuple[int, ...], passes: tuple[PassName, ...]
+    ) -> None:
+        """passes: the one that each weight is gathered for."""
         for tensor in tensors:
             shards.check_cuts(tensor)
         self.addresses = addresses
-        self.orientations = [tensor.LAYOUT.serves[which] for tensor in tensors]
+        self.orientations = [tensor.LAYOUT.serves[which] for tensor, which in zip(tensors, passes, strict=True)]
         self.row_shardings = [shards.row_sharding(tensor) for tensor in tensors]
         self.examples: list[Example | None] = [None] * len(tensors)
         self.kinds: list[Kind] = []
@@ -150,7 +153,7 @@ class Plan:
         for at, (tensor, row_sharding) in enumerate(zip(tensors, self.row_shardings, strict=True)):
             value = tensor._planes["values"]
             if row_sharding is None or not row_sharding.splits_blocks(tensor.LAYOUT):
-                alike[tensor.QUANTIZED, value.dtype, value.device, value.numel() > 0].append(at)
+                alike[tensor.QUANTIZED, self.orientations[at], value.dtype, value.device, value.numel() > 0].append(at)
         for (cls, *_), members in alike.items():
             batch = cls._batch_of([matrix(tensors[at]) for at in members], self.orientations[members[0]])
             if batch is not None:
@@ -165,7 +168,7 @@ class GatherGroup:
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
         self.hooks: list[Hook] = []
-        self.plans: dict[PassName, Plan] = {}
+        self.plans: dict[tuple[PassName, ...], Plan] = {}
         self.parts: list[Sent | Part | None] = []
         self.stamps: list[Stamp] = []
         self.turn = 0  # whose part is taken next
@@ -208,10 +211,10 @@ class GatherGroup:
         values = [tensor._planes["values"] for tensor in tensors]
         if not all(map(_is_ordinary, values)):
             return False
-        addresses, which = tuple(map(Tensor.data_ptr, values)), hooks.passing(first)
-        plan = self.plans.get(which)
+        addresses, passes = tuple(map(Tensor.data_ptr, values)), tuple(map(hooks.passing, tensors))
+        plan = self.plans.get(passes)
         if plan is None or plan.addresses != addresses:
-            plan = self.plans[which] = Plan(tensors, addresses, which)
+            plan = self.plans[passes] = Plan(tensors, addresses, passes)
         decided = decide_all(tensors, lambda at: matrix(tensors[at]))
         parts: list[Sent | Part | None] = [None] * len(tensors)
         rest = plan.rest

@@ -48,7 +48,7 @@ class Gathered:
     stays_gathered: bool | None = None  # after forward; decided at the first gather
     joined: dict[str, Tensor] = field(default_factory=dict)  # planes that are copied together after a gather
     values: Tensor | None = None  # of the whole weight, (m, k), if gathers leave these; FSDP2 frees and allocates them
-    routes: dict[PassName, Route] = field(default_factory=dict)
+    routes: dict[tuple[PassName, bool], Route] = field(default_factory=dict)  # by pass, and whether values are left
     launches: dict[Any, Any] = field(default_factory=dict)  # that write values, of the pack that it is in
 
     def let_go(self) -> None:
@@ -123,12 +123,13 @@ def route_of(sharding: Sharding, shard: Shard, which: PassName | None = None) ->
             f"{parameter_name(shard)}: FSDP2 can't reshard a {shard.LAYOUT.name} weight to a smaller mesh after "
             "forward, since it has several planes; pass reshard_after_forward=True or False, not a number of ranks"
         )
-    which = which or pass_of(sharding, gathered_of(sharding))
-    if which not in (routes := gathered_of(sharding).routes):
+    key = which or pass_of(sharding, gathered_of(sharding)), on_gather.is_awaited(sharding.param())
+    if key not in (routes := gathered_of(sharding).routes):
         assert sharding.process_group is not None
         (*padded, k), world = sharding.padded_shape, sharding.process_group.size()
-        routes[which] = route_for(shard.LAYOUT, which, world, sharding.shape, prod(padded), k, sharding.dim)
-    return routes[which]
+        sizes = world, sharding.shape, prod(padded), k, sharding.dim
+        routes[key] = route_for(shard.LAYOUT, key[0], *sizes, always=key[1])
+    return routes[key]
 
 
 def _check_rows_travel(shard: QuantizedTensor, dim: int) -> None:
@@ -160,10 +161,13 @@ def simulated() -> bool:
 
 
 def pass_of(sharding: Sharding, gathered: Gathered) -> PassName:
-    """The pass that gathers now: "both" for a weight that stays gathered after forward.
+    """The pass that gathers now: "both" for a weight that stays gathered after forward; "forward" for one whose gathers
+    leave values, which are those of forward in both passes.
 
     FSDP2 allocates a parameter's gather outputs once, so whether it stays gathered is decided at the first gather.
     """
+    if on_gather.is_awaited(sharding.param()):
+        return "forward"
     if gathered.stays_gathered is None:
         gathered.stays_gathered = not sharding.frees_after_forward
     if gathered.stays_gathered:

@@ -49,7 +49,7 @@ _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()  # 
 
 def is_chosen(shard: Any) -> bool:
     """True for a shard whose first gather leaves values."""
-    return shard._products == ON_GATHER and not shard.LAYOUT.passes_differ
+    return bool(shard._products == ON_GATHER)
 
 
 def check_unwritten(shard: Any, values: Tensor | None) -> None:

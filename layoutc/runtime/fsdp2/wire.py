@@ -50,11 +50,19 @@ class Route(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def route_for(
-    layout: Layout, which: PassName, world: int, shape: tuple[int, ...], rows: int, k: int, dim: int
+    layout: Layout,
+    which: PassName,
+    world: int,
+    shape: tuple[int, ...],
+    rows: int,
+    k: int,
+    dim: int,
+    always: bool = False,
 ) -> Route:
-    """The route of a weight of `shape` in a pass. rows, k: of a padded shard's matrix. dim: the one that is sharded."""
+    """The route of a weight of `shape` in a pass. rows, k: of a padded shard's matrix. dim: the one that is sharded.
+    always: all gathers are of this pass, and need no room for what the other one would send."""
     cuts = Cuts(rows, rows, 1) if dim else Cuts(prod(shape[:-1]), rows, world)
-    sent, slots = layout.sent(which, cuts, k), layout.slots(which, cuts, k)
+    sent, slots = layout.sent(which, cuts, k), () if always else layout.slots(which, cuts, k)
     whole, legs = layout.planes(prod(shape[:-1]), shape[-1]), {}
     for number, (name, facts) in enumerate(sent.items()):
         width = prod(facts.shape[1:]) * facts.dtype.itemsize

@@ -110,7 +110,7 @@ class DequantizedLinear(torch.autograd.Function):
 
 def values_of(weight: QuantizedTensor, orientation: str, dtype: torch.dtype) -> Tensor:
     """The values of a whole weight (m, k): by what its last launch has left, else as any dequantizing."""
-    planes, matrix = weight._planes, weight._matrix
+    planes, matrix, orientation = weight._planes, weight._matrix, mode.read_as(weight, orientation)
     if not isinstance(planes, dict) or weight._halo.rows or weight._writes.waiting:
         return weight._dequantize(orientation, dtype)
     reading = weight._readings.get((orientation, dtype))

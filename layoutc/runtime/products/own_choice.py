@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from layoutc.runtime import product_mode
-from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.product_mode import ON_GATHER, OwnMode
 from layoutc.runtime.products.parallel import multiply_parts_
 from layoutc.runtime.sharding import gathered, registry
@@ -23,7 +22,9 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     mode: as for `layoutc.products`, which does not change these weights from now on. None: it does again. Or
     "dequantize_on_gather": FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A
     gathered weight is a plain tensor then, as that of any other model: compiled graphs and other software see it as
-    such, at the host's cost and the gathered memory of a plain model; the values are those of "dequantize" to the bit.
+    such, at a lower cost of the host than those of a plain model, and in as much gathered memory. The values are those
+    that forward has with "dequantize", to the bit, and backward has the same ones: of recipes whose passes gather
+    different codes (mxfp8, fp8_rowwise), forward's codes are gathered for both.
     Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather refuses to
     go on.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
@@ -39,9 +40,8 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     asking it, and so in the activations' precision.
 
     Changes nothing unless it can be done: raises ValueError for another mode, a model without quantized weights, and a
-    filter that chooses none of them. Raises LayoutError, with "dequantize_on_gather", for weights whose passes gather
-    different codes, since activations that are recomputed in backward would meet the values of backward; and where
-    that mode begins or ends while a weight is gathered.
+    filter that chooses none of them. Raises LayoutError where "dequantize_on_gather" begins or ends while a weight is
+    gathered.
     """
     if mode is not None:
         product_mode.check_own(mode)
@@ -64,8 +64,6 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     if not chosen:
         shown = ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")
         raise ValueError(f"filter_fn chooses no module with a quantized weight; there are {len(every)}: {shown}")
-    if mode == ON_GATHER:
-        _check_passes(list(chosen.values()))
     changed = [
         (name, sharding)
         for name, param in chosen.values()
@@ -83,16 +81,6 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
         for holder in _holders(param):
             holder._products = mode
     return [name for name, _ in chosen.values()]
-
-
-def _check_passes(chosen: list[tuple[str, Tensor]]) -> None:
-    for name, param in chosen:
-        layout = own_mode_holder(param).LAYOUT
-        if layout.passes_differ:
-            raise LayoutError(
-                f"{name} can't be dequantized on gather: forward and backward gather different codes of {layout.name}, "
-                "whose values differ. Leave it out by filter_fn, or take a recipe of blocks that both passes read"
-            )
 
 
 def own_mode_holder(param: Tensor) -> Any:

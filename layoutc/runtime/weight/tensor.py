@@ -20,7 +20,7 @@ from layoutc.ints.cuts import NO_HALO, Halo
 from layoutc.ints.sizes import cdiv
 from layoutc.runtime.errors import LayoutError, MissingOrientation, made_of_one_tensor
 from layoutc.runtime.facts import Layout, contiguous_strides
-from layoutc.runtime.product_mode import OwnMode
+from layoutc.runtime.product_mode import OwnMode, read_as
 from layoutc.runtime.sharding import registry
 from layoutc.runtime.torch_private import no_torch_function, without_torch_function
 from layoutc.runtime.weight import (
@@ -237,13 +237,12 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
         return self._dequantize(orientations[0], dtype or self.dtype)
 
     def _dequantize(self, orientation: str, dtype: torch.dtype) -> Tensor:
-        """The values of an orientation in the outer shape; of rowwise if the recipe does not have that orientation.
+        """The values of an orientation, as `read_as` takes it, in the outer shape.
 
         If a gathered weight does not hold the orientation in this pass, all ranks gather it: in backward, recomputed
         activations need what forward had. Raises MissingOrientation if there is no shard to gather it from.
         """
-        if orientation not in self.LAYOUT.orientations:
-            orientation = self.LAYOUT.orientations[0]
+        orientation = read_as(self, orientation)
         if (handle := gathered_in_graphs.handle(self._planes)) is not None:
             matrix = gathered_in_graphs.dequantize(type(self), handle, whole_and_window(self)[1], orientation, dtype)
         else:
