@@ -11,6 +11,7 @@ from layoutc.budget.mesh import Mesh, place
 from layoutc.budget.shards import Dtypes, Gathered, Piece, gathered
 from layoutc.estimate.work import Product, Sent, Use, Work
 from layoutc.models.weights import Layer, Model, Weight
+from layoutc.plan.wire import ALIGNED
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,36 @@ class Group:
         found = {}
         for which in ("both",) if self.stays else ("forward", "backward"):
             each = [gathered(member.piece, which, self.dtypes) for member in self.members]
+            if self.at_once:
+                each = [replace(one, arrived=0) for one in each]
             sizes = zip(*((one.sent, one.held, one.arrived) for one in each), strict=True)
             found[which] = Gathered(*map(sum, sizes))
         return found
 
     @cached_property
     def packed(self) -> int:
-        """Bytes of the planes that a rank copies into one tensor before each gather, which lives until they are sent:
-        of weights that are dequantized on gather, where two or more can travel so."""
-        if not any(one.piece.packed for one in self.members):
-            return 0
-        which = "both" if self.stays else "forward"
-        return sum(gathered(one.piece, which, self.dtypes).sent for one in self.members if one.piece.packs)
+        """Bytes of the planes that travel in one tensor: of weights that are dequantized on gather, where two or more
+        can."""
+        packing = [one for one in self.members if one.piece.packed and one.piece.packs]
+        return sum(gathered(one.piece, "forward", self.dtypes).sent for one in packing)
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether values are made from where that tensor has arrived, and it is never copied, after the first gather:
+        beside plain weights alone, which are cut on dim 0, at a multiple of 16 bytes of what a rank sends."""
+        pieces = [one.piece for one in self.members]
+        if not self.packed or any(not (one.packs if one.on_gather else one.plan is None) for one in pieces):
+            return False
+        if any(one.placed.dim for one in pieces):
+            return False
+        sizes = [gathered(one, "forward", self.dtypes).sent for one in pieces]
+        first = next(at for at, one in enumerate(pieces) if one.packs)
+        return sum(sizes[:first]) % ALIGNED == 0 and sum(sizes) % ALIGNED == 0
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the tensor that they travel in beside what FSDP2 sends, which lives until it is sent."""
+        return 0 if self.at_once else self.packed
 
     @cached_property
     def trained(self) -> tuple[Piece, ...]:
@@ -150,7 +169,7 @@ def work_of(layer: Layer, groups: Sequence[Group], mesh: Mesh) -> Work:
                 group.gather("forward").sent,
                 group.gather("backward").sent,
                 sum(piece.placed.shard for piece in group.trained),
-                group.packed,
+                group.packed if group.at_once else 0,
             )
             for group in groups
         ),

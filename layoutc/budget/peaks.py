@@ -1,10 +1,10 @@
 """The most bytes that gathers and gradients add during a step, beside what stays: a walk over FSDP2's own order.
 
 Looked at where it is highest: while a collective runs, once a gather has been copied out, and while the weights of a
-group are dequantized on gather, between its codes and its values. FSDP2 of torch 2.11 to
-2.14 keeps the buffer of one gather until the next one of forward has been issued, gathers the next group of backward
-while this one computes, and keeps the input of one reduce-scatter: in place of that, an exchange keeps the gradients
-themselves. Activations are not in it.
+group are dequantized on gather, between its codes and its values: of steps after the first, in which FSDP2 also copies
+the codes of those that travel in one tensor. FSDP2 of torch 2.11 to 2.14 keeps the buffer of one gather until the next
+one of forward has been issued, gathers the next group of backward while this one computes, and keeps the input of one
+reduce-scatter: in place of that, an exchange keeps the gradients themselves. Activations are not in it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _backward(groups: Groups, root: int) -> int:
     )
     order = [group for layer in reversed(groups.layers) for group in layer]
     most = sharded = kept = 0
-    following = iter([*((_buffer(group, "backward"), group.packed) for group in order[1:]), (0, 0)])
+    following = iter([*((_buffer(group, "backward"), group.copied) for group in order[1:]), (0, 0)])
     for layer in reversed(groups.layers):
         open_, coming = 0, 0
         for group in layer:  # each is gathered, and the next one called for

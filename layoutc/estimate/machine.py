@@ -24,7 +24,8 @@ class Machine:
     Seconds of the host, which is the same for eager and compiled models: group_host, weight_host, cast_host, low_host,
     of a group, of each quantized weight and each weight that is cast, and besides of each whose products are in low
     precision, in a step without its gathers. amax_host: of a matrix whose amax is found before it is quantized.
-    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe.
+    plain_gather_host, gather_host: of a weight in each gather, in bf16 and in a recipe. values_gather_host: of one
+    whose values are made where all of the group's codes have arrived.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Machine:
     amax_host: float
     plain_gather_host: float
     gather_host: float
+    values_gather_host: float
 
 
 # 16,384 tokens, 4096 to 14336, one H200, each product by itself, fast accumulation off.
@@ -70,6 +72,7 @@ H200 = Machine(
     amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
     gather_host=836e-6 / 7,  # the same, the mean of four recipes: 781, 983, 805 and 776 us
+    values_gather_host=348e-6 * 368 / 1091 / 7,  # as H100s had it: 391, 354 and 358 us, where bf16 took 1091
 )
 
 # NCCL's latencies of a ring's steps, src/graph/tuning.cc at 01afd20 (Simple): 3.4 us by NVLink, 9.6 us by a network.

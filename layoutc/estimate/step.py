@@ -44,11 +44,11 @@ def sent(use: Use, shape: tuple[int, int], world: int, which: Pass) -> int:
 
 
 def packed(use: Use, shapes: Sequence[tuple[int, int]], world: int) -> int:
-    """The bytes of weights of a group that each rank copies into one tensor before a gather; see `Sent`."""
-    if use.plan is None or not use.on_gather or world == 1:
+    """The bytes that each rank sends of a group's weights, if these travel in one tensor, all of them; see `Sent`."""
+    if use.plan is None or not use.on_gather or world == 1 or len(shapes) < 2:
         return 0
-    fitting = [(m, k) for m, k in shapes if packs(use.plan.forward, Cuts.of(m, world), k)]
-    return sum(sent(use, shape, world, "forward") for shape in fitting) if len(fitting) > 1 else 0
+    fit = all(packs(use.plan.forward, Cuts.of(m, world), k) for m, k in shapes)
+    return sum(sent(use, shape, world, "forward") for shape in shapes) if fit else 0
 
 
 def problems(use: Use, model: Model) -> list[str]:

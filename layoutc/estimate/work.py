@@ -66,7 +66,7 @@ class Product:
 @dataclass(frozen=True)
 class Sent:
     """A collective of a group over `ranks`: bytes that a rank sends in each pass, and elements of its shards. packed:
-    bytes of what it sends that it copies into one tensor before each gather."""
+    bytes of it from which values are made where they have arrived, so that nothing copies them out."""
 
     ranks: int
     forward: int
@@ -223,7 +223,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
     if any(one.ranks > 1 and getattr(one, which) for one in work.sent):
         quantized = work.weights if taken else 0
         plain = max(0, len(work.products) - quantized)
-        seconds += quantized * machine.gather_host + plain * machine.plain_gather_host
+        of_codes = machine.values_gather_host if any(one.packed for one in work.sent) else machine.gather_host
+        seconds += quantized * of_codes + plain * machine.plain_gather_host
     return seconds
 
 
@@ -247,7 +248,7 @@ def _compute(use: Use, work: Work, load: Load, machine: Machine, which: Pass) ->
     in_recipe = use.plan is not None and work.quantized > 0
     for one in work.sent:
         moved += copied_bytes(use if in_recipe else Use("bf16"), one.ranks, getattr(one, which), one.rows)
-        moved += 2 * one.packed if getattr(one, which) else 0
+        moved -= 2 * one.packed * one.ranks if getattr(one, which) else 0
         if which == "backward" and not use.exchanges(one.ranks):
             moved += (BF16 + FP32) * one.rows * one.ranks  # gradients, joined in fp32
     if not in_recipe:

@@ -326,7 +326,7 @@ def test_values_take_what_plain_weights_take_and_gathers_send_codes(name: str, c
 
 def test_the_peak_of_values_by_hand() -> None:
     """Two layers of two matrices over two ranks, in nvfp4: in backward the second is dequantized as its codes are
-    there, beside the root; then the first one's planes are copied, gathered, and dequantized beside its gradients."""
+    there, beside the root; then the first one's planes are gathered, and dequantized beside its gradients."""
     two = shapes.read(["up*2=64x256", "down*2=64x256"])
     one = replace(use("nvfp4"), on_gather=True)
     at = replace(AT, dtypes=Dtypes(4, 2, 4, 0))
@@ -334,16 +334,16 @@ def test_the_peak_of_values_by_hand() -> None:
     shard = 2 * (32 * 128 + 2 * 16)
     [first], [last] = groups.layers
     assert first == last
-    assert (first.packed, first.gather("forward")) == (shard, Gathered(shard, 2 * 2 * 64 * 256, 2 * shard))
+    assert first.at_once
+    assert (first.packed, first.gather("forward")) == (shard, Gathered(shard, 2 * 2 * 64 * 256, 0))
     values, whole, summed = 2 * 2 * 64 * 256, 2 * 2 * 64 * 256, 2 * 4 * 64 * 256
-    assert found.peaks.forward == 2 * shard + 2 * shard + values + 2 * shard  # the last buffer, this one, values, codes
+    assert found.peaks.forward == 2 * shard + 2 * shard + values  # the last buffer, this one, values
     reduced, grads = summed // 2, 2 * 4 * 64 * 256 // 2
     ends = max(
-        values + 2 * shard + 2 * shard,
-        values + 2 * shard + shard,
+        values + 2 * shard,
         values + 2 * shard + whole,
         2 * shard + summed + max(whole, reduced + whole // 2),
-        grads + values + 2 * shard + 2 * shard + summed,
+        grads + values + 2 * shard + summed,
         grads + values + whole + summed,
         grads + summed + max(whole, reduced + whole // 2),
     )
@@ -353,9 +353,9 @@ def test_the_peak_of_values_by_hand() -> None:
 @pytest.mark.parametrize("name", ["mxfp8", "hybrid_fp8"])
 def test_values_of_forward_are_gathered_for_both_passes(name: str) -> None:
     made = [budget(model("llama-3.1-8b"), use(name, on_gather=on), Mesh(8), AT) for on in (False, True)]
-    codes, values = [one.traffic for one in made]
-    assert values.forward == values.backward
-    assert values.forward <= codes.forward  # which has room for backward's, where that sends more
+    codes, values = made
+    assert all(line.backward in (0, line.forward) for line in values.weights)  # 0: of the root
+    assert values.traffic.forward <= codes.traffic.forward  # which has room for backward's, where that sends more
 
 
 def test_lines_add_up_to_the_traffic() -> None:

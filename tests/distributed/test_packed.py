@@ -125,17 +125,18 @@ def test_weights_with_blocks_that_are_cut_travel_alone(two: Ranks, recipe: str) 
 
 def switches(recipe: str) -> None:
     """Modes of all weights of a group, and of some, change between steps: losses stay those of one process."""
-    width = 4 * import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows * dist.get_world_size()
+    width = max(64, 4 * import_module(f"layoutc.recipes.{recipe}").LAYOUT.block_rows * dist.get_world_size())
     reference, model = build(recipe, width), build(recipe, width)
     shard(model, nested=False)
     optimizers = [adam(one) for one in (reference, model)]
     seen = []
     modes = (None, ON_GATHER, ON_GATHER, "dequantize", ON_GATHER, "head", ON_GATHER)
     for step, mode in enumerate(modes):
-        if mode == "head":
-            layoutc.set_products_(model, None, filter_fn=lambda _, name: name == "head")
-        else:
-            layoutc.set_products_(model, mode)  # type: ignore[arg-type]
+        for one in (reference, model):
+            if mode == "head":
+                layoutc.set_products_(one, None, filter_fn=lambda _, name: name == "head")
+            else:
+                layoutc.set_products_(one, mode)  # type: ignore[arg-type]
         expected = train_step(reference, optimizers[0], step, width)
         assert train_step(model, optimizers[1], step, width, my_share()) == expected, (step, mode)
         weights = [layer.weight for layer in (*model.layers, model.head)]

@@ -49,7 +49,7 @@ from layoutc.estimate.work import Load, Use
 from layoutc.models import config as configs
 from layoutc.runtime.fsdp2 import exchange as exchanges
 from layoutc.runtime.fsdp2 import on_gather as arriving
-from layoutc.runtime.fsdp2 import packed as packs
+from layoutc.runtime.fsdp2 import pack as packs
 from layoutc.runtime.fsdp2.exchange import GradientBuffer
 from layoutc.runtime.fsdp2.wire import _index as block_indices
 from layoutc.runtime.quantize import block_edges
@@ -358,7 +358,7 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
     weights are about to be dequantized on gather; and at planes that travel together, as long as they live."""
     originals = {name: getattr(FSDPParamGroup, name) for name in ("_to_unsharded", "post_backward")}
     cut, add_up = FSDPParam._get_grad_inner_tensor, exchanges.rank_sum
-    dequantize, pack = arriving.dequantize_all, packs._planes_of_all
+    dequantize, fill = arriving.dequantize_all, packs.Pack.fill
 
     def looking(name: str) -> Callable[..., Any]:
         def looked(self: Any, *args: Any) -> Any:
@@ -380,21 +380,20 @@ def looking_at_groups(watched: Watched) -> Iterator[None]:
         watched.look()
         return dequantize(arrivals)
 
-    def packing(*args: Any) -> Tensor:
-        made = pack(*args)
-        watched.look(made)
-        return made
+    def filling(self: Any, sent: Tensor, mesh: Any) -> None:
+        fill(self, sent, mesh)
+        watched.look(sent)
 
     for name in originals:
         setattr(FSDPParamGroup, name, looking(name))
     FSDPParam._get_grad_inner_tensor = cutting
     exchanges.rank_sum = adding_up
-    arriving.dequantize_all, packs._planes_of_all = dequantizing, packing
+    arriving.dequantize_all, packs.Pack.fill = dequantizing, filling
     try:
         yield
     finally:
         FSDPParam._get_grad_inner_tensor, exchanges.rank_sum = cut, add_up
-        arriving.dequantize_all, packs._planes_of_all = dequantize, pack
+        arriving.dequantize_all, packs.Pack.fill = dequantize, fill
         for name, original in originals.items():
             setattr(FSDPParamGroup, name, original)
 
