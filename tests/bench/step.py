@@ -230,6 +230,32 @@ def measured(trial: Trial, options: argparse.Namespace, device: torch.device) ->
     return Run(trial.variant, trial.batch, median, spread, int(most), last, parts, -fastest, later, int(grown))
 
 
+def taken(
+    variants: list[str], batch: int, options: argparse.Namespace, sizes: Sizes, device: torch.device
+) -> list[Run]:
+    """What steps of variants took that are held at once, those that can be. Nothing of them is left: a CUDA graph
+    would keep its process group from ending."""
+    torch._dynamo.reset()
+    trials, runs = [], []
+    for variant in variants:
+        try:
+            trials.append(prepared(variant, batch, options, sizes, device))
+        except Exception as error:  # the others are still worth their time
+            if dist.get_rank() == 0:
+                print(f"{variant} batch {batch}: {type(error).__name__}: {error}".split("\n")[0], flush=True)
+    for _ in range(options.turns):
+        for trial in trials:
+            if options.turns > 1:  # the first step after another's is not its own
+                trial.take(1, device)
+                del trial.times[-1], trial.held[-1]
+            trial.take(options.steps, device)
+    for trial in trials:
+        runs.append(measured(trial, options, device))
+        if dist.get_rank() == 0:
+            print(f"{trial.variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+    return runs
+
+
 def captured(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
     """The same step as a CUDA graph, of kernels on the stream that it was warmed up on."""
     torch.cuda.synchronize()
@@ -313,25 +339,8 @@ def main() -> None:
     for batch in options.batch:
         together = [options.variants] if options.turns > 1 else [[variant] for variant in options.variants]
         for variants in together:
-            torch._dynamo.reset()
-            trials = []
-            for variant in variants:
-                try:
-                    trials.append(prepared(variant, batch, options, sizes, device))
-                except Exception as error:  # the others are still worth their time
-                    if dist.get_rank() == 0:
-                        print(f"{variant} batch {batch}: {type(error).__name__}: {error}".split("\n")[0], flush=True)
-            for _ in range(options.turns):
-                for trial in trials:
-                    trial.take(1, device)  # the first step after another's is not its own
-                    del trial.times[-1], trial.held[-1]
-                    trial.take(options.steps, device)
-            for trial in trials:
-                runs.append(measured(trial, options, device))
-                if dist.get_rank() == 0:
-                    print(f"{trial.variant} batch {batch}: {runs[-1].median_ms:.1f} ms {runs[-1].parts_ms}", flush=True)
+            runs += taken(variants, batch, options, sizes, device)
             gc.unfreeze()
-            trials.clear()
             gc.collect()
             if cards:
                 torch.cuda.empty_cache()

@@ -41,8 +41,8 @@ def dequantized(
 ) -> list[Tensor]:
     kernels = import_module(f"layoutc.recipes.{name}.kernels").KERNELS
     outs = [torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes]
-    for launched, tensors in reading.launches(kernels, weights, orientation, outs, parts):
-        launched(*tensors)
+    for one in reading.launches(kernels, weights, orientation, outs, parts):
+        one.bound(*one.tensors)
     return outs
 
 

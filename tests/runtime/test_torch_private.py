@@ -150,6 +150,13 @@ def test_dispatch_modes_are_counted() -> None:
         assert private.dispatch_modes() == 2
 
 
+def test_profiling_is_true_while_a_profile_is_recorded() -> None:
+    assert not private.profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiling()
+    assert not private.profiling()
+
+
 def test_in_backward_is_true_for_hooks_and_formulas_alone() -> None:
     found: list[bool] = []
     x = torch.ones(2, requires_grad=True)

@@ -20,6 +20,7 @@ from layoutc.runtime.dispatch import einsum
 from layoutc.runtime.dispatch import handlers as dispatch
 from layoutc.runtime.dispatch.handlers import Args, Kwargs
 from layoutc.runtime.dispatch.written_by_ranks import WRITES, refuse_flat_parameters
+from layoutc.runtime.product_mode import read_as
 from layoutc.runtime.products import autograd, experts
 from layoutc.runtime.sharding import registry, shards
 from layoutc.runtime.torch_private import in_backward, tree_leaves, tree_map
@@ -129,8 +130,7 @@ def _product(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         if isinstance(operand, CastOnGather):
             is_left = position == first or func is aten.linear.default
             wanted = "rowwise" if is_left != operand.is_transposed else "columnwise"
-            orientations = operand.LAYOUT.orientations
-            operand = operand.in_use((wanted,) if wanted in orientations else orientations[:1])
+            operand = operand.in_use((read_as(operand, wanted),))
         operands.append(operand)
     handler = dispatch.linear if func is aten.linear.default else dispatch.product
     return handler(func, tuple(operands), kwargs)
