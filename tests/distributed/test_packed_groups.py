@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 import layoutc
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.sharding.packed_group import PackedGroup
+from layoutc.runtime.sharding.registry import parameters
 
 ON_GATHER = "dequantize_on_gather"
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -209,6 +210,40 @@ def is_left_alone() -> None:
 
 def test_what_fsdp2_gathers_itself(two: Ranks) -> None:
     two.run(is_left_alone)
+
+
+def evaluates() -> None:
+    """Without gradients, in inference mode, and in between steps; outputs that FSDP2 makes anew."""
+    model = mixer("fp8_current")
+    trained(model, 1)
+    x = torch.randn(4, 256)
+    expected = model(x).detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with counted() as taken, context():
+            assert torch.equal(model(x), expected)
+        assert len(taken) == 2
+    trained(model, 1)
+    group = next(group for param, group in parameters() if getattr(param, "_module_info", None).module is model[0].up)
+    plain = next(param for param in group.fsdp_params if param._module_info.module is model[0].before)
+    before = plain.all_gather_outputs
+    with torch.no_grad():
+        model[0].before.weight.to_local().fill_(3.0)
+    plain.all_gather_outputs = [torch.empty_like(before[0])]
+    del plain._unsharded_param
+    with counted(lambda: False):
+        model[0].unshard()  # FSDP2 makes the parameter anew
+        model[0].reshard()
+    with torch.no_grad():
+        model[0].before.weight.to_local().fill_(5.0)
+    with counted() as taken:
+        model[0].unshard()
+    assert taken == ["begun"]
+    assert torch.equal(model[0].before.weight.detach(), torch.full((256,), 5.0).bfloat16())
+    model[0].reshard()
+
+
+def test_evaluations_and_parameters_that_are_made_anew(two: Ranks) -> None:
+    two.run(evaluates)
 
 
 def shows() -> None:

@@ -7,7 +7,7 @@ launches that dequantize, by the addresses of all that they read and write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -87,16 +87,16 @@ class Pack:
     received: Tensor | None = None  # FSDP2's gather output, which it frees and allocates
     launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
 
-    def fill(self, sent: Tensor, mesh: Any) -> None:
+    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
         """Copies the planes of all members, one after another, into (nbytes,) uint8: those of the last gather, where
-        they lie, or what their hooks return."""
+        they lie, or what their hooks return. mesh: gives what FSDP2 calls hooks with."""
         if self.sources and all(map(_sends_the_same, self.members)):
             sources = self.sources
             if (copies := self._copies_into(sent)) is not None:
                 copies(sent)
                 return
         else:
-            sources = self._by_hooks(mesh)
+            sources = self._by_hooks(mesh())
         foreach_copy_(list(torch.split_with_sizes(sent, [one.numel() for one in sources])), sources)
 
     def _copies_into(self, sent: Tensor) -> Copies | None:

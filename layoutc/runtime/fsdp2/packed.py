@@ -51,7 +51,7 @@ def send(shard: Any, mesh: Any) -> Sent | None:
     if packed.number:
         return (), packed
     sent = torch.empty(packed.pack.nbytes, dtype=torch.uint8, device=shard.device)
-    packed.pack.fill(sent, mesh)
+    packed.pack.fill(sent, lambda: mesh)
     return (sent,), packed
 
 

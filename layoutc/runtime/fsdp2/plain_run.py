@@ -27,20 +27,17 @@ class PlainRun:
     start: int  # in a rank's row, in bytes
     dtype: torch.dtype
     numels: list[int]  # of a rank
-    outputs: list[Tensor]  # (ranks, numel) of the whole parameters, which FSDP2 frees and allocates
     _in: Kept = field(default_factory=dict)
     _out: Kept = field(default_factory=dict)
 
     @classmethod
     def of(cls, param: Any, start: int, dtype: torch.dtype, numel: int) -> PlainRun:
         """That of one FSDPParam."""
-        return cls([param], start, dtype, [numel], [gathered.plain_output_of(param).view(-1, numel)])
+        return cls([param], start, dtype, [numel])
 
     def with_next(self, param: Any, numel: int) -> PlainRun:
         """With the one that follows."""
-        other = PlainRun.of(param, self.stop, self.dtype, numel)
-        params, numels, outputs = self.params + other.params, self.numels + other.numels, self.outputs + other.outputs
-        return PlainRun(params, self.start, self.dtype, numels, outputs)
+        return PlainRun([*self.params, param], self.start, self.dtype, [*self.numels, numel])
 
     @property
     def stop(self) -> int:
@@ -63,16 +60,17 @@ class PlainRun:
 
     def arrive(self, received: Tensor) -> None:
         """Allocates and writes the whole parameters, from the rows of all ranks, (ranks * nbytes,) uint8."""
-        for output in self.outputs:
+        outputs = [gathered.plain_output_of(param) for param in self.params]
+        for output in outputs:
             gathered.allocate(output)
-        ranks, outputs = self.outputs[0].shape[0], self.outputs
+        ranks = outputs[0].numel() // self.numels[0]
         copies = _kept(self._out, outputs, received.device, lambda: copies_out(outputs, self.starts(), ranks, received))
         if copies is not None:
             copies(received)
             return
         values = received.view(ranks, -1)[:, self.start : self.stop].view(self.dtype)
         with keeping_version(*outputs):
-            torch.split_with_sizes_copy(values, self.numels, 1, out=outputs)
+            torch.split_with_sizes_copy(values, self.numels, 1, out=[output.view(ranks, -1) for output in outputs])
 
 
 def _kept(kept: Kept, tensors: list[Tensor], device: torch.device, make: Callable[[], Copies | None]) -> Copies | None:

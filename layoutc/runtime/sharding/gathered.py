@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of weights that it has gathered. With `registry`, the only module that reads its private names."""
+"""What FSDP2 keeps of weights that it has gathered. Only `registry` and `packed_group` read its private names too."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ pack is copied into what the rank sends, and dequantized from where it has arriv
 FSDP2 would send, in its order, so each rank may gather in one way or the other. The first gather is FSDP2's, and so are
 those in CUDA graphs, under transforms, and of groups that have something else in them.
 
-With `registry` and `gathered`, the only module that reads FSDP2's private names.
+With `registry` and `gathered` the only module that reads FSDP2's private names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
@@ -43,8 +43,8 @@ class Pack(Protocol):
 
     nbytes: int
 
-    def fill(self, sent: Tensor, mesh: Any) -> None:
-        """Copies what this rank sends into (nbytes,) uint8."""
+    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
+        """Copies what this rank sends into (nbytes,) uint8. mesh: gives what FSDP2 calls hooks with."""
 
     def arrive(self, received: Tensor, start: int, row: int) -> None:
         """Dequantizes what all ranks have sent: `row` bytes of each, in which the pack begins at `start`."""
@@ -113,6 +113,9 @@ class PackedGroup(FSDPParamGroup):
             return False
         return transform() is None and not capturing(self.device)
 
+    def _mesh_of_hooks(self) -> Any:
+        return self.fsdp_params[0].shard_mesh_from_root
+
     def _labelled(self, label: str) -> AbstractContextManager[Any]:
         """What shows in profiles as FSDP2's own gathers do."""
         return torch.profiler.record_function(self._with_fqn(label)) if profiling() else nullcontext()
@@ -128,7 +131,7 @@ class PackedGroup(FSDPParamGroup):
             sent = output.narrow(0, row.nbytes * group.rank(), row.nbytes)
             for run in row.runs:
                 run.fill(sent)
-            pack.fill(sent[row.start : row.start + pack.nbytes], self.fsdp_params[0].shard_mesh_from_root)
+            pack.fill(sent[row.start : row.start + pack.nbytes], self._mesh_of_hooks)
         gathers.wait_stream(copies)
         with self.device_handle.stream(gathers):
             work = comm(output_tensor=output, input_tensor=sent, group=group, async_op=async_op)

@@ -1,4 +1,4 @@
-"""The registry of shards that FSDP2 holds: with `gathered`, the only module that reads FSDP2's private names.
+"""The registry of shards that FSDP2 holds: only `gathered` and `packed_group` read FSDP2's private names too.
 
 FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
 for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
