@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import layoutc
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.sharding.packed_group import PackedGroup
+from layoutc.runtime.fsdp2.packed_group import PackedGroup
 from layoutc.runtime.sharding.registry import parameters
 
 ON_GATHER = "dequantize_on_gather"

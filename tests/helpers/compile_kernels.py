@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import layoutc.recipes
-from layoutc.runtime.kernels import amaxes, batches, conversion_checks, launch, rank_chunks, rank_sums
+from layoutc.runtime.kernels import amaxes, batches, conversion_checks, copies, launch, rank_chunks, rank_sums
 from layoutc.runtime.triton import batch, reductions
 from layoutc.runtime.triton.kernels import dequantize_kernel, lay_out_kernel, quantize_kernel
 
@@ -126,6 +126,12 @@ def amax_variants() -> Iterator[tuple[str, Any, dict[str, Any], Tile, str]]:
     constants = {"TILE": rank_sums.TILE, "DIVIDE": False}
     yield "rank_sum bf16", reductions.rank_sum_kernel, constants, tile, "bf16"
     yield "rank_chunks bf16", batch.rank_chunks_kernel, {"TILE": rank_chunks.TILE}, tile, "bf16"
+    for source in (tl.float32, tl.bfloat16, tl.int64):
+        dtype = tl.int64 if source == tl.int64 else tl.bfloat16
+        constants = {"TILE": copies.TILE, "SOURCE": source, "DTYPE": dtype}
+        yield f"copy_in {source}", batch.copy_in_kernel, constants, (1, copies.TILE, 1, copies.WARPS, None), "bf16"
+    tile = (1, copies.TILE, 1, copies.WARPS, None)
+    yield "copy_out bf16", batch.copy_out_kernel, {"TILE": copies.TILE}, tile, "bf16"
 
 
 def compiled(
@@ -150,6 +156,8 @@ def compiled(
         "x": f"*{dtype}",
         "out": "*fp32" if "DIVIDE" in fixed else f"*{dtype}",
         "parts": f"*{dtype}",
+        "sent": "*u8",
+        "received": "*u8",
         "number": "fp32",
         "table": "*i64",
         "input_max": "fp32",

@@ -126,7 +126,7 @@ def _pack_of(awaited: Sequence[Any], group: Any) -> Pack:
 def _carry(group: Any, pack: Pack) -> None:
     """Has the group gather the pack in fewer steps than FSDP2 takes."""
     try:
-        from layoutc.runtime.sharding import packed_group
+        from layoutc.runtime.fsdp2 import packed_group
     except ImportError:  # of a name of FSDP2's that this torch does not have
         return
     packed_group.carry(group, pack)

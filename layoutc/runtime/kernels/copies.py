@@ -32,8 +32,7 @@ def copies_in(sources: Sequence[Tensor], starts: Sequence[int], dtype: torch.dty
     """
     if not (launch.usable(row) and batches.fit(sources)):
         return None
-    from layoutc.runtime.triton.batch import DTYPES
-    from layoutc.runtime.triton.copies import copy_in_kernel
+    from layoutc.runtime.triton.batch import DTYPES, copy_in_kernel
 
     source = sources[0].dtype
     if source not in DTYPES or dtype not in DTYPES or source not in (dtype, torch.float32):
@@ -50,8 +49,7 @@ def copies_out(targets: Sequence[Tensor], starts: Sequence[int], ranks: int, row
     """
     if not (launch.usable(rows) and batches.fit(targets)):
         return None
-    from layoutc.runtime.triton.batch import DTYPES
-    from layoutc.runtime.triton.copies import copy_out_kernel
+    from layoutc.runtime.triton.batch import DTYPES, copy_out_kernel
 
     dtype = targets[0].dtype
     if dtype not in DTYPES:

@@ -3,8 +3,8 @@
 A table is int64. It begins with ROWS numbers of 32 bits: the first program of each matrix; entries past the last matrix
 are larger than any program. Then come fields, each with an entry for each of ROWS matrices: rows, columns, one more
 number, and addresses in the order of the kernel's arguments (of x and then planes, or of planes and then buffers). The
-extra number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover. Matrices are
-contiguous.
+extra number is the index of the matrix's first amax; if the kernel lays out, the columns that tiles cover; if it
+copies, where the matrix begins in what a rank sends. Matrices are contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from layoutc.runtime.triton.reductions import raise_amax
-from layoutc.runtime.triton.tiles import tile_at
+from layoutc.runtime.triton.tiles import tile_at, to_dtype
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int64: tl.int64}
 
@@ -130,3 +130,52 @@ def rank_chunks_kernel(
     at = rank * chunk + i
     values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0.0)
     tl.store(out + rank * row + start + i, values, mask=i < chunk)
+
+
+@triton.jit
+def copy_in_kernel(
+    table,
+    sent,  # the row of this rank: bytes
+    SOURCE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """sent[start + i] = tensor[i], as DTYPE, which is SOURCE unless that is fp32. Each program copies a tile.
+
+    ALIGNED: all numbers and addresses of the table are multiples of 16.
+    """
+    fields, _, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)
+    i = first + tl.arange(0, TILE)
+    values = tl.load(matrix_at(fields, SOURCE, ROWS, ALIGNED) + i, mask=i < numel)
+    if SOURCE != DTYPE:
+        values = to_dtype(values, DTYPE, HARDWARE)
+    tl.store(sent.to(tl.pointer_type(DTYPE)) + _start(fields, ROWS, ALIGNED) + i, values, mask=i < numel)
+
+
+@triton.jit
+def copy_out_kernel(
+    table,
+    received,  # the rows of all ranks: bytes
+    row,  # elements of one
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """tensor[rank * numel + i] = received[rank, start + i]. ALIGNED: as of copy_in_kernel."""
+    fields, rank, first, _, numel = member_of(table, 1, TILE, ROWS, ALIGNED)
+    i = first + tl.arange(0, TILE)
+    at = received.to(tl.pointer_type(DTYPE)) + rank * row + _start(fields, ROWS, ALIGNED) + i
+    values = tl.load(at, mask=i < numel)
+    tl.store(matrix_at(fields, DTYPE, ROWS, ALIGNED) + rank * numel + i, values, mask=i < numel)
+
+
+@triton.jit
+def _start(fields, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    start = tl.load(fields + 2 * ROWS)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start

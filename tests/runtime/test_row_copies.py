@@ -1,0 +1,107 @@
+"""What copies tensors into what ranks send and out of what all have sent, under Triton's interpreter: torch's bytes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from layoutc.runtime.kernels import launch
+from layoutc.runtime.kernels.copies import WORD, as_words, copies_in, copies_out
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+SIZES = st.lists(st.sampled_from([1, 3, 16, 100, 2048, 2049, 5000]), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "usable", lambda *_: True)
+
+
+def values_of(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Of all sizes, with ties between bf16 values, infinities and -0."""
+    generator = torch.Generator().manual_seed(seed + numel)
+    values = torch.randn(numel, generator=generator) * torch.logspace(-30, 30, numel)
+    special = [-0.0, float("inf"), -float("inf"), 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38]
+    for at, value in enumerate(special[:numel]):
+        values[at] = value
+    return values.to(dtype)
+
+
+def placed(sizes: list[int], first: int) -> list[int]:
+    return [*accumulate(sizes[:-1], initial=first)]
+
+
+CASES = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+
+@settings(deadline=None, max_examples=20)
+@given(SIZES, st.sampled_from([0, 8, 5]), st.sampled_from(CASES))
+def test_a_rank_sends_what_torch_would_copy(
+    sizes: list[int], first: int, case: tuple[torch.dtype, torch.dtype]
+) -> None:
+    source, dtype = case
+    tensors = [values_of(size, source, at) for at, size in enumerate(sizes)]
+    row = torch.full(((sum(sizes) + first + 7) * dtype.itemsize,), 7, dtype=torch.uint8)
+    expected = row.clone()
+    expected.view(dtype)[first : first + sum(sizes)] = torch.cat([tensor.to(dtype) for tensor in tensors])
+    copies = copies_in(tensors, placed(sizes, first), dtype, row)
+    assert copies is not None
+    for _ in range(2):
+        copies(row)
+        assert torch.equal(row, expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(SIZES, st.sampled_from([0, 8, 5]), st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_whole_tensors_have_the_parts_of_all_ranks(
+    sizes: list[int], first: int, ranks: int, dtype: torch.dtype
+) -> None:
+    row = (sum(sizes) + first + 3) * dtype.itemsize
+    rows = torch.randint(0, 255, (ranks * row,), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
+    tensors = [torch.zeros(ranks * size, dtype=dtype) for size in sizes]
+    starts = placed(sizes, first)
+    copies = copies_out(tensors, starts, ranks, rows)
+    assert copies is not None
+    copies(rows)
+    seen = rows.view(ranks, row).view(dtype)
+    for tensor, start, size in zip(tensors, starts, sizes, strict=True):
+        expected = seen[:, start : start + size].contiguous().view(-1)
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_codes_are_copied_as_words() -> None:
+    codes = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (16, 64, 4096)]
+    words = as_words(codes)
+    assert words is not None
+    row = torch.zeros(5000 * 8, dtype=torch.uint8)
+    copies = copies_in(words, placed([2, 8, 512], 3), WORD, row)
+    assert copies is not None
+    copies(row)
+    assert torch.equal(row[24 : 24 + 4176], torch.cat(codes))
+    assert as_words([codes[0], codes[1][:5]]) is None
+    assert as_words([codes[0][3:11]]) is None
+
+
+def test_what_no_kernel_copies() -> None:
+    row = torch.zeros(4096, dtype=torch.uint8)
+    strided = torch.zeros(8, 8).t()
+    for tensors, dtype in (
+        ([strided], torch.float32),
+        ([torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)], torch.bfloat16),
+        ([torch.zeros(4, dtype=torch.bfloat16)], torch.float32),
+        ([torch.zeros(0)], torch.float32),
+        ([torch.zeros(4, dtype=torch.float64)], torch.float64),
+    ):
+        assert copies_in(tensors, [0] * len(tensors), dtype, row) is None
+    assert copies_out([torch.zeros(4, dtype=torch.float64)], [0], 2, row) is None
