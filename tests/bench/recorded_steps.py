@@ -94,8 +94,8 @@ ON_H100S = """
 4096 1 2 24 eager: fp8_current+low 262.6, fp8_current+low+exchange 194.2
 4096 1 2 sockets eager: bf16 922.1, bf16+exchange 850.8, nvfp4 591.9, nvfp4+exchange 567.9
 """
-# On two H100s, on three machines: steps whose weights are dequantized on gather, and those beside them, which took turns
-# as called; none is fitted to.
+# On two H100s, on three machines: steps whose weights are dequantized on gather, and those beside them, which took
+# turns as called; none is fitted to.
 ON_GATHER = """
 512 1 2 NVLink compiled: bf16 60.7 62.5 73.1 69.0 67.3, bf16+exchange 55.8 62.7, mxfp8+exchange 84.8
 512 1 2 NVLink compiled: nvfp4+on_gather+exchange 53.9 66.9 62.9, fp8_block+on_gather+exchange 50.9 63.1 58.0
