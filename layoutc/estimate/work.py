@@ -42,11 +42,9 @@ class Use:
     @property
     def problem(self) -> str:
         """Why weights can't be used so, and what works; "" if they can."""
-        if not self.on_gather or self.plan is None:
+        if self.plan is None or not (self.on_gather and self.low):
             return ""
-        if self.low:
-            return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
-        return ""
+        return "weights that are dequantized on gather have no products in low precision; leave out one of the two"
 
     def exchanges(self, ranks: int) -> bool:
         """Whether gradients are exchanged among so many ranks; one has nobody to exchange with."""

@@ -51,8 +51,8 @@ def of(weight: Weight) -> Mode:
 def read_as(weight: Weight, orientation: str) -> str:
     """The orientation whose values are multiplied, where those of one are asked for: the first one of recipes that
     don't have it; and of weights that are dequantized on gather, whose gathers leave the same values in both passes."""
-    orientations = tuple(weight.LAYOUT.sources)
-    return orientation if orientation in orientations and weight._products != ON_GATHER else orientations[0]
+    sources = weight.LAYOUT.sources
+    return orientation if orientation in sources and weight._products != ON_GATHER else next(iter(sources))
 
 
 def setting(weight: Weight) -> str:

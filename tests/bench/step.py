@@ -216,7 +216,8 @@ def measured(trial: Trial, options: argparse.Namespace, device: torch.device) ->
     if (options.profile or options.trace) and device.type == "cuda":
         name = f"{trial.variant}_batch_{trial.batch}".replace(":", "_")
         trace = Path(options.trace, f"{name}.json.gz") if options.trace else None
-        parts = _parts(lambda: trial.take(1, device), trace)
+        with trial.mode(), torch.cuda.stream(trial.stream) if trial.stream else nullcontext():
+            parts = _parts(trial.step, trace)
     times, held = trial.times, trial.held
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     fifth = -(-len(times) // 5)
@@ -275,7 +276,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _parts(step: Callable[[], None], trace: Path | None) -> dict[str, float]:
+def _parts(step: Callable[[], Tensor], trace: Path | None) -> dict[str, float]:
     """Milliseconds of the card in one step, by kind of kernel, and how many of them nothing of another kind covers.
 
     Idle is what no kernel covers. The first rank writes the trace.

@@ -149,6 +149,43 @@ def test_gathers_ahead_of_time(two: Ranks) -> None:
     two.run(gathers_early)
 
 
+class OwnGather:
+    """A user's collective: counts the bytes that it is asked for, and sends them by torch's."""
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+        self.sent: list[int] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.allocated.append(made.nbytes)
+        return made
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.sent.append(input_tensor.nbytes)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def by_a_users_collective() -> None:
+    """Which is asked for the same bytes in both ways."""
+    seen = []
+    for allowed in (False, True):
+        model, own = mixer("fp8_current"), OwnGather()
+        for layer in model:
+            layer.set_custom_all_gather(own)
+        with counted(lambda allowed=allowed: allowed) as taken:
+            seen.append(trained(model))
+        assert bool(taken) is allowed
+        assert own.allocated == [2 * nbytes for nbytes in own.sent]
+        seen.append([torch.tensor(own.sent)])
+    assert same(seen[0], seen[2])
+    assert same(seen[1], seen[3])
+
+
+def test_a_users_collective_sends_the_same_bytes(two: Ranks) -> None:
+    two.run(by_a_users_collective)
+
+
 def other_shards() -> None:
     """Weights that are loaded, assigned or replaced between gathers, and parameters that are moved."""
     model, source = mixer("nvfp4"), mixer("nvfp4", seed=1)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from layoutc.runtime.fsdp2 import hooks, on_gather
-from layoutc.runtime.fsdp2.pack import Member, Pack, Slot, is_filling
+from layoutc.runtime.fsdp2.pack import ALIGNED, Member, Pack, Slot, is_filling
 from layoutc.runtime.fsdp2.wire import Route
 from layoutc.runtime.parts import Parts
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.sharding.registry import Sharding, find
 
 Sent = tuple[tuple[Tensor, ...], Any]
-_ALIGNED = 16  # bytes that kernels move at a time
 
 
 class Packed(NamedTuple):
@@ -136,4 +135,4 @@ def _fits(param: Any, sharding: Sharding, route: Route) -> bool:
     """True if each rank sends whole blocks of rows, and planes of multiples of 16 bytes, of a shard on the device."""
     if route.world == 1 or sharding.dim or route.slots or gathered.is_offloaded(param):
         return False
-    return all(leg.joined is None and leg.sent * leg.width % _ALIGNED == 0 for leg in route.legs.values())
+    return all(leg.joined is None and leg.sent * leg.width % ALIGNED == 0 for leg in route.legs.values())

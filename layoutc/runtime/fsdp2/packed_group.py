@@ -10,54 +10,32 @@ With `registry` and `gathered` the only module that reads FSDP2's private names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 
 from layoutc.runtime.captures import capturing
+from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
 from layoutc.runtime.fsdp2.plain_run import PlainRun
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import profiling, transform
 
-ALIGNED = 16  # bytes: where a pack begins in what a rank sends, and how long that is
 _RESULT = (
     *("all_gather_output", "all_gather_event", "all_gather_work"),
     *("param_all_gather_input_dtypes", "param_all_gather_input_numels", "all_gather_input_split_sizes"),
 )
 _OF_GROUP = (
-    *("unshard", "wait_for_unshard", "is_sharded", "_to_unsharded", "_wait_all_gather_streams_on_event"),
-    *("_all_gather_process_group", "_with_fqn"),
+    *("_all_gather_process_group", "_all_gather_comm", "_all_gather_result", "_sharded_state", "_training_state"),
+    *("_reshard_after_forward_event", "unshard_in_backward", "fsdp_params", "device", "device_handle", "comm_ctx"),
+    *("_to_unsharded", "_wait_all_gather_streams_on_event", "_with_fqn"),
 )
-
-
-class Pack(Protocol):
-    """The weights of a group that travel together, as their group gathers them."""
-
-    nbytes: int
-
-    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
-        """Copies what this rank sends into (nbytes,) uint8. mesh: gives what FSDP2 calls hooks with."""
-
-    def arrive(self, received: Tensor, start: int, row: int) -> None:
-        """Dequantizes what all ranks have sent: `row` bytes of each, in which the pack begins at `start`."""
-
-
-class Run(Protocol):
-    """Plain parameters that travel next to one another."""
-
-    def fill(self, sent: Tensor) -> None:
-        """Copies this rank's parts into what it sends, (row,) uint8."""
-
-    def arrive(self, received: Tensor) -> None:
-        """Makes the parameters whole from what all ranks have sent, (ranks * row,) uint8."""
 
 
 class Row(NamedTuple):
@@ -65,7 +43,7 @@ class Row(NamedTuple):
 
     nbytes: int
     start: int  # of the pack, in bytes
-    runs: Sequence[Run]
+    runs: Sequence[PlainRun]
     metadata: tuple[Any, Any, Any]  # the last fields of FSDP2's result
 
 
@@ -170,23 +148,21 @@ def carry(group: Any, pack: Pack) -> None:
 
     A group of a class of somebody else's, or of a torch that gathers in other steps, is left as it is.
     """
-    if type(group) in (FSDPParamGroup, PackedGroup) and _KNOWN:
+    if type(group) in (FSDPParamGroup, PackedGroup) and _is_known(group):
         group.__class__ = PackedGroup
         group._pack, group._row = pack, None
 
 
-def _is_known() -> bool:
+def _is_known(group: Any) -> bool:
     """True if this torch has what is used here, under the names and with the parameters that are known."""
     return (
         AllGatherResult._fields == _RESULT
         and AllGatherState._fields == ("all_gather_result", "event")
-        and all(hasattr(FSDPParamGroup, name) for name in _OF_GROUP)
+        and all(hasattr(group, name) for name in _OF_GROUP)
+        and hasattr(group.comm_ctx, "get_all_gather_streams")
         and list(signature(FSDPParamGroup.unshard).parameters) == ["self", "async_op"]
         and list(signature(FSDPParamGroup.wait_for_unshard).parameters) == ["self"]
     )
-
-
-_KNOWN = _is_known()
 
 
 def _row_of(result: AllGatherResult, params: Sequence[Any], pack: Pack) -> Row | None:

@@ -23,8 +23,8 @@ def set_products_(model: nn.Module, mode: OwnMode | None, *, filter_fn: Filter |
     "dequantize_on_gather": FSDP2 gathers codes, and each gather dequantizes the weights of a group in one launch. A
     gathered weight is a plain tensor then, as that of any other model: compiled graphs and other software see it as
     such, at a lower cost of the host than those of a plain model, and in as much gathered memory. The values are those
-    that forward has with "dequantize", to the bit, and backward has the same ones: of recipes whose passes gather
-    different codes (mxfp8, fp8_rowwise), forward's codes are gathered for both.
+    that forward has with "dequantize", to the bit, and backward has the same ones: where the passes of a
+    recipe gather different codes, forward's are gathered for both.
     Write into the sharded parameter: what is written into a gathered weight is lost, and the next gather refuses to
     go on.
     filter_fn(module, fully qualified name): chooses modules; default: all. Weights that are cast on gather are weights
