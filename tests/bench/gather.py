@@ -1,28 +1,31 @@
 """What a gather costs under FSDP2: in bf16, with planes as they are, and with each weight as one interleaved payload.
 
-    torchrun --nproc-per-node 4 tests/bench/gather.py [--nccl-memory | --copies] [--json FILE]
+    torchrun --nproc-per-node 4 tests/bench/gather.py [--block llama-70b] [--nccl-memory | --copies] [--json FILE]
 
-A transformer block's seven weights (4096 wide, 14336 in the feed-forward layer) are sharded as one group; timed are
-unshard, wait and reshard, forward's planes, on the card (median of runs, all ranks in step) and on the host alone.
+A transformer block's seven weights are sharded as one group; timed are unshard, wait and reshard, forward's planes, on
+the card (median of runs, all ranks in step) and on the host alone. Each form takes turns with bf16, since hosts are now
+fast and now slow; its bf16 is that of its own turns.
 --nccl-memory lets NCCL allocate what it sends from and receives into (FSDP2's
 set_allocate_memory_from_process_group_for_comm). With --copies each rank copies the others' parts out of symmetric
 memory in place of NCCL's all-gather (FSDP2's set_custom_all_gather), which the card's copy engines do. The
 interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
 group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
-"values" are of weights that are dequantized on gather: all planes of the group in one tensor, and then bf16.
+"values" are of weights that are dequantized on gather: all planes of the group in one tensor, and then bf16. "cast"
+are planes of bf16 weights that each gather quantizes, and "cast values" both.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,18 +39,30 @@ import layoutc
 from layoutc.runtime.sharding import registry
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_block", "fp8_current", "mxfp8_2d")
-SIZES = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]
-WARM, RUNS = 5, 30
+FORMS = ("planes", "interleaved", "values", "cast", "cast values")
+BLOCKS = {  # (rows, columns); of "square", k and v are as large as q
+    "square": [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)],
+    "llama-8b": [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)],
+    "llama-70b": [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)],
+}
+WARM, RUNS, TURNS = 5, 10, 4
+Sizes = list[tuple[int, int]]
 
 
-def block(recipe: str | None, device: torch.device, on_gather: bool = False) -> nn.Module:
-    """The weights, random, in bf16 or a recipe, sharded as one group; on_gather: dequantized when they arrive."""
+def plain(sizes: Sizes, device: torch.device) -> nn.Sequential:
+    """The weights, random, in bf16."""
     torch.manual_seed(0)
     with torch.device(device):
-        layers = nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES])
+        return nn.Sequential(*[nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in sizes])
+
+
+def block(sizes: Sizes, recipe: str | None, form: str, device: torch.device) -> nn.Module:
+    """The weights in bf16 or a recipe, sharded as one group."""
+    layers = plain(sizes, device)
     if recipe is not None:
-        layoutc.quantize_(layers, recipe)
-    if on_gather:
+        convert = layoutc.cast_on_gather_ if form.startswith("cast") else layoutc.quantize_
+        convert(layers, recipe)
+    if form.endswith("values"):
         layoutc.set_products_(layers, "dequantize_on_gather")
     fully_shard(layers)
     return layers
@@ -87,12 +102,12 @@ class Copies(AllGather):
 COPIES = Copies()
 
 
-def configured(module: Any) -> Any:
+def configured(module: Any, options: argparse.Namespace) -> Any:
     """The module, with the memory and the all-gather that were asked for."""
-    if "--copies" in sys.argv:
+    if options.copies:
         module.set_custom_all_gather(COPIES)
     else:
-        module.set_allocate_memory_from_process_group_for_comm("--nccl-memory" in sys.argv)
+        module.set_allocate_memory_from_process_group_for_comm(options.nccl_memory)
     return module
 
 
@@ -122,10 +137,10 @@ def interleaved(cls: Any) -> Callable[[], None]:
     return undo
 
 
-def timed(module: Any) -> dict[str, float]:
-    """Medians in us: of a gather on the card, the slowest rank's, and of the host's part of it."""
+def times(module: Any, runs: int) -> tuple[list[float], list[float]]:
+    """us of gathers, on the card and of the host's part of them."""
     card, host = [], []
-    for run in range(WARM + RUNS):
+    for _ in range(runs):
         dist.barrier()
         torch.cuda.synchronize()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -136,12 +151,22 @@ def timed(module: Any) -> dict[str, float]:
         stop.record()
         module.reshard()
         torch.cuda.synchronize()
-        if run >= WARM:
-            card.append(start.elapsed_time(stop) * 1e3)
-            host.append(spent * 1e6)
-    found = torch.tensor([statistics.median(card), statistics.median(host)], device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return {"card_us": round(found[0].item(), 1), "host_us": round(found[1].item(), 1)}
+        card.append(start.elapsed_time(stop) * 1e3)
+        host.append(spent * 1e6)
+    return card, host
+
+
+def timed(modules: list[Any]) -> list[dict[str, float]]:
+    """Medians in us of each, which take turns: of a gather on the card, the slowest rank's, and of the host's part."""
+    found: list[tuple[list[float], list[float]]] = [([], []) for _ in modules]
+    for _ in range(TURNS):
+        for module, (card, host) in zip(modules, found, strict=True):
+            times(module, WARM)
+            for kept, new in zip((card, host), times(module, RUNS), strict=True):
+                kept += new
+    medians = torch.tensor([[statistics.median(one) for one in pair] for pair in found], device="cuda")
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return [{"card_us": round(card, 1), "host_us": round(host, 1)} for card, host in medians.tolist()]
 
 
 def correct(module: Any, reference: list[Any]) -> None:
@@ -158,44 +183,44 @@ def correct(module: Any, reference: list[Any]) -> None:
 
 def main() -> None:
     """Prints a table on rank 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--block", choices=sorted(BLOCKS), default="square")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--nccl-memory", action="store_true")
+    parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    world = dist.get_world_size()
+    world, sizes = dist.get_world_size(), BLOCKS[options.block]
     rows: list[dict[str, Any]] = []
-
-    def note(recipe: str, form: str, figures: dict[str, float], nbytes: float) -> None:
-        rows.append({"recipe": recipe, "form": form, "world": world, "bytes_per_element": nbytes, **figures})
-        if dist.get_rank() == 0:
-            line = f"{recipe:<12} {form:<12} {nbytes:7.4f} B/element {figures['card_us']:9.1f} us"
-            print(f"{line} {figures['host_us']:9.1f} us host", flush=True)
-
-    module: Any = configured(block(None, device))
-    note("bf16", "plain", timed(module), 2.0)
-    del module
-    elements = sum(prod(size) for size in SIZES)
-    for recipe in RECIPES:
+    bf16: Any = configured(block(sizes, None, "", device), options)
+    elements = sum(prod(size) for size in sizes)
+    for recipe in options.recipes:
         cls = importlib.import_module(f"layoutc.recipes.{recipe}").Tensor
-        torch.manual_seed(0)
-        with torch.device(device):
-            plain = [nn.Linear(k, m, bias=False, dtype=torch.bfloat16) for m, k in SIZES]
         quantize = importlib.import_module(f"layoutc.recipes.{recipe}").quantize
-        whole = [quantize(layer.weight.detach()) for layer in plain]
-        del plain
-        sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in SIZES) / elements
-        for form in ("planes", "interleaved", "values"):
+        whole = [quantize(layer.weight.detach()) for layer in plain(sizes, device)]
+        sent = sum(cls.LAYOUT.gather(*size, world, "forward").nbytes for size in sizes) / elements
+        for form in options.forms:
             undo = interleaved(cls) if form == "interleaved" else lambda: None
-            module = configured(block(recipe, device, form == "values"))
+            module = configured(block(sizes, recipe, form, device), options)
             correct(module, whole)
-            note(recipe, form, timed(module), sent)
+            plainly, figures = timed([bf16, module])
             undo()
             del module
+            for name, how, nbytes, found in (("bf16", "plain", 2.0, plainly), (recipe, form, sent, figures)):
+                rows.append({"recipe": name, "form": how, "world": world, "bytes_per_element": nbytes, **found})
+            if dist.get_rank() == 0:
+                line = f"{recipe:<12} {form:<12} {sent:7.4f} B/element {figures['card_us']:9.1f} us"
+                line += f" {figures['host_us']:9.1f} us host; bf16 {plainly['card_us']:.1f}, {plainly['host_us']:.1f};"
+                print(f"{line} {plainly['card_us'] / figures['card_us']:.2f} times as fast", flush=True)
         registry._shardings.clear()
         torch.cuda.empty_cache()
-    if dist.get_rank() == 0 and "--json" in sys.argv:
-        with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
-            ran = {"kind": "gather", "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-            json.dump({**ran, "world": world, "rows": rows}, file, indent=1)
+    if dist.get_rank() == 0 and options.json:
+        ran = {"kind": "gather", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "world": world}
+        options.json.write_text(json.dumps({**ran, "block": options.block, "rows": rows}, indent=1), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

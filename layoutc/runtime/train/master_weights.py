@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from layoutc.runtime.dispatch import update_warnings
@@ -20,6 +21,8 @@ from layoutc.runtime.train import inner_optimizer, replaced_parameters
 from layoutc.runtime.train.steps import Entry, Gradients, WriteBack, is_moved, local_of, stamp
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
+
+KEPT = ("_kept", "_gradients", "_rewriting")  # attributes that are worked out anew in copies
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -76,6 +79,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner = optimizer_class(inner_groups, **options)
         inner_optimizer.own_options(self.inner.param_groups)
         super().__init__(groups, self.inner.defaults)
+        self._step_masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As Optimizer.add_param_group. Makes masters for the new parameters."""
@@ -86,6 +90,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._places |= replaced_parameters.places(added["params"])
             self.inner.add_param_group({**added, "params": [self._masters[p] for p in added["params"]]})
             inner_optimizer.own_options(self.inner.param_groups[-1:])
+            self._step_masters()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -146,7 +151,7 @@ class MasterWeights(torch.optim.Optimizer):
         marks = inner_optimizer.marks(self.inner.param_groups)
         switch()
         inner_optimizer.pull_options(self.param_groups, self.inner.param_groups, marks)
-        stepped = [entry for entry in self._entries() if entry.trains and self.inner.state.get(entry.master)]
+        stepped = [entry for entry in self._entries() if entry.trains and self.inner.state.get(entry.stepped)]
         WriteBack(stepped)()
         for entry in stepped:
             entry.stamp = stamp(entry.param)
@@ -203,14 +208,25 @@ class MasterWeights(torch.optim.Optimizer):
         for name, value in self.__getstate__().items():
             other.__dict__[name] = copy.deepcopy(value, memo)
         other._loaded = True  # the copied weights have new marks, but were made of the copied masters
+        other._step_copies()
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes, unlike Optimizer's own method. A restored optimizer starts from its masters."""
         self._forget_entries()
-        kept = ("_kept", "_gradients", "_rewriting")
-        state = {name: value for name, value in self.__dict__.items() if name not in kept}
+        state = {name: value for name, value in self.__dict__.items() if name not in KEPT}
         return state | {"_loaded": True, "_places": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_copies()
+
+    def _step_copies(self) -> None:
+        """Of a copy or a restored optimizer: shards of masters were copied apart from them."""
+        self._step_masters()
+        self._forget_entries()
+        for name in KEPT:
+            del self.__dict__[name]
 
     def _adopt(self, params: Iterable[Tensor]) -> None:
         """Makes masters for new parameters. Raises LayoutError for gathered ones."""
@@ -262,12 +278,16 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.no_grad():
                 master.copy_(saved["master"])
             self._coarse.pop(param, None)
-        self.inner.state.pop(master, None)
+        shard = inner_optimizer.steps_shard(self.inner, master)
+        stepped = local_of(master) if shard else master
+        self.inner.state.pop(stepped, None)
         values = {
-            name: inner_optimizer.to_device_of(master, name, value) for name, value in saved.items() if name != "master"
+            name: inner_optimizer.value_for(master, stepped, name, value)
+            for name, value in saved.items()
+            if name != "master"
         }
         if values:
-            self.inner.state[master].update(values)
+            self.inner.state[stepped].update(values)
 
     def _check_parameters(self) -> None:
         """Raises LayoutError, on all ranks, for parameters that have changed their kind since their masters were
@@ -292,7 +312,7 @@ class MasterWeights(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         if len(params) != len(self._kept) or not all(map(is_, params, [entry.param for entry in self._kept])):
             self._forget_entries()
-            self._kept = [Entry(param, self._masters[param], self._written[param]) for param in params]
+            self._kept = [Entry(param, self._masters[param], self.inner, self._written[param]) for param in params]
         return self._kept
 
     def _forget_entries(self) -> None:
@@ -302,39 +322,37 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _refresh_masters(self) -> None:
         """Makes masters for parameters that now train, and renews those of weights that something else has written."""
-        entries = iter(self._entries())
-        for inner in self.inner.param_groups:
-            for position in range(len(inner["params"])):
-                entry = next(entries)
-                param, now = entry.param, stamp(entry.param)
-                if not entry.trains:
-                    if not param.requires_grad or (made := self._master(param)) is param:
-                        continue
-                    entry.master = self._masters[param] = inner["params"][position] = made
-                elif entry.stamp == now or is_moved(entry.stamp, now):
+        for entry in self._entries():
+            param = entry.param
+            if not entry.trains:
+                if not param.requires_grad or (made := self._master(param)) is param:
                     continue
-                elif not self._loaded:
+                entry.master = self._masters[param] = made
+            else:
+                now = stamp(param)
+                if entry.stamp == now or is_moved(entry.stamp, now):
+                    continue
+                if not self._loaded:
                     self._take_values(param, entry.master)
                 elif isinstance(local := local_of(param), QuantizedTensor):
                     initial_values.free(local)  # the masters that were loaded win
-                entry.stamp = stamp(param)
+            entry.stamp = stamp(param)
+        self._step_masters()
+
+    def _step_masters(self) -> None:
+        """Makes the inner optimizer step the masters that the parameters have now."""
+        entries = iter(self._entries())
+        for inner in self.inner.param_groups:
+            for position, old in enumerate(inner["params"]):
+                entry = next(entries)
+                if (new := entry.stepped) is not old:
+                    inner_optimizer.step_instead(self.inner, old, new)
+                    inner["params"][position] = new
 
     def _collect_state(self) -> None:
         """Shows the inner optimizer's state, and masters, as the state of the parameters."""
         for entry in self._entries():
-            state = self.inner.state.get(entry.master)
-            if state is None and not entry.trains:
-                continue
-            shown: Any = entry.shown
-            if shown is None or state is not entry.inner or self.state.get(entry.param) is not shown:
-                shown = {"master": entry.master.detach()} if entry.trains else {}
-                self.state[entry.param], entry.shown, entry.inner = shown, shown, state
-            if state is None:
-                continue
-            shown.update(state)
-            if len(shown) != len(state) + entry.trains:
-                for name in shown.keys() - state.keys() - {"master"}:
-                    del shown[name]
+            entry.show(self.inner.state.get(entry.stepped), self.state)
 
     def _write_back(self) -> None:
         """Rewrites the parameters that have a gradient, of groups that move, from their masters."""
@@ -348,9 +366,13 @@ class MasterWeights(torch.optim.Optimizer):
         if self._rewriting is None or not self._rewriting.holds(moved):
             self._rewriting = WriteBack(moved)
         self._rewriting()
+        own = []
         for entry in moved:
             if entry.trains:
                 entry.stamp = stamp(entry.param)
+            elif entry.steps_shard:
+                own.append(entry.param)
+        increment_version(own)  # of DTensors whose shards were stepped, for autograd
 
     def _say_what_is_coarse(self, moved: Iterable[Tensor]) -> None:
         """Warns, once in a process, of masters that are stepped and were made from codes."""

@@ -82,20 +82,19 @@ def follow(optimizer: MasterWeights) -> None:
     belongs to the old shards.
     """
     masters = optimizer._masters
-    owners = {id(master): param for param, master in masters.items()}
     for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
-        for position, (param, master) in enumerate(zip(outer["params"], inner["params"], strict=True)):
+        for position, (param, stepped) in enumerate(zip(outer["params"], inner["params"], strict=True)):
             if param in masters:
                 if (now := _sharded_since(optimizer._places, param)) is None:
                     continue
                 _hand_gradient_over(param, now)
                 outer["params"][position] = param = now
-            old = owners[id(master)]
-            if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(master):
+            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is _shard_of(m))
+            if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(stepped):
                 raise LayoutError(
                     f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place of "
                     f"one of shape {tuple(old.shape)}"
-                    + (", after a step" if optimizer.inner.state.get(master) else "")
+                    + (", after a step" if optimizer.inner.state.get(stepped) else "")
                     + "; create a new optimizer with the parameters that it is to train"
                 )
             was_coarse = old in optimizer._coarse
@@ -143,3 +142,7 @@ def _cut(whole: Tensor, like: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _shard_of(master: Tensor) -> Tensor | None:
+    return master._local_tensor if isinstance(master, DTensor) else None

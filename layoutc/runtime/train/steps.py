@@ -21,6 +21,7 @@ from layoutc.runtime.quantize.prepared import Requantization
 from layoutc.runtime.sharding import meshes, shards
 from layoutc.runtime.sharding.shards import RowSharding
 from layoutc.runtime.torch_private import foreach_copy_
+from layoutc.runtime.train import inner_optimizer
 from layoutc.runtime.weight import initial_values
 from layoutc.runtime.weight.tensor import QuantizedTensor
 
@@ -35,19 +36,26 @@ def local_of(tensor: Tensor) -> Tensor:
 class Entry:
     """A parameter with its master."""
 
-    __slots__ = ("_local", "inner", "master", "param", "shown", "spec", "stamp")
+    __slots__ = ("_local", "_seen", "_shown", "master", "param", "spec", "stamp", "steps_shard")
 
-    def __init__(self, param: Tensor, master: Tensor, stamp: Any) -> None:
+    def __init__(self, param: Tensor, master: Tensor, inner: torch.optim.Optimizer, stamp: Any) -> None:
         self.param, self.master, self.stamp = param, master, stamp
+        self.steps_shard = inner_optimizer.steps_shard(inner, master)
         self._local: Tensor | None = None  # of a parameter that is not a DTensor
         self.spec: Any = None  # of gradients that are cut as the master
-        self.inner: dict[str, Any] | None = None  # the inner optimizer's state of the master
-        self.shown: dict[str, Any] | None = None  # the same as users see it, with the master
+        self._shown: dict[str, Any] | None = None  # the inner optimizer's state as users see it, with the master
+        self._seen: tuple[Any, ...] = ()  # what both held when it was last shown
 
     @property
     def trains(self) -> bool:
         """False for a parameter that is its own master."""
         return self.master is not self.param
+
+    @property
+    def stepped(self) -> Tensor:
+        """What the inner optimizer steps: the master, or its shard."""
+        master: Any = self.master
+        return master._local_tensor if self.steps_shard else master  # type: ignore[no-any-return]
 
     @property
     def local(self) -> Tensor:
@@ -61,6 +69,25 @@ class Entry:
         if alias is None or alias._planes is not param._planes or alias._writes is not param._writes:
             alias = self._local = param.detach()
         return alias  # type: ignore[no-any-return]
+
+    def show(self, state: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
+        """Shows the inner optimizer's state, if there is any, and the master in `states`, as the parameter's."""
+        if state is None:
+            if not self.trains:
+                return
+            state = {}
+        shown: dict[str, Any] | None = states.get(self.param)
+        if shown is None or shown is not self._shown:
+            states[self.param] = self._shown = shown = {"master": self.master.detach()} if self.trains else {}
+        else:
+            held = (*state, *state.values(), *shown.values())
+            if len(held) == len(self._seen) and all(map(is_, held, self._seen)):
+                return
+        new = inner_optimizer.shown_state(self.master, self.stepped, state)
+        for name in shown.keys() - new.keys() - {"master"}:
+            del shown[name]
+        shown.update(new)
+        self._seen = (*state, *state.values(), *shown.values())
 
 
 def stamp(param: Tensor) -> Any:
@@ -91,20 +118,23 @@ class Gradients:
         self._storages: list[tuple[Any, int]] = []  # of the views, with the bytes that they have during a step
 
     def give(self, entries: Iterable[Entry]) -> None:
-        """Gives masters their gradients."""
+        """Gives what is stepped its gradients."""
         narrow: list[Entry] = []
         values: list[Tensor] = []
         for entry in entries:
-            if not entry.trains:
+            stepped = entry.stepped
+            if stepped is entry.param:
                 continue
             grad: Any = entry.param.grad
-            if grad is None or grad.dtype == torch.float32:
-                entry.master.grad = grad
-            elif _is_cut_as_master(grad, entry):
+            if grad is None:
+                stepped.grad = None
+            elif not _is_cut_as_master(grad, entry):
+                stepped.grad = _cut_as_master(grad, entry)
+            elif grad.dtype == torch.float32 or not entry.trains:
+                stepped.grad = _shard_of(grad) if entry.steps_shard else grad
+            else:
                 narrow.append(entry)
                 values.append(_shard_of(grad))
-            else:
-                entry.master.grad = grad.to(torch.float32)
         if not narrow:
             return
         if len(narrow) != len(self._entries) or not all(map(is_, narrow, self._entries)):
@@ -113,13 +143,13 @@ class Gradients:
             storage.resize_(nbytes)
         foreach_copy_(self._views, values)
         for entry, gradient in zip(narrow, self._shown, strict=True):
-            entry.master.grad = gradient
+            entry.stepped.grad = gradient
 
     def take(self, entries: Iterable[Entry]) -> None:
         """Takes them back, and frees their memory."""
         for entry in entries:
-            if entry.trains:
-                entry.master.grad = None
+            if entry.stepped is not entry.param:
+                entry.stepped.grad = None
         for storage, _ in self._storages:
             storage.resize_(0)
 
@@ -140,7 +170,9 @@ class Gradients:
             for index, piece in zip(members, torch.split_with_sizes(flat, sizes), strict=True):
                 views[index] = piece[: values[index].numel()].view(values[index].shape)
         self._entries, self._views = entries, [views[index] for index in range(len(values))]
-        self._shown = [_as_of(entry.master, view) for entry, view in zip(entries, self._views, strict=True)]
+        self._shown = [
+            inner_optimizer.as_of(entry.stepped, view) for entry, view in zip(entries, self._views, strict=True)
+        ]
 
 
 def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
@@ -159,14 +191,17 @@ def _is_cut_as_master(grad: Any, entry: Entry) -> bool:
     return type(local) is Tensor and local.is_contiguous() and local.shape == _shard_of(master).shape
 
 
+def _cut_as_master(grad: Any, entry: Entry) -> Tensor:
+    """A gradient in fp32 that is laid out as what is stepped; of a parameter that is its own master, in its dtype."""
+    master: Any = entry.master
+    if entry.steps_shard:
+        grad = grad.redistribute(master.device_mesh, master.placements)._local_tensor
+    return grad.to(torch.float32) if entry.trains else grad  # type: ignore[no-any-return]
+
+
 def _shard_of(tensor: Tensor) -> Tensor:
     """As `local_of`, of a tensor whose history nobody asks for: itself, where it is whole."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _as_of(master: Any, local: Tensor) -> Tensor:
-    """A tensor as a gradient of a master, whose shard it is."""
-    return DTensor(local, master._spec, requires_grad=False) if isinstance(master, DTensor) else local  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------------------------------------------- write back
