@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import layoutc
+from layoutc.runtime.cast.into_pack import IntoPack
 from layoutc.runtime.errors import LayoutError
 from layoutc.runtime.fsdp2.packed_group import PackedGroup
 from layoutc.runtime.sharding.registry import parameters
@@ -42,9 +44,9 @@ class Mixer(nn.Module):
         return self.after(x + self.down(hidden))
 
 
-def mixer(recipe: str, cast: bool = False, mixed: bool = True, seed: int = 0) -> Any:
+def mixer(recipe: str, cast: bool = False, mixed: bool = True, seed: int = 0, width: int = 256, layers: int = 2) -> Any:
     torch.manual_seed(seed)
-    model = nn.Sequential(Mixer(256), Mixer(256))
+    model = nn.Sequential(*[Mixer(width) for _ in range(layers)])
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
     layoutc.set_products_(model, ON_GATHER)
     for layer in model:
@@ -75,7 +77,7 @@ def trained(model: Any, steps: int = 3, after: Callable[[int], None] = lambda _:
     seen: list[Tensor] = []
     torch.manual_seed(dist.get_rank())
     for step in range(steps):
-        loss = model(torch.randn(4, 256)).float().square().mean()
+        loss = model(torch.randn(4, model[0].after.normalized_shape[0])).float().square().mean()
         loss.backward()
         seen.append(loss.detach())
         for param in model.parameters():
@@ -96,17 +98,18 @@ def same(ones: list[Tensor], others: list[Tensor]) -> bool:
     return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
-def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool) -> None:
+def is_the_same(recipe: str, cast: bool, mixed: bool, kernels: bool, width: int = 256) -> None:
     """As FSDP2's own steps; and where some ranks take these, and others those."""
+    make = partial(mixer, recipe, cast, mixed, width=width)
     with kernels_on_cpu() if kernels else nullcontext():
         with counted(lambda: False) as taken:
-            expected = trained(mixer(recipe, cast, mixed))
+            expected = trained(make())
         assert not taken
         with counted() as taken:
-            assert same(trained(mixer(recipe, cast, mixed)), expected)
+            assert same(trained(make()), expected)
         assert len(taken) == 2 * (2 * 3 - 1) + 2  # forward and backward of both layers, less the first; and at the end
         with counted(lambda: dist.get_rank() == 0) as taken:
-            assert same(trained(mixer(recipe, cast, mixed)), expected)
+            assert same(trained(make()), expected)
         assert bool(taken) is (dist.get_rank() == 0)
 
 
@@ -116,9 +119,94 @@ def test_the_values_of_fsdp2s_own_steps(two: Ranks, recipe: str, cast: bool, mix
     two.run(is_the_same, recipe, cast, mixed, False)
 
 
-@pytest.mark.parametrize(("recipe", "cast"), [("fp8_block", False), ("nvfp4", True)])
-def test_by_kernels(two: Ranks, recipe: str, cast: bool) -> None:
-    two.run(is_the_same, recipe, cast, True, True)
+@pytest.mark.parametrize(("recipe", "cast", "width"), [("fp8_block", False, 256), ("nvfp4", True, 128)])
+def test_by_kernels(two: Ranks, recipe: str, cast: bool, width: int) -> None:
+    two.run(is_the_same, recipe, cast, True, True, width)
+
+
+@contextmanager
+def quantizing(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[bool]]:
+    """Whether packs were quantized where they are sent from, where that is allowed."""
+    taken: list[bool] = []
+    call = IntoPack.__call__
+
+    def noting(self: IntoPack, sent: Tensor) -> bool:
+        taken.append(allowed() and call(self, sent))
+        return taken[-1]
+
+    with mock.patch.object(IntoPack, "__call__", noting):
+        yield taken
+
+
+def is_quantized_in_place(recipe: str, mixed: bool, precomputed: bool, width: int, able: bool) -> None:
+    """As weights whose hooks quantize, by the reference; and where some ranks ask hooks."""
+
+    def steps() -> list[Tensor]:
+        model = mixer(recipe, True, mixed, width=width, layers=1)
+        return trained(model, 2, lambda _: layoutc.precompute_amaxes(model) if precomputed else None)
+
+    with quantizing() as taken:
+        expected = steps()
+    assert not any(taken)
+    with kernels_on_cpu():
+        with quantizing() as taken:
+            assert same(steps(), expected)
+        assert taken == [able] * 4  # all but the first gather
+        if able:
+            with quantizing(lambda: dist.get_rank() == 1) as taken:
+                assert same(steps(), expected)
+            assert any(taken) is (dist.get_rank() == 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mixed", "precomputed", "width", "able"),
+    [
+        ("nvfp4", True, True, 128, True),
+        ("nvfp4", False, False, 128, True),
+        ("fp8_block", True, False, 256, True),
+        ("fp8_current", True, True, 128, True),
+        ("fp8_current", False, False, 128, True),
+        ("fp8_delayed", True, False, 128, True),
+        ("mxfp8", True, False, 128, True),
+        ("fp8_rowwise", True, False, 128, False),  # its kernel needs a launch of its own for each weight
+    ],
+)
+def test_cast_weights_are_quantized_where_they_are_sent_from(
+    two: Ranks, recipe: str, mixed: bool, precomputed: bool, width: int, able: bool
+) -> None:
+    two.run(is_quantized_in_place, recipe, mixed, precomputed, width, able)
+
+
+def values_that_move() -> None:
+    """Other values in a shard, in other memory; and a write into gathered values, which is refused."""
+
+    def moved(model: Any, step: int) -> None:
+        for param in model.parameters():
+            local = param.to_local()
+            with torch.no_grad():
+                if step == 0:
+                    local.data = local.data.clone().mul_(2)
+                else:
+                    local.add_(1)
+
+    found: list[list[Tensor]] = []
+    for kernels in (False, True):
+        with kernels_on_cpu() if kernels else nullcontext(), quantizing() as taken:
+            model = mixer("fp8_current", True, width=128, layers=1)
+            found.append(trained(model, 3, partial(moved, model)))
+            assert any(taken) is kernels
+            (layer,) = model
+            layer.unshard()
+            with torch.no_grad():
+                layer.up.weight.mul_(2)
+            layer.reshard()
+            with pytest.raises(LayoutError, match="was written while it was gathered"):
+                layer.unshard()
+    assert same(*found)
+
+
+def test_cast_weights_that_move(two: Ranks) -> None:
+    two.run(values_that_move)
 
 
 def test_four_ranks(four: Ranks) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layoutc.ints.cuts import NO_HALO
 from layoutc.runtime import product_mode, strict
-from layoutc.runtime.cast import gather_group
+from layoutc.runtime.cast import gather_group, into_pack
 from layoutc.runtime.cast.copied_views import CopiedView, Values
 from layoutc.runtime.cast.shared_amax import Agreed
 from layoutc.runtime.dispatch.inexact_views import InexactView
@@ -73,6 +73,7 @@ class CastOnGather(ReportedMemory, torch.Tensor):
     QUANTIZED: ClassVar[type[QuantizedTensor]]
     LAYOUT: ClassVar[Layout]
     HANDLERS: ClassVar[Mapping[Any, Callable[..., Any]]]
+    INTO_PACK = into_pack.IntoPack  # what quantizes into a pack of such weights
 
     _planes: Values  # {"values": all of them}: the very dict is what aliases and views share
     _plain: Tensor  # those that this view shows

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,16 @@ class Member:
         return found
 
 
+class Quantizing(Protocol):
+    """What quantizes the weights of a pack where they are sent from."""
+
+    def holds(self) -> bool:
+        """True if the pack has the same weights, where they were."""
+
+    def __call__(self, sent: Tensor) -> bool:
+        """Writes what `Pack.fill` writes; false: nothing is done, and hooks must be asked."""
+
+
 @dataclass
 class Pack:
     """The weights of a group that travel together."""
@@ -85,6 +95,7 @@ class Pack:
     is_all: bool  # no other weight of the group is dequantized on gather
     sources: list[Tensor] = field(default_factory=list)  # what was sent last, of one dim, if that is shards' own planes
     copies: dict[int, Copies | None] = field(default_factory=dict)  # of the sources, by the stream that they run on
+    quantizing: Quantizing | None = None  # weights that are cast on gather, where all of them are
     received: Tensor | None = None  # FSDP2's gather output, which it frees and allocates
     launches: dict[tuple[int, ...], list[Launch]] = field(default_factory=dict)  # by where all of it lies
 
@@ -96,6 +107,8 @@ class Pack:
             if (copies := self._copies_into(sent)) is not None:
                 copies(sent)
                 return
+        elif self.quantizing is not None and self.quantizing(sent):
+            return
         else:
             sources = self._by_hooks(mesh())
         foreach_copy_(list(torch.split_with_sizes(sent, [one.numel() for one in sources])), sources)
@@ -123,6 +136,10 @@ class Pack:
                 member.sent = None if own is None else (weakref.ref(shard), own)
         self.sources = sources if all(member.sent is not None for member in self.members) else []
         self.copies.clear()
+        if self.quantizing is None or not self.quantizing.holds():
+            kinds = {getattr(gathered.shard_of(member.param()), "INTO_PACK", None) for member in self.members}
+            into_pack = kinds.pop()
+            self.quantizing = None if into_pack is None or kinds else into_pack(self.members)
         return sources
 
     def arrive(self, received: Tensor, start: int, row: int) -> None:
