@@ -126,7 +126,7 @@ CYCLES = [
             *("stored_form", "tensor"),
         )
     },
-    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "shared_amax", "tensor")},
+    {f"layoutc.runtime.cast.{name}" for name in ("gather_group", "into_pack", "shared_amax", "tensor")},
     {"layoutc.runtime.train.master_weights", "layoutc.runtime.train.replaced_parameters"},
 ]
 
@@ -245,7 +245,7 @@ def test_generated_code_needs_torch_and_the_runtime_alone() -> None:
         assert all(name.startswith("layoutc.runtime") for name in ours(path)), path
 
 
-OF_FSDP2 = {"layoutc.runtime.sharding.registry", "layoutc.runtime.fsdp2.packed_group"}
+OF_FSDP2 = {"layoutc.runtime.sharding.registry", "layoutc.runtime.fsdp2.steady_group"}
 
 
 def test_private_names_of_fsdp2_stand_in_two_files() -> None:

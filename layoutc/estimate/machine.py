@@ -63,15 +63,15 @@ H200 = Machine(
     attention=457e12,  # 33.7 ms of a step at batch 4: 15.4e12 operations, of which backward has 2.5 times forward's
     memory=4.11e12,  # a copy of 8192 x 8192 in bf16
     token_bytes=17.7,  # fitted, as what follows up to low_host: whole steps
-    operand_bytes=9.63,
+    operand_bytes=9.61,
     interference=0.766,
     group_host=5.84e-3,
-    weight_host=0.522e-3,
-    cast_host=0.794e-3,
-    low_host=0.330e-3,
+    weight_host=0.478e-3,
+    cast_host=0.505e-3,
+    low_host=0.404e-3,
     amax_host=35e-6,  # as measured: quantize() by one scale for all took 90.1 us, by scales of blocks 55.0
     plain_gather_host=348e-6 / 7,  # as measured, seven weights on two ranks
-    gather_host=836e-6 / 7,  # the same, the mean of four recipes: 781, 983, 805 and 776 us
+    gather_host=348e-6 * 731 / 904 / 7,  # as H100s had it: 420, 773, 830 and 902 us, where bf16 took 904
     values_gather_host=348e-6 * 368 / 1091 / 7,  # as H100s had it: 391, 354 and 358 us, where bf16 took 1091
 )
 

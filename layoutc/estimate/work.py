@@ -214,8 +214,8 @@ def _host(use: Use, work: Work, machine: Machine, which: Pass) -> float:
     seconds = machine.group_host
     if taken:
         own = machine.cast_host if use.cast else machine.weight_host
-        if use.on_gather:  # products are those of plain weights; what a cast takes beside them stays
-            own -= machine.weight_host
+        if use.on_gather:  # products are those of plain weights
+            own = 0.0
         seconds += work.weights * (own + _low_host(use, machine))
     seconds *= len(PRODUCTS_OF[which]) / sum(map(len, PRODUCTS_OF.values()))
     if any(one.ranks > 1 and getattr(one, which) for one in work.sent):

@@ -11,7 +11,7 @@ memory in place of NCCL's all-gather (FSDP2's set_custom_all_gather), which the 
 interleaved form sends, for each weight, one tensor of bytes: for each unit of rows all planes one after another, as a
 group of one rank or Shard(1) would like it; the post hook takes it apart into planes, which kernels want contiguous.
 "values" are of weights that are dequantized on gather: all planes of the group in one tensor, and then bf16. "cast"
-are planes of bf16 weights that each gather quantizes, and "cast values" both.
+are planes of bf16 weights that each gather quantizes, by amaxes that were found before, and "cast values" both.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ def main() -> None:
             undo = interleaved(cls) if form == "interleaved" else lambda: None
             module = configured(block(sizes, recipe, form, device), options)
             correct(module, whole)
+            if form.startswith("cast"):
+                layoutc.precompute_amaxes(module)  # as after each step
             plainly, figures = timed([bf16, module])
             undo()
             del module

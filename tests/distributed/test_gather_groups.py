@@ -524,7 +524,7 @@ def keeps_single_values(recipe: str) -> None:
     models = [in_one_group(recipe, count=2) for _ in range(2)]
     places: list[list[int]] = []
     with kernels_on_cpu():
-        for turn, model in enumerate([*models, *models, *models]):
+        for turn, model in enumerate(models * 5):
             with torch.inference_mode() if turn < 2 else nullcontext():
                 model.unshard()
                 planes = [plane for layer in model for plane in without_amax(layer.weight).values()]
@@ -535,7 +535,7 @@ def keeps_single_values(recipe: str) -> None:
                     layer.weight.mul_(1.5)
             assert_gathers(model, recipe)
     assert len({*places[2], *places[3]}) == 2 * len(places[2]) > 0
-    assert places[2:4] == places[4:]
+    assert places[-4:-2] == places[-2:]  # once the group gathers in few steps
 
 
 def test_single_values_stay_where_they_are(two: Ranks) -> None:

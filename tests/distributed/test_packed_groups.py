@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 import layoutc
 from layoutc.runtime.cast.into_pack import IntoPack
 from layoutc.runtime.errors import LayoutError
-from layoutc.runtime.fsdp2.packed_group import PackedGroup
+from layoutc.runtime.fsdp2.steady_group import SteadyGroup
 from layoutc.runtime.sharding.registry import parameters
 
 ON_GATHER = "dequantize_on_gather"
@@ -44,13 +44,22 @@ class Mixer(nn.Module):
         return self.after(x + self.down(hidden))
 
 
-def mixer(recipe: str, cast: bool = False, mixed: bool = True, seed: int = 0, width: int = 256, layers: int = 2) -> Any:
+def mixer(
+    recipe: str,
+    cast: bool = False,
+    mixed: bool = True,
+    seed: int = 0,
+    width: int = 256,
+    layers: int = 2,
+    mode: str = ON_GATHER,
+    **options: Any,
+) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(*[Mixer(width) for _ in range(layers)])
     (layoutc.cast_on_gather_ if cast else layoutc.quantize_)(model, recipe)
-    layoutc.set_products_(model, ON_GATHER)
+    layoutc.set_products_(model, mode)
     for layer in model:
-        fully_shard(layer, mp_policy=MIXED if mixed else MixedPrecisionPolicy())
+        fully_shard(layer, mp_policy=MIXED if mixed else MixedPrecisionPolicy(), **options)
     fully_shard(model)
     return model
 
@@ -59,15 +68,15 @@ def mixer(recipe: str, cast: bool = False, mixed: bool = True, seed: int = 0, wi
 def counted(allowed: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
     """The gathers that are taken in few steps, where that is allowed."""
     taken: list[str] = []
-    begun, rest = PackedGroup._begun, PackedGroup._is_at_rest
+    begun, rest = SteadyGroup._begun, SteadyGroup._is_at_rest
 
     def counting(self: Any, *args: Any) -> Any:
         taken.append("begun")
         return begun(self, *args)
 
     with (
-        mock.patch.object(PackedGroup, "_begun", counting),
-        mock.patch.object(PackedGroup, "_is_at_rest", lambda self: allowed() and rest(self)),
+        mock.patch.object(SteadyGroup, "_begun", counting),
+        mock.patch.object(SteadyGroup, "_is_at_rest", lambda self: allowed() and rest(self)),
     ):
         yield taken
 
@@ -213,6 +222,73 @@ def test_four_ranks(four: Ranks) -> None:
     four.run(is_the_same, "fp8_current", False, True, False)
 
 
+def codes_are_the_same(recipe: str, cast: bool, kernels: bool, width: int, options: dict[str, Any]) -> None:
+    """As FSDP2's own steps, of weights whose gathers leave codes; and where some ranks take these, and others those."""
+    layers = 1 if kernels else 2
+    make = partial(mixer, recipe, cast, width=width, layers=layers, mode="dequantize", **options)
+
+    def steps() -> list[Tensor]:
+        return codes_trained(make(), 2)
+
+    with kernels_on_cpu() if kernels else nullcontext():
+        with counted(lambda: False) as taken:
+            expected = steps()
+        assert not taken
+        with counted() as taken:
+            assert same(steps(), expected)
+        passes = 1 if options.get("reshard_after_forward", True) is False else 2
+        # The reference quantizes into tensors of its own; the passes of fp8_rowwise send planes of different sizes.
+        own = (cast and not kernels) or recipe == "fp8_rowwise"
+        assert len(taken) == (0 if own else layers * passes + layers), len(taken)
+        with counted(lambda: dist.get_rank() == 0) as taken:
+            assert same(steps(), expected)
+        assert bool(taken) is (dist.get_rank() == 0 and not own)
+
+
+def codes_trained(model: Any, steps: int) -> list[Tensor]:
+    """As `trained`; codes and scales in place of values."""
+    seen: list[Tensor] = []
+    for one in trained(model, steps):
+        planes = one.planes().values() if hasattr(one, "planes") else [one]
+        seen += [plane.reshape(-1).view(torch.uint8) for plane in planes]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("nvfp4", {}),
+        ("nvfp4", {"reshard_after_forward": False}),
+        ("mxfp8", {}),
+        ("mxfp8", {"reshard_after_forward": False}),
+        ("fp8_current", {"reshard_after_forward": False}),
+        ("fp8_delayed", {}),
+        ("fp8_rowwise", {}),
+        ("fp8_block", {}),
+    ],
+)
+def test_codes_of_fsdp2s_own_steps(two: Ranks, recipe: str, options: dict[str, Any]) -> None:
+    two.run(codes_are_the_same, recipe, False, False, 256, options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cast", "width", "options"),
+    [
+        ("mxfp8", False, 128, {}),
+        ("nvfp4", True, 128, {}),
+        ("mxfp8", True, 128, {}),
+        ("fp8_current", True, 128, {"reshard_after_forward": False}),
+        ("fp8_block", True, 256, {}),
+    ],
+)
+def test_codes_by_kernels(two: Ranks, recipe: str, cast: bool, width: int, options: dict[str, Any]) -> None:
+    two.run(codes_are_the_same, recipe, cast, True, width, options)
+
+
+def test_codes_that_the_reference_quantizes(two: Ranks) -> None:
+    two.run(codes_are_the_same, "mxfp8", True, False, 256, {})
+
+
 def gathers_early() -> None:
     """Asynchronous gathers, ones that are waited for in backward's order, and explicit prefetching."""
     model = mixer("fp8_current")
@@ -312,7 +388,7 @@ def is_left_alone() -> None:
     layoutc.set_products_(model, "dequantize")
     with counted() as taken:
         trained(model, 1)
-    assert not taken
+    assert len(taken) == len(model)  # at the end: FSDP2 has gathered for each pass by then
     layoutc.set_products_(model, ON_GATHER)
     with counted() as taken:
         trained(model, 2)

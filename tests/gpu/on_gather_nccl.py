@@ -17,7 +17,14 @@ from exchange_nccl import trained
 
 FORMS = [
     (use, way)
-    for use in ("layoutc:fp8_block", "layoutc:nvfp4", "layoutc:fp8_current", "layoutc:mxfp8_2d", "cast:nvfp4")
+    for use in (
+        "layoutc:fp8_block",
+        "layoutc:nvfp4",
+        "layoutc:fp8_current",
+        "layoutc:mxfp8_2d",
+        "cast:nvfp4",
+        "cast:fp8_current",
+    )
     for way in ("eager", "compiled", "captured")
 ]
 

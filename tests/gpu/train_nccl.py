@@ -31,6 +31,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import layoutc
+from layoutc.runtime.fsdp2.steady_group import Row
+from layoutc.runtime.sharding import gathered
 
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 MODES = (
@@ -176,7 +178,8 @@ def losses(recipe: str, mode: str, device: torch.device, sizes: tuple[int, int])
 
 @contextmanager
 def hostile(recipe: str) -> Iterator[None]:
-    """Poisons gather outputs before each gather; delays the hooks on the card, now the one, now the other."""
+    """Poisons gather outputs before each gather; delays the hooks, and what gathers in few steps do in their place, on
+    the card, now the one, now the other."""
     cls = import_module(f"layoutc.recipes.{recipe}").Tensor
     allocate, pre, post = FSDPParam.alloc_all_gather_outputs, cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather
     chance = random.Random(7)
@@ -198,11 +201,28 @@ def hostile(recipe: str) -> Iterator[None]:
 
         return pre_hook if hook is pre else post_hook
 
+    def poisoned_in_few_steps(values: Tensor) -> None:
+        of_gathers(values)
+        with torch.autograd._unsafe_preserve_version_counter(values):
+            values.view(torch.uint8).fill_(0xA5)
+
+    def slept(call: Callable[..., Any]) -> Callable[..., Any]:
+        def sleeping(self: Any, *arguments: Any) -> Any:
+            torch.cuda._sleep(chance.choice([0, 0, 300_000]))
+            return call(self, *arguments)
+
+        return sleeping
+
+    of_gathers, fill, arrive = gathered.allocate, Row.fill, Row.arrive
+    gathered.allocate = poisoned_in_few_steps
+    Row.fill, Row.arrive = slept(fill), slept(arrive)  # type: ignore[method-assign]
     FSDPParam.alloc_all_gather_outputs = poisoned  # type: ignore[method-assign]
     cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = delayed(pre), delayed(post)
     try:
         yield
     finally:
+        gathered.allocate = of_gathers
+        Row.fill, Row.arrive = fill, arrive  # type: ignore[method-assign]
         FSDPParam.alloc_all_gather_outputs = allocate  # type: ignore[method-assign]
         cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre, post
 

@@ -24,7 +24,6 @@ from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import on_gather
 from layoutc.runtime.fsdp2.wire import Gathering
-from layoutc.runtime.kernels import batches
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import foreach_copy_
 from layoutc.runtime.weight import operators
@@ -32,9 +31,9 @@ from layoutc.runtime.weight import operators
 if TYPE_CHECKING:
     from layoutc.runtime.cast.tensor import CastOnGather
     from layoutc.runtime.fsdp2.pack import Member
-    from layoutc.runtime.kernels.prepared_batch import Launches
 
 ALIGNED = 16  # bytes
+Launches = Sequence[tuple[Any, Tensor]]  # what is called with a table, and perhaps an amax
 _MOST = 16  # places that a pack is sent from, whose launches are kept
 
 
@@ -50,7 +49,8 @@ class Source:
 
     def __init__(self, member: Member, shard: CastOnGather, gathering: Gathering) -> None:
         layout = shard.LAYOUT
-        self.member, self.shard, self.gathering = member, weakref.ref(shard), gathering
+        self.member, self.shard = member, weakref.ref(shard)
+        self.gathering: Gathering | None = gathering
         self.planes, self.matrix = shard._planes, gather_group.matrix(shard)
         self.address = shard._planes["values"].data_ptr()
         self.orientations = layout.serves[gathering.which]
@@ -60,14 +60,18 @@ class Source:
         self.stays: dict[str, Tensor] = {}  # planes that do not travel
 
     def is_whole(self) -> bool:
-        """True if the shard has all rows of what it sends. A short one is padded, by the hooks."""
-        slots = self.member.slots
-        return all(slot.name in self.facts and self.facts[slot.name].shape[0] == slot.leg.sent for slot in slots)
+        """True if a kernel reads the values, and the shard has all rows of what it sends. A short one is padded, by the
+        hooks."""
+        slots, recipe = self.member.slots, self.member.recipe
+        return recipe._quantizing(self.matrix) is not None and all(
+            slot.name in self.facts and self.facts[slot.name].shape[0] == slot.leg.sent for slot in slots
+        )
 
     def kept(self) -> dict[str, Facts]:
         """What needs memory that stays: planes that do not travel, and under "" the amax that decides a scale."""
         layout, travels = self.member.recipe.LAYOUT, {slot.name for slot in self.member.slots}
         found = {name: facts for name, facts in self.facts.items() if name not in travels}
+        assert self.gathering is not None
         found |= {name: Facts(tuple(plane.shape), plane.dtype) for name, plane in self.gathering.shared.items()}
         if layout.shares_amax:
             found[""] = Facts(layout.amax_shape(self.matrix.shape[1]), torch.float32)
@@ -75,6 +79,7 @@ class Source:
 
     def keep(self, memory: dict[str, Tensor]) -> None:
         """Takes it."""
+        assert self.gathering is not None
         self.amax, self.stays = memory.pop("", None), memory
         self.gathering = replace(self.gathering, shared={name: memory[name] for name in self.gathering.shared})
 
@@ -105,10 +110,12 @@ class IntoPack:
             shard: Any = gathered.shard_of(member.param())
             assert member.gathering is not None
             self.sources.append(Source(member, shard, member.gathering))
-        matrices = [one.matrix for one in self.sources]
-        self.is_able = all(one.is_whole() for one in self.sources) and batches.fit(matrices)
+        self.is_able = all(one.is_whole() for one in self.sources)
         if self.is_able:
-            self._keep(matrices[0].device)
+            self._keep(self.sources[0].matrix.device)
+        else:
+            for one in self.sources:
+                one.gathering = None  # which may hold planes
         self.kept: dict[tuple[int, int], list[Kind]] = {}
         self.last: list[Tensor] = []  # the amaxes and planes that were copied last
 
@@ -116,11 +123,11 @@ class IntoPack:
         """Allocates what stays, in one piece: kernels count amaxes from the first one."""
         wanted = [(one, name, facts) for one in self.sources for name, facts in one.kept().items()]
         sizes = [-(-facts.nbytes // ALIGNED) * ALIGNED for _, _, facts in wanted]
+        memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
         with torch.inference_mode(False):  # gathers that train use it as well
             pieces = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
-        memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for (one, name, facts), piece in zip(wanted, pieces, strict=True):
-            memory[id(one)][name] = piece[: facts.nbytes].view(facts.dtype).view(facts.shape)
+            for (one, name, facts), piece in zip(wanted, pieces, strict=True):
+                memory[id(one)][name] = piece[: facts.nbytes].view(facts.dtype).view(facts.shape)
         for one in self.sources:
             one.keep(memory[id(one)])
 
@@ -128,23 +135,28 @@ class IntoPack:
         """True if the pack has the same weights, where they were."""
         return all(one.holds() for one in self.sources)
 
+    def is_ready(self) -> bool:
+        """True if kernels may do it now."""
+        return self.is_able and not operators.traced(self.sources[0].matrix) and self.holds()
+
+    def is_able_into(self, sent: Tensor) -> bool:
+        """True if launches write into this memory. Where some weight has none, it has none elsewhere."""
+        self.is_able = self.is_able and self._kinds_into(sent) is not None
+        return self.is_able
+
     def __call__(self, sent: Tensor) -> bool:
         """Quantizes into (nbytes,) uint8; false: nothing is done, and hooks must be asked.
 
         Collective if shards share amaxes that were not precomputed, exactly as hooks are: other ranks may ask theirs.
         """
-        if not self.is_able or capturing(sent.device) or operators.traced(self.sources[0].matrix) or not self.holds():
-            return False
-        kinds = self._kinds_into(sent)
-        if kinds is None:
-            self.is_able = False
+        if capturing(sent.device) or not self.is_ready() or not self.is_able_into(sent):
             return False
         shards: list[Any] = [one.shard() for one in self.sources]
         for one, shard in zip(self.sources, shards, strict=True):
             on_gather.check_unwritten(shard, one.member.gathered.values)
             one.member.gathering = one.gathering
         self._take(decide_all(shards, lambda at: self.sources[at].matrix))
-        for members, launches in kinds:
+        for members, launches in self._kinds_into(sent) or ():
             amax = self.sources[members[0]].amax
             for bound, entries in launches:
                 bound(entries) if amax is None else bound(entries, amax)

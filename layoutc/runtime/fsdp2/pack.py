@@ -7,7 +7,7 @@ launches that dequantize, by the addresses of all that they read and write.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -82,6 +82,12 @@ class Quantizing(Protocol):
     def holds(self) -> bool:
         """True if the pack has the same weights, where they were."""
 
+    def is_ready(self) -> bool:
+        """True if they are, and kernels may write now."""
+
+    def is_able_into(self, sent: Tensor) -> bool:
+        """True if there are launches that write there."""
+
     def __call__(self, sent: Tensor) -> bool:
         """Writes what `Pack.fill` writes; false: nothing is done, and hooks must be asked."""
 
@@ -137,9 +143,7 @@ class Pack:
         self.sources = sources if all(member.sent is not None for member in self.members) else []
         self.copies.clear()
         if self.quantizing is None or not self.quantizing.holds():
-            kinds = {getattr(gathered.shard_of(member.param()), "INTO_PACK", None) for member in self.members}
-            into_pack = kinds.pop()
-            self.quantizing = None if into_pack is None or kinds else into_pack(self.members)
+            self.quantizing = quantizing_into(self.members)
         return sources
 
     def arrive(self, received: Tensor, start: int, row: int) -> None:
@@ -171,6 +175,14 @@ class Pack:
         if len(self.launches) >= _MOST:
             self.launches.clear()
         self.launches[key] = kept
+
+
+def quantizing_into(members: Sequence[Member]) -> Quantizing | None:
+    """What quantizes the values of weights into what is sent; None unless all of them are cast on gather."""
+    makers = {getattr(gathered.shard_of(member.param()), "INTO_PACK", None) for member in members}
+    make = makers.pop() if len(makers) == 1 else None
+    made: Quantizing | None = None if make is None else make(members)
+    return made
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def _join(shard: Any) -> Packed | None:
         return None
     if not on_gather.is_awaited(sharding.param()):
         shard._packed = Packed(_NO_PACK, ALONE, hooks.gathered_of(sharding))
+        _carry_codes(sharding)
         return None
     awaited = [param for param in sharding.params_of_group() if on_gather.is_awaited(param)]
     shards = [gathered.shard_of(param) for param in awaited]
@@ -118,17 +119,24 @@ def _pack_of(awaited: Sequence[Any], group: Any) -> Pack:
     for member in pack.members:
         member.gathered.launches = pack.launches
     if pack.members and pack.is_all:
-        _carry(group, pack)
+        _carry(group, pack, pack.members[0].param())
     return pack
 
 
-def _carry(group: Any, pack: Pack) -> None:
-    """Has the group gather the pack in fewer steps than FSDP2 takes."""
+def _carry_codes(sharding: Sharding) -> None:
+    """Has a group whose gathers leave codes gather in few steps, once its first quantized weight is asked."""
+    params = [param for param in sharding.params_of_group() if hasattr(gathered.shard_of(param), "QUANTIZED")]
+    if params[0] is sharding.param() and not any(map(on_gather.is_awaited, params)):
+        _carry(sharding.group(), None, params[0])
+
+
+def _carry(group: Any, pack: Pack | None, leader: Any) -> None:
+    """Has a group gather in fewer steps than FSDP2 takes."""
     try:
-        from layoutc.runtime.fsdp2 import packed_group
+        from layoutc.runtime.fsdp2 import steady_group
     except ImportError:  # of a name of FSDP2's that this torch does not have
         return
-    packed_group.carry(group, pack)
+    steady_group.carry(group, pack, leader)
 
 
 def _fits(param: Any, sharding: Sharding, route: Route) -> bool:

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of weights that it has gathered. Only `registry` and `packed_group` read its private names too."""
+"""What FSDP2 keeps of weights that it has gathered. Only `registry` and `steady_group` read its private names too."""
 
 from __future__ import annotations
 
@@ -67,9 +67,16 @@ def plain_shard_of(param: Any) -> Tensor:
     return param._sharded_param_data  # type: ignore[no-any-return]
 
 
-def plain_output_of(param: Any) -> Tensor:
-    """What a plain FSDPParam is gathered into: (ranks * numel,), whose storage FSDP2 frees and allocates."""
-    return param.all_gather_outputs[0]  # type: ignore[no-any-return]
+def outputs_of(param: Any) -> list[Tensor]:
+    """What the tensors of an FSDPParam are gathered into: (ranks * numel,), whose storages FSDP2 frees and
+    allocates."""
+    return param.all_gather_outputs  # type: ignore[no-any-return]
+
+
+def metadata_of(param: Any) -> Any:
+    """What the pre-all-gather hook of an FSDPParam has handed to the other hook, while the gather goes on; None if it
+    has no hooks."""
+    return getattr(getattr(param, "_extensions_data", None), "all_gather_metadata", None)
 
 
 def allocate(values: Tensor) -> None:
@@ -108,8 +115,8 @@ def forget(sharding: Sharding) -> None:
         if hasattr(shard := shard_of(other), "QUANTIZED"):
             shard._packed = None
             other.all_gather_outputs = []
-    if (forget_pack := getattr(sharding.group(), "forget_pack", None)) is not None:
-        forget_pack()
+    if (forget_rows := getattr(sharding.group(), "forget_rows", None)) is not None:
+        forget_rows()
 
 
 def is_offloaded(param: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The registry of shards that FSDP2 holds: only `gathered` and `packed_group` read FSDP2's private names too.
+"""The registry of shards that FSDP2 holds: only `gathered` and `steady_group` read FSDP2's private names too.
 
 FSDP2's hooks are given the mesh, but a layout also needs to know which pass gathers, whether the weight stays gathered
 for backward, how many rows the padded shard has, and how large the whole weight is. All of that is on the FSDPParam
@@ -85,7 +85,9 @@ def _groups(state: Any) -> list[Any]:
 def _check(owner: Any, names: tuple[str, ...]) -> None:
     for name in names:
         if not hasattr(owner, name):
-            refuse(f"{owner.__name__ if isinstance(owner, type) else owner.__class__.__name__} has no {name}")
+            kinds = (owner if isinstance(owner, type) else owner.__class__).__mro__
+            of_torch = next((kind for kind in kinds if kind.__module__.startswith("torch.")), kinds[0])
+            refuse(f"{of_torch.__name__} has no {name}")
 
 
 def refuse(what: str, error: ImportError | None = None) -> NoReturn:

@@ -1,0 +1,150 @@
+"""Weights that are gathered as codes, in few steps: each plane is copied from its shard into what the rank sends, and
+from what all have sent into FSDP2's outputs, of which gathered weights have views."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import hooks, steady, wire
+from layoutc.runtime.fsdp2.pack import Member, Quantizing, Slot, quantizing_into
+from layoutc.runtime.fsdp2.runs import PlaneInPlace, in_words
+from layoutc.runtime.fsdp2.wire import Gathering
+from layoutc.runtime.parts import Parts
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.sharding.registry import Sharding, find
+from layoutc.runtime.weight.tensor import QuantizedTensor
+
+
+@dataclass
+class Weight:
+    """A weight of a group, as a gather for a pass has sent and delivered it."""
+
+    param: Any  # FSDPParam
+    sharding: Sharding
+    shard: weakref.ref[Any]
+    gathering: Gathering
+    sources: tuple[steady.Source, ...] | None  # the planes that were sent; None: values are quantized in each gather
+    outputs: list[Tensor]  # FSDP2's, in the order of legs
+    starts: tuple[int, ...]  # of legs in the row of each rank, in bytes
+
+    def is_steady(self) -> bool:
+        """True if the shard would send what lies where it lay, to where it arrived."""
+        shard = self.shard()
+        if (
+            shard is None
+            or gathered.shard_of(self.param) is not shard
+            or gathered.outputs_of(self.param) is not self.outputs
+        ):
+            return False
+        return self.sources is None or steady.unchanged(shard, self.param, self.sources)
+
+    def pieces(self) -> Iterator[tuple[PlaneInPlace | None, int]]:
+        """Its planes, None for one that is not copied in words; and where each starts in a row, in bytes."""
+        planes = {name: plane for name, plane, _ in self.sources or ()}
+        for name, output, start in zip(self.gathering.route.legs, self.outputs, self.starts, strict=True):
+            # Of a weight whose values are quantized into the row, only the output is used.
+            yield in_words(planes.get(name, output), output), start
+
+    def deliver(self) -> None:
+        """Gives the gathered weight its planes: views of the outputs, and those that all ranks have."""
+        shard: Any = self.shard()
+        before = self.gathering.before
+        assert before is not None
+        shared = self.gathering.shared
+        if shared and hooks.keeps_codes(shard, self.sharding):
+            shared = wire.copies(shared)
+        hooks.deliver(shard, before.planes | shared, gathered.gathered_of(self.param))
+
+    def member(self) -> Member:
+        """As one of those that are quantized into a row."""
+        route = self.gathering.route
+        slots = [Slot(name, at, leg) for (name, leg), at in zip(route.legs.items(), self.starts, strict=True)]
+        state, parts = hooks.gathered_of(self.sharding), Parts(route.world, 0, 0)
+        shard: Any = self.shard()
+        return Member(shard.QUANTIZED, weakref.ref(self.param), state, tuple(slots), parts, self.gathering)
+
+
+class Codes:
+    """The quantized weights of a group in one pass."""
+
+    def __init__(
+        self, weights: Sequence[Weight], members: Sequence[Member] = (), quantizing: Quantizing | None = None
+    ) -> None:
+        self.weights, self.members, self.quantizing = weights, members, quantizing
+
+    def is_steady(self) -> bool:
+        """True if all of them would send what lies where it lay."""
+        if self.quantizing is not None and not self.quantizing.is_ready():
+            return False
+        return all(weight.is_steady() for weight in self.weights)
+
+    def fill(self, sent: Tensor) -> None:
+        """Quantizes the values of weights that are cast on gather into the row of this rank, (nbytes,) uint8; planes
+        are copied by runs. Collective as their hooks are."""
+        if self.quantizing is None:
+            return
+        self.quantizing(sent)
+        for weight, member in zip(self.weights, self.members, strict=True):
+            assert member.gathering is not None
+            weight.gathering = member.gathering
+
+    def arrive(self) -> None:
+        """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
+        for weight in self.weights:
+            weight.deliver()
+
+
+def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> Weight | None:
+    """A quantized weight that FSDP2 has gathered; None if a gather in few steps can't do what its hooks do.
+
+    sizes: the bytes of each tensor that it has sent. start: of the first, in the row of each rank.
+    """
+    shard = gathered.shard_of(param)
+    sharding = find(shard)
+    if sharding is None or sharding.dim or not isinstance(metadata, Gathering) or gathered.is_offloaded(param):
+        return None
+    route, before = metadata.route, metadata.before
+    legs = route.legs.values()
+    outputs = gathered.outputs_of(param)
+    if route.slots or route.world == 1 or before is None or not before.planes or any(map(Tensor.is_inference, outputs)):
+        return None
+    if list(sizes) != [leg.sent * leg.width for leg in legs] or any(leg.joined is not None for leg in legs):
+        return None
+    sources = None
+    if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:
+        return None
+    starts = tuple([start + sum(sizes[:number]) for number in range(len(sizes))])
+    # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
+    own = replace(
+        metadata, shared={name: shard._planes[name] if sources else plane for name, plane in metadata.shared.items()}
+    )
+    return Weight(param, sharding, weakref.ref(shard), own, sources, outputs, starts)
+
+
+def codes_of(weights: Sequence[Weight], sent: Tensor) -> Codes | None:
+    """What gathers weights again; None if some of them are quantized in each gather, and no launch does that for all.
+
+    sent: the row that this rank has sent.
+    """
+    cast = [weight.sources is None for weight in weights]
+    if not any(cast):
+        return Codes(weights)
+    if not all(cast):
+        return None
+    members = [weight.member() for weight in weights]
+    quantizing = quantizing_into(members)
+    if quantizing is None or not quantizing.is_able_into(sent):
+        return None
+    return Codes(weights, members, quantizing)
+
+
+def pass_of(param: Any) -> PassName:
+    """The pass that an FSDPParam is gathered for now."""
+    sharding = find(gathered.shard_of(param))
+    return "forward" if sharding is None else hooks.pass_of(sharding, hooks.gathered_of(sharding))

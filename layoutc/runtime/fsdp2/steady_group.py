@@ -1,0 +1,276 @@
+"""A group whose gathers are much like the ones before: FSDP2's own, in fewer steps.
+
+FSDP2 asks the hooks of every weight, copies what has arrived into a tensor of each, and calls hooks again. Here one
+kernel copies planes into what the rank sends, and another takes them from where all ranks' bytes have arrived: into
+FSDP2's outputs, or dequantized, for weights whose gathers leave values and which travel in one pack. What is sent are
+the bytes that FSDP2 would send, in its order, so each rank may gather in one way or the other. The first gather of a
+pass is FSDP2's, and so are those in CUDA graphs, under transforms, and of groups that have something else in them.
+
+With `registry` and `gathered` the only module that reads FSDP2's private names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
+
+from layoutc.runtime.captures import capturing
+from layoutc.runtime.facts import PassName
+from layoutc.runtime.fsdp2 import codes
+from layoutc.runtime.fsdp2.codes import Codes, Weight
+from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
+from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, runs_of
+from layoutc.runtime.kernels.copies import WORD
+from layoutc.runtime.sharding import gathered
+from layoutc.runtime.torch_private import profiling, transform
+
+FORWARD: PassName = "forward"  # whose values packs leave
+MOST_FAILURES = 4  # gathers after which FSDP2 is left to it
+_RESULT = (
+    *("all_gather_output", "all_gather_event", "all_gather_work"),
+    *("param_all_gather_input_dtypes", "param_all_gather_input_numels", "all_gather_input_split_sizes"),
+)
+_OF_GROUP = (
+    *("_all_gather_process_group", "_all_gather_comm", "_all_gather_result", "_sharded_state", "_training_state"),
+    *("_reshard_after_forward_event", "unshard_in_backward", "fsdp_params", "device", "device_handle", "comm_ctx"),
+    *("_to_unsharded", "_wait_all_gather_streams_on_event", "_with_fqn"),
+)
+
+
+class Packed(NamedTuple):
+    """A pack in a row."""
+
+    pack: Pack
+    start: int  # in bytes
+
+
+class Row(NamedTuple):
+    """What each rank sends in a pass."""
+
+    nbytes: int
+    sending: Sequence[Run]  # what is sent as it lies: plain parameters, and planes
+    arriving: Sequence[Run]  # what arrives so
+    weights: Packed | Codes
+    metadata: tuple[Any, Any, Any]  # the last fields of FSDP2's result
+
+    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
+        """Writes what this rank sends, (nbytes,) uint8. mesh: gives what FSDP2 calls hooks with."""
+        for run in self.sending:
+            run.fill(sent)
+        if isinstance(self.weights, Codes):
+            self.weights.fill(sent)
+        else:
+            pack, start = self.weights
+            pack.fill(sent[start : start + pack.nbytes], mesh)
+
+    def arrive(self, received: Tensor) -> None:
+        """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
+        for run in self.arriving:
+            run.arrive(received)
+        if isinstance(self.weights, Codes):
+            self.weights.arrive()
+        else:
+            self.weights.pack.arrive(received, self.weights.start, self.nbytes)
+
+    @property
+    def which(self) -> PassName | None:
+        """The pass; None if weights are gathered for several."""
+        passes = (
+            {weight.gathering.which for weight in self.weights.weights}
+            if isinstance(self.weights, Codes)
+            else {FORWARD}
+        )
+        return passes.pop() if len(passes) == 1 else None
+
+    def is_steady(self) -> bool:
+        """True if this gather would be like the ones before, or the pack asks hooks."""
+        return not isinstance(self.weights, Codes) or self.weights.is_steady()
+
+
+class _Begun(AllGatherResult):
+    """A gather that `SteadyGroup` began."""
+
+    row: Row
+
+
+class SteadyGroup(FSDPParamGroup):
+    """FSDP2's group of parameters, with `carry`."""
+
+    _pack: Pack | None  # None: gathers leave codes
+    _leader: Any  # the first FSDPParam that is quantized
+    _rows: dict[PassName, Row]  # of passes that FSDP2 has gathered for
+    _failures: int  # gathers of which no row was made
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begins a gather, if there is something to gather."""
+        row = self._rows.get(FORWARD if self._pack is not None else codes.pass_of(self._leader))
+        if row is None or not self._is_at_rest() or not row.is_steady():
+            super().unshard(async_op)
+            return
+        with self._labelled("FSDP::all_gather"):
+            self._all_gather_result = self._begun(row, async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Makes the parameters whole, if a gather has begun."""
+        result = self._all_gather_result
+        if isinstance(result, _Begun):
+            with self._labelled("FSDP::all_gather_copy_out"):
+                self._finish(result)
+            return
+        if result is None or not self._learns():
+            super().wait_for_unshard()
+            return
+        metadata = [gathered.metadata_of(param) for param in self.fsdp_params]
+        super().wait_for_unshard()
+        self._learn(result, metadata)
+
+    def forget_rows(self) -> None:
+        """From now on, gathers are FSDP2's, until `carry` is called again."""
+        self._pack, self._rows, self._failures = None, {}, MOST_FAILURES
+
+    def _learns(self) -> bool:
+        """False in inference mode as well: FSDP2 makes what it has gathered there anew."""
+        return self._failures < MOST_FAILURES and not capturing(self.device) and not torch.is_inference_mode_enabled()
+
+    def _learn(self, result: AllGatherResult, metadata: Sequence[Any]) -> None:
+        """Makes the row of a pass that FSDP2 has gathered for."""
+        row = _row_of(result, self.fsdp_params, self._pack, metadata, self._all_gather_process_group.rank())
+        if row is None or row.which is None:
+            self._failures += 1
+        else:
+            self._rows[row.which] = row
+
+    def _is_at_rest(self) -> bool:
+        """True for sharded parameters that nothing but this gather waits for."""
+        if self._all_gather_result is not None or self._sharded_state is not ShardedState.SHARDED:
+            return False
+        if self._reshard_after_forward_event is not None:
+            return False
+        if not self.unshard_in_backward and self._training_state is TrainingState.PRE_BACKWARD:
+            return False
+        return transform() is None and not capturing(self.device)
+
+    def _mesh_of_hooks(self) -> Any:
+        return self.fsdp_params[0].shard_mesh_from_root
+
+    def _labelled(self, label: str) -> AbstractContextManager[Any]:
+        """What shows in profiles as FSDP2's own gathers do."""
+        return torch.profiler.record_function(self._with_fqn(label)) if profiling() else nullcontext()
+
+    @torch.no_grad()
+    def _begun(self, row: Row, async_op: bool) -> _Begun:
+        """As FSDP2's foreach_all_gather: what is sent is copied on one stream, into its place in what all send; the
+        collective runs on another."""
+        copies, gathers = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        group, comm = self._all_gather_process_group, self._all_gather_comm
+        with self.device_handle.stream(copies):
+            output = comm.allocate((row.nbytes * group.size(),), dtype=torch.uint8, device=self.device)
+            sent = output.narrow(0, row.nbytes * group.rank(), row.nbytes)
+            row.fill(sent, self._mesh_of_hooks)
+        gathers.wait_stream(copies)
+        with self.device_handle.stream(gathers):
+            work = comm(output_tensor=output, input_tensor=sent, group=group, async_op=async_op)
+            begun = _Begun(output, gathers.record_event(), work, *row.metadata)
+        begun.row = row
+        return begun
+
+    @torch.no_grad()
+    def _finish(self, result: _Begun) -> None:
+        """As FSDP2's wait_for_unshard, which says when the bytes that have arrived may be freed."""
+        context = self.comm_ctx
+        in_forward = self._training_state is TrainingState.FORWARD
+        if in_forward and (before := context.all_gather_state) is not None:
+            self._wait_all_gather_streams_on_event(before.event)
+            context.all_gather_state = None
+        output, event, work = result[:3]
+        if event is not None:
+            self.device_handle.current_stream().wait_event(event)
+        if work is not None:
+            work.wait()
+        result.row.arrive(output)
+        self._to_unsharded()  # type: ignore[no-untyped-call]
+        done = self.device_handle.Event()
+        done.record()
+        if in_forward and work is None:
+            context.all_gather_state = AllGatherState(result, done)
+        else:
+            self._wait_all_gather_streams_on_event(done)
+        self._all_gather_result = None
+
+
+def carry(group: Any, pack: Pack | None, leader: Any) -> None:
+    """Has an FSDPParamGroup gather in few steps, from the second gather of each pass on.
+
+    pack: has all of its weights that are not plain; None: their gathers leave codes. leader: the first FSDPParam of
+    them. A group of somebody else's class, of one rank, or of a torch that gathers in other steps, is left as it is.
+    """
+    if type(group) not in (FSDPParamGroup, SteadyGroup) or not _is_known(group):
+        return
+    if group._all_gather_process_group.size() > 1:
+        group.__class__ = SteadyGroup
+        group._pack, group._leader, group._rows, group._failures = pack, leader, {}, 0
+
+
+def _is_known(group: Any) -> bool:
+    """True if this torch has what is used here, under the names and with the parameters that are known."""
+    return (
+        AllGatherResult._fields == _RESULT
+        and AllGatherState._fields == ("all_gather_result", "event")
+        and all(hasattr(group, name) for name in _OF_GROUP)
+        and hasattr(group.comm_ctx, "get_all_gather_streams")
+        and list(signature(FSDPParamGroup.unshard).parameters) == ["self", "async_op"]
+        and list(signature(FSDPParamGroup.wait_for_unshard).parameters) == ["self"]
+    )
+
+
+def _row_of(
+    result: AllGatherResult, params: Sequence[Any], pack: Pack | None, metadata: Sequence[Any], rank: int
+) -> Row | None:
+    """What FSDP2 has sent; None unless that was plain parameters, and a pack or weights that are gathered as codes, all
+    of them where kernels reach them.
+
+    metadata: of the hooks of each parameter. rank: of the row that this process has sent.
+    """
+    plain: list[tuple[Piece, torch.dtype, int, int]] = []
+    planes: list[tuple[Piece, torch.dtype, int, int]] = []
+    weights: list[Weight] = []
+    at, packs = 0, []
+    fields = result.param_all_gather_input_dtypes, result.param_all_gather_input_numels
+    for param, dtypes, numels, held in zip(params, *fields, metadata, strict=True):
+        if not hasattr(gathered.shard_of(param), "QUANTIZED"):
+            if not gathered.is_plain(param) or 0 in numels:
+                return None
+            plain.append((PlainParameter(param), dtypes[0], at, numels[0]))
+        elif pack is not None:
+            packs += [at] if numels else []
+        elif (weight := codes.weight_of(param, held, numels, at)) is not None:
+            weights.append(weight)
+            for piece, start in weight.pieces():
+                if piece is None:
+                    return None
+                planes.append((piece, WORD, start, piece.output.numel() // weight.gathering.route.world))
+        else:
+            return None
+        at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
+    if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
+        return None
+    load: Packed | Codes | None
+    if pack is not None:
+        load = Packed(pack, packs[0])
+    else:
+        load = codes.codes_of(weights, result.all_gather_output.view(torch.uint8).narrow(0, at * rank, at))
+    sending = arriving = runs_of(plain + planes)
+    if isinstance(load, Codes) and load.quantizing is not None:
+        sending = runs_of(plain)
+    if load is None or sending is None or arriving is None:
+        return None
+    return Row(at, sending, arriving, load, result[3:])
