@@ -84,11 +84,9 @@ class Row(NamedTuple):
     @property
     def which(self) -> PassName | None:
         """The pass; None if weights are gathered for several."""
-        passes = (
-            {weight.gathering.which for weight in self.weights.weights}
-            if isinstance(self.weights, Codes)
-            else {FORWARD}
-        )
+        if not isinstance(self.weights, Codes):
+            return FORWARD
+        passes = {weight.gathering.which for weight in self.weights.weights}
         return passes.pop() if len(passes) == 1 else None
 
     def is_steady(self) -> bool:
@@ -263,14 +261,16 @@ def _row_of(
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
     if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
         return None
+    sending = arriving = runs_of(plain + planes)
+    if arriving is None:
+        return None
     load: Packed | Codes | None
     if pack is not None:
         load = Packed(pack, packs[0])
     else:
         load = codes.codes_of(weights, result.all_gather_output.view(torch.uint8).narrow(0, at * rank, at))
-    sending = arriving = runs_of(plain + planes)
-    if isinstance(load, Codes) and load.quantizing is not None:
-        sending = runs_of(plain)
-    if load is None or sending is None or arriving is None:
+        if load is not None and load.quantizing is not None:
+            sending = runs_of(plain)
+    if load is None or sending is None:
         return None
     return Row(at, sending, arriving, load, result[3:])
