@@ -23,6 +23,7 @@ from layoutc.runtime.cast import gather_group
 from layoutc.runtime.cast.shared_amax import decide_all
 from layoutc.runtime.facts import Facts
 from layoutc.runtime.fsdp2 import on_gather
+from layoutc.runtime.fsdp2.pack import ALIGNED
 from layoutc.runtime.fsdp2.wire import Gathering
 from layoutc.runtime.sharding import gathered
 from layoutc.runtime.torch_private import foreach_copy_
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from layoutc.runtime.cast.tensor import CastOnGather
     from layoutc.runtime.fsdp2.pack import Member
 
-ALIGNED = 16  # bytes
 Launches = Sequence[tuple[Any, Tensor]]  # what is called with a table, and perhaps an amax
 _MOST = 16  # places that a pack is sent from, whose launches are kept
 
@@ -151,12 +151,13 @@ class IntoPack:
         """
         if capturing(sent.device) or not self.is_ready() or not self.is_able_into(sent):
             return False
+        kinds = self.kept[_place(sent)]
         shards: list[Any] = [one.shard() for one in self.sources]
         for one, shard in zip(self.sources, shards, strict=True):
             on_gather.check_unwritten(shard, one.member.gathered.values)
             one.member.gathering = one.gathering
         self._take(decide_all(shards, lambda at: self.sources[at].matrix))
-        for members, launches in self._kinds_into(sent) or ():
+        for members, launches in kinds:
             amax = self.sources[members[0]].amax
             for bound, entries in launches:
                 bound(entries) if amax is None else bound(entries, amax)
@@ -180,7 +181,7 @@ class IntoPack:
 
     def _kinds_into(self, sent: Tensor) -> list[Kind] | None:
         """The launches that write planes into this memory, from the current stream; None if some weight has none."""
-        key = sent.data_ptr(), stream_of(sent.device)
+        key = _place(sent)
         if (kinds := self.kept.get(key)) is not None:
             return kinds
         alike: dict[Any, list[int]] = defaultdict(list)
@@ -199,3 +200,8 @@ class IntoPack:
             self.kept.clear()
         self.kept[key] = kinds
         return kinds
+
+
+def _place(sent: Tensor) -> tuple[int, int]:
+    """Where a rank sends from, and the stream that tables for it were copied on."""
+    return sent.data_ptr(), stream_of(sent.device)

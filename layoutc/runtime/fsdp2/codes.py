@@ -4,8 +4,9 @@ from what all have sent into FSDP2's outputs, of which gathered weights have vie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -84,17 +85,24 @@ class Codes:
             return False
         return all(weight.is_steady() for weight in self.weights)
 
-    def fill(self, sent: Tensor) -> None:
+    @property
+    def which(self) -> PassName | None:
+        """The pass; None if weights are gathered for several."""
+        passes = {weight.gathering.which for weight in self.weights}
+        return passes.pop() if len(passes) == 1 else None
+
+    def fill(self, sent: Tensor, _: Callable[[], Any]) -> None:
         """Quantizes the values of weights that are cast on gather into the row of this rank, (nbytes,) uint8; planes
         are copied by runs. Collective as their hooks are."""
         if self.quantizing is None:
             return
-        self.quantizing(sent)
+        done = self.quantizing(sent)
+        assert done, "is_steady() has said that kernels may write, and codes_of that there are launches"
         for weight, member in zip(self.weights, self.members, strict=True):
             assert member.gathering is not None
             weight.gathering = member.gathering
 
-    def arrive(self) -> None:
+    def arrive(self, _: Tensor, __: int) -> None:
         """Gives gathered weights their planes, which are being copied into FSDP2's outputs."""
         for weight in self.weights:
             weight.deliver()
@@ -119,7 +127,7 @@ def weight_of(param: Any, metadata: Any, sizes: Sequence[int], start: int) -> We
     sources = None
     if isinstance(shard, QuantizedTensor) and (sources := steady.sources(shard, route.which)) is None:
         return None
-    starts = tuple([start + sum(sizes[:number]) for number in range(len(sizes))])
+    starts = tuple(accumulate(sizes[:-1], initial=start))
     # A gathering of its own: the hooks' one is theirs, to be changed by a gather that takes FSDP2's steps.
     own = replace(
         metadata, shared={name: shard._planes[name] if sources else plane for name, plane in metadata.shared.items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import codes
-from layoutc.runtime.fsdp2.codes import Codes, Weight
+from layoutc.runtime.fsdp2.codes import Weight
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
 from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, runs_of
 from layoutc.runtime.kernels.copies import WORD
@@ -46,11 +46,41 @@ _OF_GROUP = (
 )
 
 
+class Load(Protocol):
+    """The quantized weights of a row."""
+
+    @property
+    def which(self) -> PassName | None:
+        """The pass; None if weights are gathered for several."""
+
+    def is_steady(self) -> bool:
+        """True if a gather would be like the ones before, or asks hooks where it is not."""
+
+    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
+        """Writes what runs do not, into (nbytes,) uint8. mesh: gives what FSDP2 calls hooks with."""
+
+    def arrive(self, received: Tensor, nbytes: int) -> None:
+        """Makes the weights whole, from the rows of all ranks, of so many bytes each, once runs have arrived."""
+
+
 class Packed(NamedTuple):
-    """A pack in a row."""
+    """A pack, and where it starts in a row, in bytes."""
 
     pack: Pack
-    start: int  # in bytes
+    start: int
+    which: PassName = FORWARD
+
+    def is_steady(self) -> bool:
+        """True: a pack asks hooks by itself."""
+        return True
+
+    def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
+        """See `Load`."""
+        self.pack.fill(sent[self.start : self.start + self.pack.nbytes], mesh)
+
+    def arrive(self, received: Tensor, nbytes: int) -> None:
+        """See `Load`."""
+        self.pack.arrive(received, self.start, nbytes)
 
 
 class Row(NamedTuple):
@@ -59,39 +89,20 @@ class Row(NamedTuple):
     nbytes: int
     sending: Sequence[Run]  # what is sent as it lies: plain parameters, and planes
     arriving: Sequence[Run]  # what arrives so
-    weights: Packed | Codes
+    weights: Load
     metadata: tuple[Any, Any, Any]  # the last fields of FSDP2's result
 
     def fill(self, sent: Tensor, mesh: Callable[[], Any]) -> None:
         """Writes what this rank sends, (nbytes,) uint8. mesh: gives what FSDP2 calls hooks with."""
         for run in self.sending:
             run.fill(sent)
-        if isinstance(self.weights, Codes):
-            self.weights.fill(sent)
-        else:
-            pack, start = self.weights
-            pack.fill(sent[start : start + pack.nbytes], mesh)
+        self.weights.fill(sent, mesh)
 
     def arrive(self, received: Tensor) -> None:
         """Makes parameters whole, from what all ranks have sent, (ranks * nbytes,) uint8."""
         for run in self.arriving:
             run.arrive(received)
-        if isinstance(self.weights, Codes):
-            self.weights.arrive()
-        else:
-            self.weights.pack.arrive(received, self.weights.start, self.nbytes)
-
-    @property
-    def which(self) -> PassName | None:
-        """The pass; None if weights are gathered for several."""
-        if not isinstance(self.weights, Codes):
-            return FORWARD
-        passes = {weight.gathering.which for weight in self.weights.weights}
-        return passes.pop() if len(passes) == 1 else None
-
-    def is_steady(self) -> bool:
-        """True if this gather would be like the ones before, or the pack asks hooks."""
-        return not isinstance(self.weights, Codes) or self.weights.is_steady()
+        self.weights.arrive(received, self.nbytes)
 
 
 class _Begun(AllGatherResult):
@@ -111,7 +122,7 @@ class SteadyGroup(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Begins a gather, if there is something to gather."""
         row = self._rows.get(FORWARD if self._pack is not None else codes.pass_of(self._leader))
-        if row is None or not self._is_at_rest() or not row.is_steady():
+        if row is None or not self._is_at_rest() or not row.weights.is_steady():
             super().unshard(async_op)
             return
         with self._labelled("FSDP::all_gather"):
@@ -142,10 +153,10 @@ class SteadyGroup(FSDPParamGroup):
     def _learn(self, result: AllGatherResult, metadata: Sequence[Any]) -> None:
         """Makes the row of a pass that FSDP2 has gathered for."""
         row = _row_of(result, self.fsdp_params, self._pack, metadata, self._all_gather_process_group.rank())
-        if row is None or row.which is None:
+        if row is None or (which := row.weights.which) is None:
             self._failures += 1
         else:
-            self._rows[row.which] = row
+            self._rows[which] = row
 
     def _is_at_rest(self) -> bool:
         """True for sharded parameters that nothing but this gather waits for."""
@@ -261,16 +272,13 @@ def _row_of(
         at += sum(dtype.itemsize * numel for dtype, numel in zip(dtypes, numels, strict=True))
     if at % ALIGNED or len(packs) != (pack is not None) or any(start % ALIGNED for start in packs):
         return None
-    sending = arriving = runs_of(plain + planes)
+    arriving = runs_of(plain + planes)
     if arriving is None:
         return None
-    load: Packed | Codes | None
     if pack is not None:
-        load = Packed(pack, packs[0])
-    else:
-        load = codes.codes_of(weights, result.all_gather_output.view(torch.uint8).narrow(0, at * rank, at))
-        if load is not None and load.quantizing is not None:
-            sending = runs_of(plain)
-    if load is None or sending is None:
+        return Row(at, arriving, arriving, Packed(pack, packs[0]), result[3:])
+    load = codes.codes_of(weights, result.all_gather_output.view(torch.uint8).narrow(0, at * rank, at))
+    if load is None:
         return None
+    sending = arriving if load.quantizing is None else runs_of(plain) or []
     return Row(at, sending, arriving, load, result[3:])

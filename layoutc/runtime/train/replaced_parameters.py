@@ -89,7 +89,7 @@ def follow(optimizer: MasterWeights) -> None:
                     continue
                 _hand_gradient_over(param, now)
                 outer["params"][position] = param = now
-            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is _shard_of(m))
+            old, master = next((p, m) for p, m in masters.items() if stepped is m or stepped is _local(m))
             if tuple(param.shape) != tuple(old.shape) or optimizer.inner.state.get(stepped):
                 raise LayoutError(
                     f"a parameter of shape {tuple(param.shape)} was put into the groups of MasterWeights in place of "
@@ -142,7 +142,3 @@ def _cut(whole: Tensor, like: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _shard_of(master: Tensor) -> Tensor | None:
-    return master._local_tensor if isinstance(master, DTensor) else None
