@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
+from layoutc.runtime.fsdp2 import gradient_rows, steady_group
+from layoutc.runtime.fsdp2.gradient_rows import GradientRows
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.rank_chunks import rank_chunks
 from layoutc.runtime.kernels.rank_sums import rank_sum, scaling, sum_in_order
@@ -48,22 +52,84 @@ def test_another_order_gives_other_bytes() -> None:
     assert not torch.equal(sum_in_order(parts)[3:], sum_in_order(parts.flip(0))[3:])
 
 
-@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_chunks_of_ranks_are_those_of_torch(ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that ranks share unevenly, ranks without any, vectors, whole tiles and parts of them."""
-    monkeypatch.setattr(launch, "usable", lambda *_: True)
+def gradients(ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rows that ranks share unevenly, ranks without any, vectors, whole tiles and parts of them; odd numbers."""
     shapes = [(64, 128), (ranks, 48), (5, 7), (1, 9000), (33,), (6, 3, 4), (4096 * ranks, 2)]
     seeded = torch.Generator().manual_seed(ranks)
     grads = [torch.randn(shape, generator=seeded).to(dtype) for shape in shapes]
+    grads[0].view(-1)[:4] = torch.tensor([-0.0, float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 4])
+    return grads
+
+
+def in_rows(grads: list[torch.Tensor], ranks: int) -> torch.Tensor:
     chunks = [padded_chunks(grad, ranks) for grad in grads]
-    expected = torch.stack([torch.cat([one[rank] for one in chunks]) for rank in range(ranks)])
+    return torch.stack([torch.cat([one[rank] for one in chunks]) for rank in range(ranks)])
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("into", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_chunks_of_ranks_are_those_of_torch(
+    ranks: int, dtype: torch.dtype, into: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "usable", lambda *_: True)
+    grads = gradients(ranks, dtype)
+    expected = in_rows(grads, ranks).to(into or dtype)
     out = torch.full_like(expected, -1)
     assert rank_chunks(grads, ranks, out)
-    assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
-    for others in ([grads[0].t()], [grads[0].float()], [grads[0], grads[1][:0]]):
+    assert torch.equal(bits(out), bits(expected))
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    for others in ([grads[0].t()], [grads[0].to(other), grads[1]], [grads[0], grads[1][:0]], [grads[0].double()]):
         assert not rank_chunks(others, ranks, out)
+    assert not rank_chunks(grads, ranks, out.to(torch.float64))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
+def test_fsdp2_copies_gradients_by_the_kernel(
+    into: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own function, into the buffer that it asks for; what it allocates then is a plain tensor."""
+    if kernels and not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    copied: list[bool] = []
+    copy = gradient_rows.rank_chunks
+
+    def counted(*args: Any) -> bool:
+        copied.append(copy(*args))
+        return copied[-1]
+
+    monkeypatch.setattr(launch, "usable", lambda *_: kernels)
+    monkeypatch.setattr(gradient_rows, "rank_chunks", counted)
+    grads, ranks, device = gradients(4, torch.bfloat16)[:4], 4, torch.device("cpu")
+    expected = in_rows(grads, ranks).to(into).flatten()
+    comm = steady_group._ReduceScatter(ranks)
+    for _ in range(2):
+        buffer = comm.allocate((expected.numel(),), dtype=into, device=device)
+        result = comm.allocate((expected.numel() // ranks,), dtype=into, device=device)
+        assert (type(buffer), type(result)) == (GradientRows, torch.Tensor)
+        foreach_reduce_scatter_copy_in(grads, buffer, ranks)
+        assert torch.equal(bits(buffer.as_subclass(torch.Tensor)), bits(expected))
+    assert copied == [kernels, kernels]
+
+
+def test_the_buffer_of_gradients_is_a_plain_tensor_to_others() -> None:
+    values = torch.arange(8.0)
+    buffer = values.clone().as_subclass(GradientRows)
+    assert buffer.div_(2) is buffer
+    assert torch.equal(buffer.as_subclass(torch.Tensor), values / 2)
+    assert {type(buffer + 1), type(buffer[2:4])} == {torch.Tensor}
+    columns = buffer.view(2, 4)
+    assert (type(columns), columns.data_ptr()) == (GradientRows, buffer.data_ptr())
+    grads, found, expected = [torch.rand(3, 4), torch.rand(3, 1)], torch.empty(3, 2, 3), torch.empty(3, 2, 3)
+    torch.ops.fsdp.chunk_cat(grads, 1, 2, out=found.as_subclass(GradientRows))
+    torch.ops.fsdp.chunk_cat(grads, 1, 2, out=expected)
+    assert torch.equal(found, expected)
 
 
 def padded_chunks(grad: torch.Tensor, ranks: int) -> list[torch.Tensor]:

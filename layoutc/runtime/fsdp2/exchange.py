@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from layoutc.runtime.errors import LayoutError
+from layoutc.runtime.fsdp2.gradient_rows import Turns
 from layoutc.runtime.kernels.rank_chunks import rank_chunks
 from layoutc.runtime.kernels.rank_sums import rank_sum
 from layoutc.runtime.sharding import registry
@@ -104,16 +105,13 @@ class Exchange:
     """What FSDP2 takes for a reduce-scatter: of one group of parameters, over `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._given: int | None = None  # the size of the buffer whose result will be asked for next
+        self._ranks, self._turns = ranks, Turns(ranks)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the buffer, then for the result, which is smaller by the number of ranks."""
+        """The buffer of a reduction, or its result."""
         (numel,) = size
-        is_result, self._given = self._given == numel * self._ranks, None
-        if is_result or dtype is not torch.float32:
+        if self._turns.is_result(int(numel)) or dtype is not torch.float32:
             return torch.empty(*size, dtype=dtype, device=device)
-        self._given = int(numel)
         return GradientBuffer((int(numel),), device, self._ranks, _Kept())
 
     def __call__(

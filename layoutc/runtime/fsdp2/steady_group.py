@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
@@ -27,6 +27,7 @@ from layoutc.runtime.captures import capturing
 from layoutc.runtime.facts import PassName
 from layoutc.runtime.fsdp2 import codes
 from layoutc.runtime.fsdp2.codes import Weight
+from layoutc.runtime.fsdp2.gradient_rows import CopiesInOneLaunch
 from layoutc.runtime.fsdp2.pack import ALIGNED, Pack
 from layoutc.runtime.fsdp2.runs import Piece, PlainParameter, Run, runs_of
 from layoutc.runtime.kernels.copies import WORD
@@ -41,6 +42,7 @@ _RESULT = (
 )
 _OF_GROUP = (
     *("_all_gather_process_group", "_all_gather_comm", "_all_gather_result", "_sharded_state", "_training_state"),
+    *("_reduce_scatter_process_group", "_reduce_scatter_comm"),
     *("_reshard_after_forward_event", "unshard_in_backward", "fsdp_params", "device", "device_handle", "comm_ctx"),
     *("_to_unsharded", "_wait_all_gather_streams_on_event", "_with_fqn"),
 )
@@ -109,6 +111,10 @@ class _Begun(AllGatherResult):
     """A gather that `SteadyGroup` began."""
 
     row: Row
+
+
+class _ReduceScatter(CopiesInOneLaunch, DefaultReduceScatter):
+    """FSDP2's own, of which it allows itself to take another one's place."""
 
 
 class SteadyGroup(FSDPParamGroup):
@@ -217,7 +223,7 @@ class SteadyGroup(FSDPParamGroup):
 
 
 def carry(group: Any, pack: Pack | None, leader: Any) -> None:
-    """Has an FSDPParamGroup gather in few steps, from the second gather of each pass on.
+    """Has an FSDPParamGroup gather in few steps, from the second gather of each pass on, and copy gradients in one.
 
     pack: has all of its weights that are not plain; None: their gathers leave codes. leader: the first FSDPParam of
     them. A group of somebody else's class, of one rank, or of a torch that gathers in other steps, is left as it is.
@@ -227,6 +233,8 @@ def carry(group: Any, pack: Pack | None, leader: Any) -> None:
     if group._all_gather_process_group.size() > 1:
         group.__class__ = SteadyGroup
         group._pack, group._leader, group._rows, group._failures = pack, leader, {}, 0
+        if type(group._reduce_scatter_comm) is DefaultReduceScatter:
+            group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_process_group.size())
 
 
 def _is_known(group: Any) -> bool:

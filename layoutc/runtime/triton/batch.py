@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from layoutc.runtime.triton.blocks import to_float
 from layoutc.runtime.triton.reductions import raise_amax
 from layoutc.runtime.triton.tiles import tile_at, to_dtype
 
@@ -111,7 +112,7 @@ def amax_batch_kernel(
 @triton.jit
 def rank_chunks_kernel(
     table,  # of gradients: ranks, elements of a chunk, where chunks begin in a rank's row, address, elements in all
-    out,  # (ranks, row)
+    out,  # (ranks, row), of DTYPE or fp32
     row,
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -129,6 +130,8 @@ def rank_chunks_kernel(
     i = first + tl.arange(0, TILE)
     at = rank * chunk + i
     values = tl.load(matrix_at(fields, DTYPE, ROWS, ALIGNED) + at, mask=(i < chunk) & (at < numel), other=0.0)
+    if out.dtype.element_ty == tl.float32:
+        values = to_float(values)
     tl.store(out + rank * row + start + i, values, mask=i < chunk)
 
 

@@ -1,0 +1,62 @@
+"""Gradients that FSDP2 reduces are copied into its buffer by one launch.
+
+FSDP2's own copy makes a table on the host and sends it to the card for each group in each step, which takes the host
+longer than all that the group's gather does. Here the table is kept while gradients get the same memory again. What is
+reduced are the same bytes. `exchange` has the same copy for gradients that travel in their own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layoutc.runtime.kernels.rank_chunks import rank_chunks
+from layoutc.runtime.torch_private import without_torch_function
+
+
+class Turns:
+    """Tells what FSDP2 allocates for a reduction apart: the buffer, then the result, smaller by the number of ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._buffer: int | None = None  # the size of the one whose result will be asked for next
+
+    def is_result(self, numel: int) -> bool:
+        """True for the result of the buffer before it."""
+        found = self._buffer == numel * self._ranks
+        self._buffer = None if found else numel
+        return found
+
+
+class GradientRows(Tensor):
+    """The buffer that FSDP2 copies gradients into: (n,) or (ranks, n / ranks). To all others a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """FSDP2's copy by a kernel, where there is one for these gradients; all else as of a plain tensor."""
+        kwargs = kwargs or {}
+        with without_torch_function():
+            if func is Tensor.view:
+                return func(*args, **kwargs).as_subclass(cls)
+            if func is torch.ops.fsdp.chunk_cat and _copied(*args, **kwargs):
+                return None
+            return func(*args, **kwargs)
+
+
+def _copied(grads: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
+    return dim == 0 and rank_chunks(grads, num_chunks, out.as_subclass(Tensor))
+
+
+class CopiesInOneLaunch:
+    """A reduce-scatter of FSDP2's, with the copy of `GradientRows` before it: a base that stands before its class."""
+
+    def __init__(self, ranks: int) -> None:
+        self._turns = Turns(ranks)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of a reduction, or its result, which gradients are views of."""
+        made: Tensor = super().allocate(size, dtype=dtype, device=device)  # type: ignore[misc]
+        return made if self._turns.is_result(made.numel()) else made.as_subclass(GradientRows)
