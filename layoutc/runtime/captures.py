@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from layoutc.runtime.torch_private import raw_stream
+
 
 def capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the device's current stream."""
@@ -16,4 +18,6 @@ def capturing(device: torch.device) -> bool:
 
 def stream_of(device: torch.device) -> int:
     """The device's current stream, as a number; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return raw_stream(torch.cuda.current_device() if device.index is None else device.index)

@@ -223,6 +223,15 @@ class Layout:
         run = torch.tensor(pattern, dtype=plane.dtype, device=plane.device)
         plane.copy_(run.repeat(plane.shape[-1] // len(pattern)).expand_as(plane))
 
+    @cached_property
+    def operand_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes in which scaled_mm reads buffers, by name, where it reads them as they lie."""
+        found: dict[str, torch.dtype] = {}
+        for name, operand in self.operands.items():
+            if isinstance(operand, Operand) and not operand.transposes:
+                found |= {f"{name}_data": operand.codes, f"{name}_scale": operand.scale}
+        return found
+
     def amax_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the amax that shards share: one for the weight, or one for each block of columns."""
         return (1,) if self.amax_columns is None else (1, cdiv(k, self.amax_columns))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layoutc.ints.sizes import cdiv
+from layoutc.runtime.captures import capturing, stream_of
 from layoutc.runtime.kernels import launch
 from layoutc.runtime.kernels.launch import Launches
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _bound: Launches[Bound] = Launches()
 TILE = (8, 1024, 8)  # rows, columns and warps of a program
+ZEROS = 512  # how many amaxes are made at a time, 16 bytes each
 
 
 def _kernels() -> tuple[ModuleType, ModuleType]:
@@ -37,19 +39,34 @@ def covered(tile_k: int, block_k: int) -> int:
     return tile_k // block_k * block_k
 
 
-def matrix_amax(x: Tensor, block_k: int | None) -> Tensor:
+def matrix_amax(x: Tensor, block_k: int | None, *, passing: bool = False) -> Tensor:
     """The amax of a matrix, (1,) fp32; or of each `block_k` columns over all rows, (1, blocks) fp32. NaN propagates.
 
-    x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax.
+    x: (m, k) in fp32, bf16 or fp16. The bytes are those of numerics.matrix_amax. passing: one that lives as long as a
+    step, so that its memory may be a part of something larger.
     """
     columns = 1 if block_k is None else cdiv(x.shape[1], block_k)
-    amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
+    if passing and block_k is None and not capturing(x.device):
+        amax = _zero(x.device)
+    else:
+        amax = torch.zeros((1,) if block_k is None else (1, columns), dtype=torch.int32, device=x.device)
     if x.numel():
         key = x.shape, x.stride(), x.dtype, x.device, block_k
         if (bound := _bound.get(key)) is None:
             bound = _bound[key] = _bind(x, amax, columns, block_k)
         bound(x, amax)
     return amax.view(torch.float32)
+
+
+_zeros: dict[tuple[torch.device, int], list[Tensor]] = {}  # by the stream that has filled them
+
+
+def _zero(device: torch.device) -> Tensor:
+    """A zero that nobody has had yet, (1,) int32, at a multiple of 16 bytes: a fill for each would be a launch."""
+    left = _zeros.setdefault((device, stream_of(device)), [])
+    if not left:
+        left += torch.zeros((ZEROS, 4), dtype=torch.int32, device=device)[:, :1].unbind()
+    return left.pop()
 
 
 def _bind(x: Tensor, amax: Tensor, columns: int, block_k: int | None) -> Bound:

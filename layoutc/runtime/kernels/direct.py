@@ -76,11 +76,12 @@ def run(
 class Bound:
     """A launch whose sizes, options and constants are bound: it is called with tensors alone.
 
-    args, and the others: as for `run`, with example tensors. Calls take as many tensors, in the same order, of the same
-    dtypes, on the same device. kept: the tensor among them that is bound as well.
+    args, and the others: as for `run`, with example tensors. Calls take as many tensors, in the same order, on the same
+    device, of the same dtypes or of others of the same size, which are read as if they had those. kept: the tensor
+    among them that is bound as well.
     """
 
-    __slots__ = ("_args", "_at", "_launches", "_options", "_state", "_values")
+    __slots__ = ("_args", "_at", "_dtypes", "_launches", "_options", "_state", "_values")
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Bound:
         kept: Tensor | None = None,
     ) -> None:
         self._at = tuple(index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg is not kept)
+        self._dtypes = [args[index].dtype for index in self._at]
         self._args = [None if index in self._at else arg for index, arg in enumerate(args)]
         self._options = kernel, grid, num_warps, maxnreg, constants
         self._values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in (*self._args, *constants)]
@@ -116,8 +118,8 @@ class Bound:
             launcher(grid[0], 1, 1, stream, function, packed, None, None, None, *values)
             return
         args = self._args.copy()
-        for at, tensor in zip(self._at, tensors, strict=True):
-            args[at] = tensor
+        for at, tensor, dtype in zip(self._at, tensors, self._dtypes, strict=True):
+            args[at] = tensor if tensor.dtype == dtype else tensor.view(dtype)
         run(kernel, grid, tuple(args), num_warps, maxnreg, constants)
         if self._state != _state():
             self._launches.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -44,8 +45,10 @@ class PreparedLaunch:
         made: Mapping[str, Tensor],
         entries: Sequence[Entry],
         swizzled: bool,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> PreparedLaunch:
-        """planes, made: examples of what the launch writes, in its order: at least one. entries: the buffers."""
+        """planes, made: examples of what the launch writes, in its order: at least one. entries: the buffers. dtypes:
+        those that some of them are given in, where they are other ones of the same size."""
         new = [*planes.values(), *made.values()]
         from_plane = {name: index for index, name in enumerate(planes)}
         from_made = {name: index for index, name in enumerate(made, len(planes))}
@@ -58,8 +61,12 @@ class PreparedLaunch:
             )
             for one in entries
         ]
-        facts = tuple(Facts(tuple(tensor.shape), tensor.dtype) for tensor in new)
-        return cls(bound, new[0].device, facts, tuple(results))
+        given = [{dtypes.get(one.name) for one in results if one.position == at} for at in range(len(new))]
+        facts = [
+            Facts(tuple(tensor.shape), next(iter(named)) or tensor.dtype if len(named) == 1 else tensor.dtype)
+            for tensor, named in zip(new, given, strict=True)
+        ]
+        return cls(bound, new[0].device, tuple(facts), tuple(results))
 
     def __call__(self, inputs: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers. inputs: what the kernel reads, in order. given: what serves as a buffer as it is."""

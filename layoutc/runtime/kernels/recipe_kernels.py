@@ -86,14 +86,16 @@ class Kernels:
         orientations: tuple[str, ...],
         swizzled: bool = False,
         seed: Tensor | None = None,
+        typed: bool = False,
     ) -> dict[str, Tensor]:
         """(m, k) in fp32, bf16 or fp16 -> buffers of the orientations. Raises ValueError as `quantize`.
 
         Takes one launch if m and k are multiples of `word`, else two. swizzled: scales are flat, in the GEMM's order.
-        amax: as for `quantize`; that of the whole matrix may be in x's dtype.
+        amax: as for `quantize`; that of the whole matrix may be in x's dtype. typed: those of one launch have the
+        dtypes of `Layout.operand_dtypes`, and their amax may be a part of a larger tensor.
         """
         m, k = x.shape
-        amax = self._shared_amax(x, amax)
+        amax = self._shared_amax(x, amax, typed)
         kept = {"amax": amax} if amax is not None and "amax" in self.layout.as_stored else {}
         shared = {name: self.layout.stored_amax(one.to(torch.float32)) for name, one in kept.items()}
         if self.buffer_sizes is None or m % self.word or k % self.word or not m or not k:
@@ -103,7 +105,7 @@ class Kernels:
             seed = draw_seed(x)
         x = launch.in_rows(x)
         inputs = [one for one in (x, amax, seed) if one is not None]
-        key = "quantize", m, k, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled
+        key = m, k, x.stride(), x.dtype, amax is None or amax.dtype, x.device, orientations, swizzled, typed
         if (prepared := self._prepared.get(key)) is not None:
             return prepared(inputs, shared)
         launch.plane_facts(self.layout, m, k, orientations)  # raises for a shape that the recipe does not take
@@ -117,7 +119,8 @@ class Kernels:
             return self._buffers(planes | shared, made, orientations, swizzled)
         bound = Bound(quantize_kernel, *arguments)
         written = _ordered(planes, self._planes), _ordered(made, self._made)
-        prepared = PreparedLaunch.of(bound, *written, buffers.entries(self.layout, orientations), swizzled)
+        dtypes = self.layout.operand_dtypes if typed else {}
+        prepared = PreparedLaunch.of(bound, *written, buffers.entries(self.layout, orientations), swizzled, dtypes)
         self._prepared[key] = prepared
         return prepared(inputs, shared)
 
@@ -210,10 +213,10 @@ class Kernels:
         )
         return rowwise, columnwise
 
-    def _shared_amax(self, x: Tensor, amax: Tensor | None) -> Tensor | None:
-        """The caller's amax; if there is none and scales need one, that of x."""
+    def _shared_amax(self, x: Tensor, amax: Tensor | None, passing: bool = False) -> Tensor | None:
+        """The caller's amax; if there is none and scales need one, that of x. passing: as of matrix_amax."""
         if amax is None and self.layout.shares_amax:
-            return amaxes.matrix_amax(x, self.layout.amax_columns)
+            return amaxes.matrix_amax(x, self.layout.amax_columns, passing=passing)
         return amax
 
     def _choice(self, tiles: Tiles, orientations: tuple[str, ...], dtype: torch.dtype) -> Choice:

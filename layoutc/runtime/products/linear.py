@@ -7,9 +7,10 @@ needs of activations is saved quantized, if the gradient of the weight is in low
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
+from itertools import compress
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +22,18 @@ from layoutc.runtime import product_mode
 from layoutc.runtime.facts import Layout
 from layoutc.runtime.product_mode import Mode
 from layoutc.runtime.products import amax_in_graphs, scaled_mm, shared_inputs
-from layoutc.runtime.products.choice import NAMES, OPERANDS, Chosen, Keeps, ProductName, Recipe, Way, choose, recipes_of
+from layoutc.runtime.products.choice import (
+    NAMES,
+    OPERANDS,
+    Chosen,
+    Keeps,
+    ProductName,
+    Recipe,
+    Recipes,
+    Way,
+    choose,
+    recipes_of,
+)
 from layoutc.runtime.quantize import weights
 from layoutc.runtime.torch_private import computed_in_backward
 from layoutc.runtime.weight import gathered_in_graphs, operators
@@ -42,7 +54,15 @@ class Ways(NamedTuple):
     grad_weight: Way
 
 
-_DEQUANTIZED = Ways("dequantize", "dequantize", "dequantize")
+class _Plan(NamedTuple):
+    """What is the same for all calls with weights of a recipe and a size, and so many tokens."""
+
+    ways: Ways
+    recipes: Recipes
+    missing: Mapping[ProductName, str]  # product -> why it has no kernel, of those that the spec wants in low precision
+
+
+_ODD = "the weight is transposed, or cuts blocks"
 _without_kernel: Counter[str] = Counter()
 
 
@@ -59,38 +79,40 @@ def ways_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> Ways:
 
     A piece that cuts blocks, and a transposed weight, are dequantized.
     """
-    return _DEQUANTIZED if _is_odd(weight) else Ways(*(one.way for one in _chosen(weight, x, mode)))
+    return _plan_of(weight, x, mode).ways
 
 
-def _chosen(weight: QuantizedTensor, x: Tensor, mode: Mode) -> tuple[Chosen, ...]:
-    """What is chosen for a weight's sizes, in the order of NAMES: looked up where they are numbers."""
+def _plan_of(weight: QuantizedTensor, x: Tensor, mode: Mode) -> _Plan:
+    """Of a weight with x, or gradients: looked up where sizes are numbers. In a traced graph they may be symbols."""
     (m, k), tokens = weight.shape, prod(x.shape[:-1])
-    known = all(type(size) is int for size in (m, k, tokens))  # in a traced graph, sizes may be symbols
-    return (_choose_all if known else _choose_all.__wrapped__)(type(weight), m, k, tokens, x.device, mode)
+    known = type(tokens) is int and type(m) is int and type(k) is int
+    odd = bool(weight._halo.rows) or weight._transposed
+    return (_plan if known else _plan.__wrapped__)(type(weight), m, k, tokens, x.device, mode, odd)
 
 
 @lru_cache(maxsize=4096)
-def _choose_all(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode) -> tuple[Chosen, ...]:
-    return tuple(choose(cls, name, m, k, tokens, device, mode) for name in NAMES)
+def _plan(cls: Recipe, m: int, k: int, tokens: int, device: torch.device, mode: Mode, odd: bool) -> _Plan:
+    chosen = {name: choose(cls, name, m, k, tokens, device, mode) for name in NAMES}
+    if odd:
+        chosen = dict.fromkeys(NAMES, Chosen("dequantize", _ODD))
+    ways, products = Ways(*(one.way for one in chosen.values())), cls.LAYOUT.products
+    if products is None:
+        return _Plan(ways, Recipes(cls, cls, cls), {})
+    wanted = [name for name in NAMES if getattr(products, name) is not None]
+    missing = {name: chosen[name].reason for name in wanted if chosen[name].way != "kernel"}
+    return _Plan(ways, recipes_of(cls), missing)
 
 
-def _count(weight: QuantizedTensor, x: Tensor, mode: Mode, ways: Ways, names: Sequence[ProductName]) -> None:
+def _count(weight: QuantizedTensor, plan: _Plan, names: Iterable[ProductName]) -> None:
     """Notes products that have no kernel."""
-    for name in names:
-        if getattr(ways, name) == "kernel" or getattr(weight.LAYOUT.products, name) is None:
-            continue
-        reason = _chosen(weight, x, mode)[NAMES.index(name)].reason
-        reason = "the weight is transposed, or cuts blocks" if _is_odd(weight) else reason
-        note_without_kernel(weight, name, reason)
+    for name in names if plan.missing else ():
+        if name in plan.missing:
+            note_without_kernel(weight, name, plan.missing[name])
 
 
 def note_without_kernel(weight: QuantizedTensor, name: ProductName, reason: str) -> None:
     """Counts a product that was wanted in low precision, and had no kernel."""
     _without_kernel[f"{weight.LAYOUT.name} {name}: {reason}"] += 1
-
-
-def _is_odd(weight: QuantizedTensor) -> bool:
-    return bool(weight._halo.rows) or weight._transposed
 
 
 # ------------------------------------------------------------------------------------------------------------- handlers
@@ -100,11 +122,11 @@ def forward(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, mode: Mode,
     keeps: what backward needs of x to compute the gradient of the weight.
     """
     m, k = weight.shape
-    ways = ways_of(weight, x, mode)
-    _count(weight, x, mode, ways, ("forward",))
+    ways, recipes, _ = plan = _plan_of(weight, x, mode)
+    _count(weight, plan, ("forward",))
     kept = ways.grad_weight if keeps == "quantized" else "dequantize"
     wanted = {"rowwise": ways.forward, "columnwise": kept}
-    quantized = _activations(recipes_of(type(weight)).activation, x, k, wanted)
+    quantized = _activations(recipes.activation, x, k, wanted)
     if ways.forward == "dequantize":
         out = F.linear(x, weight._dequantize("rowwise", x.dtype), bias)
     else:
@@ -122,10 +144,10 @@ def backward(
     saved: what forward gave, or x.
     """
     m, k = weight.shape
-    recipes, tokens = recipes_of(type(weight)), prod(grad.shape[:-1])
-    ways, trains = ways_of(weight, grad, mode), keeps != "nothing"
-    asked: tuple[tuple[ProductName, bool], ...] = (("grad_input", needs_input), ("grad_weight", trains))
-    _count(weight, grad, mode, ways, [name for name, is_asked in asked if is_asked])
+    tokens, trains = prod(grad.shape[:-1]), keeps != "nothing"
+    ways, recipes, _ = plan = _plan_of(weight, grad, mode)
+    asked: Mapping[ProductName, bool] = {"grad_input": needs_input, "grad_weight": trains}
+    _count(weight, plan, compress(asked, asked.values()))
     flat = grad.reshape(tokens, m)
     wanted = {
         "rowwise": ways.grad_input if needs_input else "dequantize",
@@ -162,10 +184,12 @@ def _activations(
     if all(way == "dequantize" for way in ways.values()):
         return {}
     shared = shared_inputs.of(x)
-    found = {name: shared[key] for name, way in ways.items() if (key := (recipe, name, way)) in shared}
-    missing: dict[str, Way] = {name: way for name, way in ways.items() if name not in found}
+    found: dict[str, Buffers] = {n: shared[key] for n, way in ways.items() if (key := (recipe, n, way)) in shared}
+    missing = {name: way for name, way in ways.items() if way != "dequantize" and name not in found}
+    if not missing:
+        return found
     made = _quantized(recipe, x.reshape(-1, k), missing, in_backward)
-    shared.update({(recipe, name, ways[name]): dict(buffers) for name, buffers in made.items()})
+    shared.update({(recipe, name, ways[name]): buffers for name, buffers in made.items()})
     return found | made
 
 
@@ -174,12 +198,14 @@ def _quantized(recipe: Recipe, x: Tensor, ways: Mapping[str, Way], in_backward: 
 
     in_backward: x comes from forward, where a traced graph must not compute what is made here. An amax it may.
     """
-    layout = recipe.LAYOUT
+    layout, for_kernel = recipe.LAYOUT, tuple([name for name, way in ways.items() if way == "kernel"])
+    if len(for_kernel) == len(ways) and not operators.traced(x):
+        buffers = operators.quantize_buffers(recipe, x, None, for_kernel, bool(layout.swizzled), True)
+        return _split(layout, buffers, ways)
     made: dict[str, Buffers] = {}
     low = any(way != "dequantize" for way in ways.values())
     # One for both orientations: a traced graph would merge two draws into one.
     seed = operators.seed_of(recipe, x) if low else None
-    for_kernel = tuple(name for name, way in ways.items() if way == "kernel")
     amax = amax_in_graphs.amax_of(recipe, x) if for_kernel else None
     with computed_in_backward() if in_backward else nullcontext():
         x = again(x) if in_backward else x
@@ -233,13 +259,13 @@ def matrix_product(func: Any, args: Sequence[Any]) -> Tensor | None:
     weight = cast(QuantizedTensor, right.t()) if right._transposed else right
     if left.shape[1] != right.shape[0]:
         return None  # torch says so better
-    ways = ways_of(weight, left, mode)
-    _count(weight, left, mode, ways, (name,))
-    way: Way = getattr(ways, name)
+    plan = _plan_of(weight, left, mode)
+    _count(weight, plan, (name,))
+    way: Way = getattr(plan.ways, name)
     if way == "dequantize":
         return None
     (role, orientation), _ = OPERANDS[name]
-    quantized = _quantized(getattr(recipes_of(type(weight)), role), left, {orientation: way})
+    quantized = _quantized(getattr(plan.recipes, role), left, {orientation: way})
     out = _multiply(name, way, quantized[orientation], weight, left.shape[0], left.dtype)
     return out + bias[0].to(out.dtype) if bias else out
 
@@ -256,13 +282,45 @@ def _multiply(
     free, contracted = (m, k) if orientation == "rowwise" else (k, m)
     if way == "kernel":
         a = scaled_mm.side(recipe.LAYOUT, rowwise, left, tokens, is_left=True)
-        with computed_in_backward() if name == "grad_input" else nullcontext():  # not kept from forward to backward
-            right = weight_buffers(weight, orientation)
-        b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
+        b = _kept_side(weight, orientation)
+        if b is None:
+            with computed_in_backward() if name == "grad_input" else nullcontext():  # not kept from forward to backward
+                right = weight_buffers(weight, orientation)
+            b = scaled_mm.side(weight.LAYOUT, orientation, right, free, is_left=False)
+            _keep_side(weight, orientation, b)
         return scaled_mm.multiply(a, b, dtype, fast=name == "forward")
     values = operators.dequantize(recipe, left, tokens, contracted, rowwise, torch.float32)
     whole = weight._dequantize(orientation, torch.float32)
     return (values @ (whole.t() if orientation == "rowwise" else whole)).to(dtype)
+
+
+class _KeptSide(NamedTuple):
+    """An operand that consists of views of a weight's planes."""
+
+    planes: Mapping[str, Tensor]  # all of them, as they were
+    side: scaled_mm.Side
+
+
+def _kept_side(weight: QuantizedTensor, orientation: str) -> scaled_mm.Side | None:
+    """The weight as an operand, as the product before has left it; None if planes are others since, or were freed."""
+    kept: _KeptSide | None = weight._readings.get((orientation, "operand"))
+    planes = weight._planes
+    if kept is None or type(planes) is not dict or weight._writes.waiting or len(planes) != len(kept.planes):
+        return None
+    for name, plane in kept.planes.items():
+        if planes.get(name) is not plane or not plane.untyped_storage().nbytes():
+            return None
+    return kept.side
+
+
+def _keep_side(weight: QuantizedTensor, orientation: str, side: scaled_mm.Side) -> None:
+    """Keeps an operand for the product after this one, if it consists of views, which follow the planes' memory."""
+    planes = weight._planes
+    if type(planes) is not dict or operators.traced(side.codes):
+        return
+    own = {plane.untyped_storage()._cdata for plane in planes.values()}
+    if all(one.untyped_storage()._cdata in own for one in (side.codes, *side.scales)):
+        weight._readings[orientation, "operand"] = _KeptSide(dict(planes), side)
 
 
 def _grad_weight(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from layoutc.runtime.captures import capturing
+from layoutc.runtime.captures import capturing, stream_of
 from layoutc.runtime.weight import operators
 
-Buffers = dict[str, Tensor]
+Buffers = Mapping[str, Tensor]
 Key = tuple[object, ...]
 
 
 class _Entry(NamedTuple):
     x: weakref.ref[Tensor]
     version: int
-    stream: object  # what was written on one stream is not there on another
+    stream: int  # what was written on one stream is not there on another
     quantized: dict[Key, Buffers]
 
 
@@ -33,7 +33,7 @@ def of(x: Tensor) -> dict[Key, Buffers]:
         return {}
     entry = _last
     if entry is None or not _is_of(entry, x):
-        entry = _last = _Entry(weakref.ref(x, _forget), x._version, _stream(x), {})
+        entry = _last = _Entry(weakref.ref(x, _forget), x._version, stream_of(x.device), {})
     return entry.quantized
 
 
@@ -51,11 +51,7 @@ def _can_share(x: Tensor) -> bool:
 
 
 def _is_of(entry: _Entry, x: Tensor) -> bool:
-    return entry.x() is x and entry.version == x._version and entry.stream == _stream(x)
-
-
-def _stream(x: Tensor) -> object:
-    return torch.cuda.current_stream(x.device) if x.is_cuda else None
+    return entry.x() is x and entry.version == x._version and entry.stream == stream_of(x.device)
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:

@@ -115,14 +115,14 @@ def quantize_buffers(
 ) -> dict[str, Tensor]:
     """(m, k) values -> the buffers of orientations that a GEMM reads: in one launch, where there is a kernel for it.
 
-    amax: what `shared_amax` gives, for recipes that share one, in fp32 or in x's dtype; default: that of x. typed: the
-    operator gives codes and scales in the dtypes of scaled_mm, as far as calls are traced, so that no view of each is a
-    call into Python. seed: as for `quantize`.
+    amax: what `shared_amax` gives, for recipes that share one, in fp32 or in x's dtype; default: that of x. typed:
+    codes and scales have the dtypes of scaled_mm where that takes no view of each: in traced calls, and from kernels.
+    seed: as for `quantize`.
     """
     layout, (m, k), chosen = cls.LAYOUT, x.shape, tuple(orientations)
     seed = seed_of(cls, x) if seed is None else seed
     if not traced(x):
-        fused = cls._quantize_buffers(x, amax, chosen, swizzled, seed)
+        fused = cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)
         return _quantize_buffers_by_planes(cls, x, amax, chosen, swizzled, seed) if fused is None else fused
     outputs = _quantize_buffers(x, amax, cls.KEY, list(chosen), swizzled, typed, seed)
     made = dict(zip(distinct(layout, m, k, chosen, swizzled), outputs, strict=False))
@@ -226,7 +226,9 @@ def _run_quantize_buffers(
 ) -> list[Tensor]:
     cls, (m, k), chosen = recipe_of(recipe), x.shape, tuple(orientations)
     names = quantized_names(cls.LAYOUT, m, k, chosen, swizzled, _known(amax) is None)
-    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed)) is not None:
+    if amax is None and cls.LAYOUT.shares_amax:  # in memory of its own
+        amax = cls._shared_amax(x)
+    if (fused := cls._quantize_buffers(x, amax, chosen, swizzled, seed, typed)) is not None:
         made = [fused[name] for name in names]  # new tensors, which a kernel wrote
         return [_typed(cls.LAYOUT, *one) for one in zip(names, made, strict=True)] if typed else made
     amax = None if amax is None else amax.to(torch.float32)
@@ -237,11 +239,8 @@ def _run_quantize_buffers(
 
 def _typed(layout: Layout, name: str, buffer: Tensor) -> Tensor:
     """A buffer in the dtype in which scaled_mm reads it."""
-    orientation, _, kind = name.rpartition("_")
-    operand = layout.operands.get(orientation)
-    if operand is None or isinstance(operand, str) or operand.transposes:
-        return buffer
-    return buffer.view(operand.codes if kind == "data" else operand.scale)
+    dtype = layout.operand_dtypes.get(name, buffer.dtype)
+    return buffer if buffer.dtype == dtype else buffer.view(dtype)
 
 
 def _run_shared_amax(x: Tensor, recipe: str) -> Tensor:

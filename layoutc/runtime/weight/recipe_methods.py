@@ -116,12 +116,15 @@ class RecipeMethods:
         orientations: tuple[str, ...],
         swizzled: bool,
         seed: Tensor | None = None,
+        typed: bool = False,
     ) -> dict[str, Tensor] | None:
-        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel."""
+        """The buffers of an (m, k) matrix in one launch; None: nothing is done, as there is no such kernel.
+
+        typed: in the dtypes of `Layout.operand_dtypes`, as far as one launch writes them."""
         kernels = cls._quantizing(x)
         if kernels is None or kernels.buffer_sizes is None:
             return None
-        return kernels.quantize_buffers(x, amax, orientations, swizzled, seed)
+        return kernels.quantize_buffers(x, amax, orientations, swizzled, seed, typed)
 
     @classmethod
     def _shared_amax(cls, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class QuantizedTensor(RecipeMethods, ReportedMemory, torch.Tensor):
     _peers: tuple[str, ...] | None  # names of the groups whose shards share its amax; (): not known; None: it is whole
     _steady: Any  # of a shard: `fsdp2.steady.Steady`, what its gathers have in common
     _packed: Any  # of a shard: `fsdp2.packed.Packed`, its place among those that it travels with
-    _readings: dict[tuple[str, torch.dtype], Any]  # by orientation: `kernels.reading.Reading`, a launch that is kept
+    _readings: dict[tuple[str, Any], Any]  # by orientation: what its last products have left for the next ones
     _stacked: Mapping[str, Tensor] = MappingProxyType({})  # of gathered shards: planes that each rank has its own of
 
     @staticmethod
